@@ -1,0 +1,63 @@
+# make demo   the main job, on a machine with only Python, pip, make and gcc
+# make test   every check that has to pass
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
+
+# One thread: with two processes at work, OpenMP's spinning costs a hundredfold.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint types layers unit bench docs clean
+
+demo: $(VENV)/.demo
+	@echo "demo: training a small GPT with a broken sample in every batch"
+	@$(BIN)/python examples/train_with_a_bad_sample.py
+
+test: lint types layers unit
+
+lint: $(VENV)/.dev
+	@echo "lint: ruff"
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	@echo "types: pyright"
+	@$(BIN)/pyright
+
+layers: $(VENV)/.dev
+	@echo "layers: import-linter"
+	@$(BIN)/lint-imports
+
+unit: $(VENV)/.dev
+	@echo "unit: pytest"
+	@$(BIN)/pytest -n 2
+	@echo "unit: pytest, shapes in signatures checked"
+	@TORCHGUARD_CHECK_SHAPES=1 $(BIN)/pytest -n 2 -m "not compiled" tests/errors tests/test_checks.py tests/test_control.py
+
+bench: $(VENV)/.dev
+	@echo "bench: against the published torchguard 1.1.0"
+	@$(BIN)/python benchmarks/run.py
+
+docs: $(VENV)/.docs
+	@echo "docs: mkdocs"
+	@$(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf $(VENV) site dist build
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	@echo "setup: virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --upgrade "pip>=25.1"
+	@$(PIP) --editable . numpy
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "setup: tools for testing"
+	@$(PIP) --group dev
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	@echo "setup: tools for the docs"
+	@$(PIP) --group docs
+	@touch $@

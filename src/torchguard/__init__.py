@@ -1,0 +1,103 @@
+"""torchguard makes a `torch.compile` region safe to run and easy to see into, without breaking its graph."""
+
+from typing import TYPE_CHECKING, Any
+
+from torchguard import err, experimental, flags
+from torchguard.checks import find, fix, flag_inf, flag_nan, flag_nan_and_inf, flag_oob_indices, has_err, push
+from torchguard.control import AND, HAS, IF, IS, NOT, OR
+from torchguard.errors import config as _config
+from torchguard.errors.codes import ErrorCode, ErrorDomain, Severity
+from torchguard.errors.config import (
+    AccumulationConfig,
+    Dedupe,
+    ErrorConfig,
+    Order,
+    Priority,
+    get_config,
+    set_config,
+)
+from torchguard.errors.layout import (
+    CODE_BITS,
+    CODE_MASK,
+    CODE_SHIFT,
+    LOCATION_BITS,
+    LOCATION_MASK,
+    LOCATION_SHIFT,
+    SEVERITY_BITS,
+    SEVERITY_MASK,
+    SEVERITY_SHIFT,
+    SLOT_BITS,
+    SLOT_MASK,
+    SLOTS_PER_WORD,
+)
+from torchguard.exceptions import TorchGuardError
+from torchguard.flags import ErrorFlags, UnpackedError
+from torchguard.locations import ErrorLocation, tracked
+from torchguard.result import Err, Ok, Result, as_exception, as_result, unwrap
+
+if TYPE_CHECKING:
+    from torchguard.errors.config import CONFIG
+
+__version__ = "2.0.0a1"
+
+__all__ = [
+    "AND",
+    "CODE_BITS",
+    "CODE_MASK",
+    "CODE_SHIFT",
+    "CONFIG",
+    "HAS",
+    "IF",
+    "IS",
+    "LOCATION_BITS",
+    "LOCATION_MASK",
+    "LOCATION_SHIFT",
+    "NOT",
+    "OR",
+    "SEVERITY_BITS",
+    "SEVERITY_MASK",
+    "SEVERITY_SHIFT",
+    "SLOTS_PER_WORD",
+    "SLOT_BITS",
+    "SLOT_MASK",
+    "AccumulationConfig",
+    "Dedupe",
+    "Err",
+    "ErrorCode",
+    "ErrorConfig",
+    "ErrorDomain",
+    "ErrorFlags",
+    "ErrorLocation",
+    "Ok",
+    "Order",
+    "Priority",
+    "Result",
+    "Severity",
+    "TorchGuardError",
+    "UnpackedError",
+    "__version__",
+    "as_exception",
+    "as_result",
+    "err",
+    "experimental",
+    "find",
+    "fix",
+    "flag_inf",
+    "flag_nan",
+    "flag_nan_and_inf",
+    "flag_oob_indices",
+    "flags",
+    "get_config",
+    "has_err",
+    "push",
+    "set_config",
+    "tracked",
+    "unwrap",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Looked up each time, so that `tg.CONFIG` is what `set_config` last set.
+    if name == "CONFIG":
+        return _config.CONFIG
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

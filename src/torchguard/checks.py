@@ -1,0 +1,206 @@
+"""Checks that know where they stand: pass the module, its place is looked up."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor, nn
+
+from torchguard import err
+from torchguard._torch import can_read
+from torchguard.errors.config import ErrorConfig
+from torchguard.errors.gradient import over_rows, seal
+from torchguard.errors.slots import Flags
+from torchguard.errors.validate import require_batch, require_flags
+from torchguard.exceptions import LocationWarning, NotFlagsError
+from torchguard.flags import require_boundary
+from torchguard.locations.registry import ErrorLocation
+from torchguard.locations.tracking import location_of
+
+Place = nn.Module | int | str | None
+Values = Shaped[Tensor, "batch *rest"]
+
+
+def has_err(f: Flags) -> bool:
+    """Whether any sample has an error, as a Python bool: waits for the device."""
+    require_boundary("has_err", "err.any_err(f) or HAS(f)")
+    return bool(err.any_err(f))
+
+
+def find(code: int, f: Flags, config: ErrorConfig | None = None) -> Bool[Tensor, " batch"]:
+    """True where a sample holds that code."""
+    return err.has_code(f, code)
+
+
+def push(
+    f: Flags,
+    code: int | Tensor,
+    module: Place = None,
+    severity: int | None = None,
+    *,
+    where: Bool[Tensor, "batch *rest"] | None = None,
+    location: int | Tensor | None = None,
+    config: ErrorConfig | None = None,
+) -> Flags:
+    """`err.push` at the place of a module (or at a name, or at `location=` an id)."""
+    return err.push(f, code, place_of(module) if location is None else location, severity, config, where=where)
+
+
+def flag_nan(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
+    """Record NaN for each sample of `z` that has one.
+
+    >>> x = torch.tensor([[1.0, float("nan")], [1.0, 2.0]])
+    >>> flags.repr(flag_nan(x, "input", err.new(x)))
+    'ErrorFlags(2 samples, 1 errors: 1xNAN @ input)'
+    """
+    f = _flags_for("flag_nan", z, f, config)
+    values = _comparable(z)
+    if values is None or _is_free_of_nan(values):
+        return f
+    return err.push(f, err.NAN, place_of(module), config=config, where=_nan(values))
+
+
+def flag_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
+    """Record Inf for each sample of `z` that has one."""
+    f = _flags_for("flag_inf", z, f, config)
+    values = _comparable(z)
+    if values is None or _is_finite(values):
+        return f
+    return err.push(f, err.INF, place_of(module), config=config, where=_inf(values))
+
+
+def flag_nan_and_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
+    """`flag_nan` and `flag_inf` in one pass over `z`."""
+    f = _flags_for("flag_nan_and_inf", z, f, config)
+    values = _comparable(z)
+    if values is None or _is_finite(values):
+        return f
+    place = place_of(module)
+    return err.push_many(f, [(err.NAN, place, _nan(values)), (err.INF, place, _inf(values))], config)
+
+
+def flag_oob_indices(
+    ids: Int[Tensor, "batch *rest"],
+    num_embeddings: int,
+    module: Place,
+    f: Flags | None = None,
+    config: ErrorConfig | None = None,
+) -> Flags:
+    """Record `OUT_OF_BOUNDS` for each sample with an index that is negative, or `num_embeddings` or more."""
+    f = _flags_for("flag_oob_indices", ids, f, config)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise NotFlagsError(f"flag_oob_indices: ids are {ids.dtype}. Give integers.")
+    return err.push(f, err.OOB, place_of(module), config=config, where=(ids < 0) | (ids >= num_embeddings))
+
+
+def fix(
+    z: Values,
+    f: Flags,
+    module: Place,
+    fallback: float | Tensor | Callable[[], Tensor] = 0.0,
+    config: ErrorConfig | None = None,
+) -> tuple[Values, Flags]:
+    """Put `fallback` in the place of every bad row of `z`, and record `FALLBACK_VALUE` where it came in.
+
+    A row is bad if `f` holds an error for its sample or if it is not finite. It gets no gradient, and no row
+    sends a NaN or Inf gradient back through here: what an overflowing step behind this one would send (0 * Inf)
+    stops at this place.
+
+    >>> x = torch.tensor([[1.0, float("nan")], [1.0, 2.0]])
+    >>> x, f = fix(x, err.new(x), "input")
+    >>> x
+    tensor([[0., 0.],
+            [1., 2.]])
+    """
+    f = _flags_for("fix", z, f, config)
+    comparable = _comparable(z)
+    flagged = err.is_err(f)
+    broken = torch.zeros_like(flagged) if comparable is None else _rows(_nan(comparable)) | _rows(_inf(comparable))
+    value = fallback() if callable(fallback) else fallback
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=z.dtype, device=z.device)
+    fixed = torch.where(over_rows(flagged | broken, z), value, seal(z))
+    # A row that already runs on a fallback is replaced again but not noted again: it is an echo, not an event.
+    event = broken | (flagged & ~err.has_fallback(f))
+    return fixed, err.push(f, err.FALLBACK_VALUE, place_of(module), config=config, where=event)
+
+
+def place_of(module: Place) -> int:
+    """The location id of a module, a name, an id, or nothing in particular (0)."""
+    if module is None:
+        return ErrorLocation.UNKNOWN
+    if isinstance(module, nn.Module):
+        place = location_of(module)
+        return _untracked(module) if place is None else place.id
+    return _registered(module) if isinstance(module, str) else module
+
+
+@torch.compiler.assume_constant_result
+def _registered(name: str) -> int:
+    return ErrorLocation.register(name)
+
+
+def _untracked(module: nn.Module) -> int:
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            f"A {type(module).__name__} was given as a place but has none: its errors will show as Unknown. "
+            "Decorate the model's class with @tracked, or call tracked(model).",
+            LocationWarning,
+            stacklevel=4,
+        )
+    return ErrorLocation.UNKNOWN
+
+
+def _flags_for(who: str, z: Any, f: Flags | None, config: ErrorConfig | None) -> Flags:
+    if not isinstance(z, Tensor):
+        raise NotFlagsError(f"{who}: got {type(z).__name__} where the tensor to check belongs.")
+    if f is None:
+        return err.new(z, config)
+    require_flags(who, f)
+    require_batch(who, f, z, "z")
+    return f
+
+
+# Detection. Rows are reduced over their last dimension only: with what is left, the packing kernel does the rest.
+
+
+def _comparable(z: Tensor) -> Tensor | None:
+    """`z` as floats without history, or None if its dtype can hold neither NaN nor Inf."""
+    if not (z.is_floating_point() or z.is_complex()):
+        return None
+    z = z.detach()
+    if z.is_complex():
+        return torch.view_as_real(z).flatten(-2) if z.ndim > 1 else torch.view_as_real(z)
+    return z.to(torch.float32) if z.element_size() == 1 else z
+
+
+def _is_free_of_nan(z: Tensor) -> bool:
+    # Any NaN makes the sum NaN. So may Inf - Inf; then the exact check decides.
+    return can_read(z) and not math.isnan(z.sum().item())
+
+
+def _is_finite(z: Tensor) -> bool:
+    # A finite sum proves every element finite; another may be mere overflow, then the exact check decides.
+    return can_read(z) and math.isfinite(z.sum().item())
+
+
+def _nan(z: Tensor) -> Tensor:
+    """Which rows hold NaN: the maximum propagates it, and takes one pass without a mask of the size of `z`."""
+    if z.ndim == 1 or z.shape[-1] == 0:
+        return _elementwise(torch.isnan, z)
+    return torch.isnan(z.amax(-1))
+
+
+def _inf(z: Tensor) -> Tensor:
+    return _elementwise(torch.isinf, z)
+
+
+def _elementwise(test: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    return test(z) if z.ndim == 1 else test(z).any(-1)
+
+
+def _rows(mask: Tensor) -> Tensor:
+    return mask if mask.ndim == 1 else mask.flatten(1).any(-1)

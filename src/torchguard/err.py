@@ -1,0 +1,134 @@
+"""The namespace `err`: everything here returns tensors and may be traced.
+
+Flags are values: `f = err.push(f, ...)`. Codes and severities are attributes: `err.NAN`, `err.CRITICAL`.
+"""
+
+from torchguard.errors.codes import ErrorCode, ErrorDomain, Severity
+from torchguard.errors.combine import (
+    and_then,
+    bind,
+    ensure_mask,
+    get_err,
+    get_ok,
+    guard,
+    map_err,
+    map_err_flags,
+    map_ok,
+    mean_ok,
+    partition,
+    partition_many,
+    recover_with_fallback,
+    replace,
+    take_err,
+    take_err_p,
+    take_ok,
+    take_ok_p,
+)
+from torchguard.errors.query import (
+    all_ok,
+    any_err,
+    count_errors,
+    get_first_code,
+    get_first_location,
+    get_first_severity,
+    has_any,
+    has_code,
+    has_critical,
+    has_domain,
+    has_fallback,
+    has_inf,
+    has_nan,
+    is_err,
+    is_ok,
+    max_severity,
+)
+from torchguard.errors.record import clear, from_code, merge, new, new_t, push, push_many, push_scalar
+
+OK = ErrorCode.OK
+NAN = ErrorCode.NAN
+INF = ErrorCode.INF
+OVERFLOW = ErrorCode.OVERFLOW
+OUT_OF_BOUNDS = OOB = ErrorCode.OUT_OF_BOUNDS
+NEGATIVE_IDX = ErrorCode.NEGATIVE_IDX
+EMPTY_INPUT = ErrorCode.EMPTY_INPUT
+ZERO_OUTPUT = ErrorCode.ZERO_OUTPUT
+CONSTANT_OUTPUT = ErrorCode.CONSTANT_OUTPUT
+SATURATED = ErrorCode.SATURATED
+FALLBACK_VALUE = ErrorCode.FALLBACK_VALUE
+VALUE_CLAMPED = ErrorCode.VALUE_CLAMPED
+UNKNOWN = ErrorCode.UNKNOWN
+
+WARN = Severity.WARN
+ERROR = Severity.ERROR
+CRITICAL = Severity.CRITICAL
+
+# The names of 1.x.
+Ok = take_ok
+Err = take_err
+
+__all__ = [
+    "CONSTANT_OUTPUT",
+    "CRITICAL",
+    "EMPTY_INPUT",
+    "ERROR",
+    "FALLBACK_VALUE",
+    "INF",
+    "NAN",
+    "NEGATIVE_IDX",
+    "OK",
+    "OOB",
+    "OUT_OF_BOUNDS",
+    "OVERFLOW",
+    "SATURATED",
+    "UNKNOWN",
+    "VALUE_CLAMPED",
+    "WARN",
+    "ZERO_OUTPUT",
+    "Err",
+    "ErrorCode",
+    "ErrorDomain",
+    "Ok",
+    "Severity",
+    "all_ok",
+    "and_then",
+    "any_err",
+    "bind",
+    "clear",
+    "count_errors",
+    "ensure_mask",
+    "from_code",
+    "get_err",
+    "get_first_code",
+    "get_first_location",
+    "get_first_severity",
+    "get_ok",
+    "guard",
+    "has_any",
+    "has_code",
+    "has_critical",
+    "has_domain",
+    "has_fallback",
+    "has_inf",
+    "has_nan",
+    "is_err",
+    "is_ok",
+    "map_err",
+    "map_err_flags",
+    "map_ok",
+    "max_severity",
+    "mean_ok",
+    "merge",
+    "new",
+    "new_t",
+    "partition",
+    "partition_many",
+    "push",
+    "push_many",
+    "push_scalar",
+    "recover_with_fallback",
+    "replace",
+    "take_err",
+    "take_err_p",
+    "take_ok",
+    "take_ok_p",
+]

@@ -1,0 +1,215 @@
+"""Values and flags together: filter, transform, chain, recover. A replaced row never poisons a gradient."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from torchguard.errors.codes import ErrorCode
+from torchguard.errors.config import ErrorConfig
+from torchguard.errors.gradient import over_rows, stand_in
+from torchguard.errors.query import is_err, is_ok
+from torchguard.errors.record import merge, push
+from torchguard.errors.slots import Flags
+from torchguard.errors.validate import require_batch
+from torchguard.exceptions import OutOfRangeError
+
+Values = Shaped[Tensor, "batch *rest"]
+
+
+# Filters with shapes that depend on the data: for the Python boundary.
+
+
+def take_ok(f: Flags, z: Values) -> Shaped[Tensor, "ok *rest"]:
+    """The rows of `z` whose samples have no error."""
+    require_batch("err.take_ok", f, z, "z")
+    return z[is_ok(f)]
+
+
+def take_err(f: Flags, z: Values) -> Shaped[Tensor, "bad *rest"]:
+    """The rows of `z` whose samples have an error."""
+    require_batch("err.take_err", f, z, "z")
+    return z[is_err(f)]
+
+
+def partition(f: Flags, z: Values) -> tuple[Shaped[Tensor, "ok *rest"], Shaped[Tensor, "bad *rest"]]:
+    """`take_ok` and `take_err`."""
+    return take_ok(f, z), take_err(f, z)
+
+
+def partition_many(f: Flags, *zs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """All tensors without the bad rows, and all tensors with them alone."""
+    return tuple(take_ok(f, z) for z in zs), tuple(take_err(f, z) for z in zs)
+
+
+def get_ok(f: Flags) -> Flags:
+    """The flags of the samples without an error."""
+    return take_ok(f, f)
+
+
+def get_err(f: Flags) -> Flags:
+    """The flags of the samples with an error."""
+    return take_err(f, f)
+
+
+# Filters that keep the shape: for the inside of a graph.
+
+
+def take_ok_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
+    """`z` with the rows of bad samples filled.
+
+    >>> f = err.push(err.new_t(2), err.NAN, location=1, where=torch.tensor([False, True]))
+    >>> err.take_ok_p(f, torch.tensor([[1.0], [float("nan")]]))
+    tensor([[1.],
+            [0.]])
+    """
+    require_batch("err.take_ok_p", f, z, "z")
+    return torch.where(over_rows(is_ok(f), z), z, _scalar_like(z, fill))
+
+
+def take_err_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
+    """`z` with the rows of good samples filled."""
+    require_batch("err.take_err_p", f, z, "z")
+    return torch.where(over_rows(is_err(f), z), z, _scalar_like(z, fill))
+
+
+# Transforms.
+
+
+def map_ok(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
+    """`fn` of the good rows, the bad ones as they are. `fn` sees a good row in the place of each bad one."""
+    require_batch("err.map_ok", f, z, "z")
+    ok = is_ok(f)
+    return torch.where(over_rows(ok, z), fn(stand_in(ok, z)), z)
+
+
+def map_err(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
+    """`fn` of the bad rows, the good ones as they are."""
+    require_batch("err.map_err", f, z, "z")
+    return torch.where(over_rows(is_err(f), z), fn(z), z)
+
+
+def map_err_flags(f: Flags, fn: Callable[[Flags], Flags]) -> Flags:
+    """`fn` of the flags of bad samples."""
+    return torch.where(over_rows(is_err(f), f), fn(f), f)
+
+
+def replace(t: Tensor, value: float = 0.0, targets: Sequence[float | str] = (ErrorCode.NAN, ErrorCode.INF)) -> Tensor:
+    """`t` with some values replaced; a replaced element gets no gradient.
+
+    Args:
+        targets: `err.NAN` (or "nan"), `err.INF` (or "inf"), "posinf", "neginf", or a number to look for. As 1
+            and 2 are the codes of NaN and Inf, write the numbers 1.0 and 2.0 as floats.
+
+    >>> err.replace(torch.tensor([1.0, float("inf"), 999.0]), value=-1.0, targets=[err.INF, 999])
+    tensor([ 1., -1., -1.])
+    """
+    if isinstance(targets, str) or not targets:
+        raise OutOfRangeError(f"err.replace: targets is {targets!r}. Give a list such as [err.NAN, err.INF].")
+    found = torch.zeros_like(t, dtype=torch.bool)
+    for target in targets:
+        found = found | _matches(t, target)
+    return torch.where(found, _scalar_like(t, value), t)
+
+
+def _matches(t: Tensor, target: float | str) -> Bool[Tensor, "..."]:
+    if target == "nan" or _is_code(target, ErrorCode.NAN):
+        return torch.isnan(t)
+    if target == "inf" or _is_code(target, ErrorCode.INF):
+        return torch.isinf(t)
+    if isinstance(target, str):
+        if target not in ("posinf", "neginf"):
+            raise OutOfRangeError(f'err.replace: unknown target {target!r}. Use "nan", "inf", "posinf" or "neginf".')
+        target = float("inf") if target == "posinf" else float("-inf")
+    return t == target
+
+
+def _is_code(target: Any, code: int) -> bool:
+    return isinstance(target, int) and target == code
+
+
+# Chains.
+
+Step = Callable[[Tensor], tuple[Tensor, Flags]]
+
+
+def and_then(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Values, Flags]:
+    """`fn(z) -> (z, f)` for the good rows only; bad rows keep their value and gain no errors.
+
+    If `fn` changes the shape, bad rows become zeros. `fn` sees a good row in the place of each bad one.
+    """
+    require_batch("err.and_then", f, z, "z")
+    ok = is_ok(f)
+    out, found = fn(stand_in(ok, z))
+    otherwise = z if z.shape == out.shape else torch.zeros_like(out)
+    kept = torch.where(over_rows(ok, found), found, torch.zeros_like(found))
+    return torch.where(over_rows(ok, out), out, otherwise), merge(f, kept, config=config)
+
+
+def bind(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Tensor, Flags]:
+    """`fn(z) -> (z, f)` for every row, with the errors of both."""
+    require_batch("err.bind", f, z, "z")
+    out, found = fn(z)
+    return out, merge(f, found, config=config)
+
+
+def ensure_mask(
+    f: Flags,
+    ok_mask: Bool[Tensor, "batch *rest"],
+    code: int,
+    location: int,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+) -> Flags:
+    """Record an error where `ok_mask` is False."""
+    return push(f, code, location, severity, config, where=~ok_mask)
+
+
+def guard(
+    f: Flags,
+    z: Values,
+    pred: Callable[[Tensor], Bool[Tensor, "batch *rest"]],
+    code: int,
+    location: int,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+) -> Flags:
+    """Record an error where `pred(z)` is False."""
+    require_batch("err.guard", f, z, "z")
+    return ensure_mask(f, pred(z), code, location, severity, config)
+
+
+def recover_with_fallback(
+    f: Flags,
+    z: Values,
+    fallback: float | Tensor,
+    location: int,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+) -> tuple[Values, Flags]:
+    """`z` with the rows of bad samples replaced, and `FALLBACK_VALUE` recorded for them."""
+    require_batch("err.recover_with_fallback", f, z, "z")
+    bad = is_err(f)
+    value = fallback if isinstance(fallback, Tensor) else _scalar_like(z, fallback)
+    recovered = torch.where(over_rows(bad, z), value, z)
+    return recovered, push(f, ErrorCode.FALLBACK_VALUE, location, severity, config, where=bad)
+
+
+def mean_ok(f: Flags, per_sample_loss: Float[Tensor, "batch *rest"]) -> Float[Tensor, ""]:
+    """The mean loss of the good samples; 0 if there is none. Bad samples get no gradient.
+
+    >>> f = err.push(err.new_t(3), err.NAN, location=1, where=torch.tensor([False, True, False]))
+    >>> err.mean_ok(f, torch.tensor([1.0, float("nan"), 3.0]))
+    tensor(2.)
+    """
+    require_batch("err.mean_ok", f, per_sample_loss, "per_sample_loss")
+    ok = over_rows(is_ok(f), per_sample_loss).expand_as(per_sample_loss)
+    total = torch.where(ok, per_sample_loss, 0).sum()
+    return total / ok.sum().clamp(min=1)
+
+
+def _scalar_like(z: Tensor, value: float) -> Tensor:
+    """`value` in the dtype of `z`, so that filling never changes it."""
+    return torch.full((), value, dtype=z.dtype, device=z.device)

@@ -1,0 +1,222 @@
+"""Writing errors: at once in eager mode, once at the end of a graph while tracing.
+
+In a graph, a chain `f = flag_nan(a, m1, f); f = flag_nan(b, m2, f); ...` would pack sixteen slots at every
+check, each in a kernel of its own because the location is baked into it. So while a graph is traced, flags
+carry a note of what was pushed since they were empty (or since they came in), and each push packs the whole
+note anew. Whatever nobody looks at is dead code: what stays in the graph is one mask a check, from kernels that
+are all alike, and a single packing behind the last push.
+
+The note hangs on the tensor the tracer hands around, so it needs Dynamo to pass these calls through as they
+are. Hence the three operators: Dynamo keeps them whole, and AOTAutograd runs the Python below when it traces.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from torchguard._torch import can_read, is_traced, mutation_count
+from torchguard.errors.config import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority
+from torchguard.errors.layout import slot_code
+from torchguard.errors.policy import add, is_first_in, same_bits
+from torchguard.errors.slots import (
+    Flags,
+    Slots,
+    bits,
+    capacity,
+    carrier_of,
+    constant,
+    pack,
+    unpack,
+    words_to_flags,
+    zero_flags,
+)
+from torchguard.errors.validate import require_intact
+
+_NOTE = "_torchguard_note"
+_ANY_CODE = -1
+# Up to here a triangle of comparisons counts the errors before each check in the kernel that packs them;
+# beyond, a scan (one kernel more) is cheaper than its square.
+_TRIANGLE = 64
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What traced flags stand for: `base` (None: empty flags) plus these pushes."""
+
+    base: Flags | None
+    masks: tuple[Tensor, ...]
+    slots: tuple[int, ...]
+    room: int
+    policy: AccumulationConfig
+    made_at: int
+
+
+def empty(n: int, device: torch.device | str | None, dtype: torch.dtype, config: ErrorConfig) -> Flags:
+    """Flags without errors."""
+    if _keep_whole():
+        template = zero_flags(n, device, dtype, config)
+        return torch.ops.torchguard.begin(template)
+    return zero_flags(n, device, dtype, config)
+
+
+def record(f: Flags, masks: list[Tensor], slots: list[int], config: ErrorConfig) -> Flags:
+    """`f` with each slot value added where its mask is True in a row."""
+    policy, room = config.accumulation, capacity(f, config)
+    if _keep_whole():
+        axes = [int(policy.priority), int(policy.order), int(policy.dedupe)]
+        return torch.ops.torchguard.record(f, masks, slots, room, axes)
+    return _extend(f, masks, slots, room, policy) if is_traced(f) else _write(f, masks, slots, room, policy)
+
+
+def write(f: Flags, masks: list[Tensor], slots: list[Tensor], config: ErrorConfig) -> Flags:
+    """Like `record`, for slot values that are tensors."""
+    return _write(f, masks, slots, capacity(f, config), config.accumulation)
+
+
+def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
+    """True where a sample holds that code, or any error if none is given."""
+    return torch.ops.torchguard.rows_with(f, code) if _keep_whole() else _rows_with(f, code)
+
+
+def rows(mask: Bool[Tensor, "batch *rest"]) -> Bool[Tensor, " batch"]:
+    """True where any entry of a row is."""
+    return mask if mask.ndim == 1 else mask.flatten(1).any(-1)
+
+
+def _keep_whole() -> bool:
+    # An exported program should hold nothing but standard operators.
+    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+
+
+# The operators. Their bodies run eagerly too, under `torch.compile(backend="eager")`.
+
+
+def _begin_op(template: Flags) -> Flags:
+    f = template.clone()
+    if is_traced(f):
+        policy = AccumulationConfig()
+        setattr(f, _NOTE, _Note(None, (), (), 0, policy, mutation_count(f)))
+    return f
+
+
+def _record_op(f: Flags, masks: list[Tensor], slots: list[int], room: int, axes: list[int]) -> Flags:
+    policy = AccumulationConfig(Priority(axes[0]), Order(axes[1]), Dedupe(axes[2]))
+    return _extend(f, masks, slots, room, policy) if is_traced(f) else _write(f, masks, slots, room, policy)
+
+
+def _rows_with(f: Flags, code: int) -> Tensor:
+    note = _note_of(f)
+    # More pushes than room: which of them were kept is known only after packing.
+    if note and note.masks and (code == _ANY_CODE or len(note.masks) <= note.room):
+        found = [
+            mask for mask, slot in zip(note.masks, note.slots, strict=True) if code in (_ANY_CODE, slot_code(slot))
+        ]
+        if note.base is not None:
+            found.append(_rows_with(note.base, code))
+        if found:
+            return _columns(found).any(-1)
+    if code == _ANY_CODE:
+        return (bits(f) != 0).any(-1)
+    slots = unpack(f)
+    return ((slot_code(slots) == code) & (slots != 0)).any(-1)
+
+
+_LIBRARY = torch.library.Library("torchguard", "DEF")
+for _schema, _body in {
+    "begin(Tensor template) -> Tensor": _begin_op,
+    "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes) -> Tensor": _record_op,
+    "rows_with(Tensor f, int code) -> Tensor": _rows_with,
+}.items():
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.split("(")[0], _body, "CompositeImplicitAutograd")
+
+
+# Tracing: note down, pack what was noted.
+
+
+def _note_of(f: Flags) -> _Note | None:
+    note = getattr(f, _NOTE, None) if is_traced(f) else None
+    return note if note and note.made_at == mutation_count(f) else None
+
+
+def _extend(f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: AccumulationConfig) -> Flags:
+    note = _note_of(f)
+    # A mask may be the caller's own and change in place later; its clone is a value. Compilers drop the copy.
+    masks = [mask.clone() for mask in masks]
+    if note and (not note.masks or (note.room, note.policy) == (room, policy)):
+        base, all_masks, all_slots = note.base, (*note.masks, *masks), (*note.slots, *slots)
+    else:
+        base, all_masks, all_slots = f, tuple(masks), tuple(slots)
+    fits = is_first_in(policy) and (base is None)
+    distinct = _distinct(all_masks, all_slots, policy.dedupe) if fits else None
+    if distinct is not None:
+        packed = _first_fit(*distinct, room, like=f)
+    else:
+        packed = _write(torch.zeros_like(f) if base is None else base, list(all_masks), list(all_slots), room, policy)
+    setattr(packed, _NOTE, _Note(base, all_masks, all_slots, room, policy, mutation_count(packed)))
+    return packed
+
+
+def _distinct(masks: tuple[Tensor, ...], slots: tuple[int, ...], dedupe: Dedupe):
+    """Pushes of the same error joined into one; None where which one stays differs from row to row."""
+    if dedupe == Dedupe.NONE:
+        return list(masks), list(slots)
+    groups: dict[int, tuple[Tensor, int]] = {}
+    for mask, slot in zip(masks, slots, strict=True):
+        group = slot & same_bits(dedupe)
+        if group not in groups:
+            groups[group] = mask, slot
+        elif groups[group][1] == slot:
+            groups[group] = rows(groups[group][0]) | rows(mask), slot
+        else:
+            return None
+    return [mask for mask, _ in groups.values()], [slot for _, slot in groups.values()]
+
+
+def _columns(masks: list[Tensor]) -> Bool[Tensor, "batch masks"]:
+    """Masks side by side. Equal shapes are joined before the last reduction, so that one kernel does it for all."""
+    if len({mask.shape for mask in masks}) == 1:
+        joined = torch.stack(masks)
+        return (joined.flatten(2).any(-1) if joined.ndim > 2 else joined).t()
+    return torch.stack([rows(mask) for mask in masks], dim=-1)
+
+
+def _first_fit(masks: list[Tensor], slots: list[int], room: int, like: Flags) -> Flags:
+    """CHRONO-FIRST into empty flags: a row's k-th error goes to its k-th slot, straight into the words."""
+    carrier, device = carrier_of(like), like.device
+    lanes = carrier.slots_per_word
+    raised = _columns(masks)
+    step = torch.arange(len(masks), device=device)
+    if len(masks) <= _TRIANGLE:
+        place = (raised.unsqueeze(1) & (step < step.unsqueeze(-1))).sum(-1)
+    else:
+        place = raised.cumsum(-1) - 1
+    value = torch.tensor(slots, dtype=carrier.bits, device=device) << ((place % lanes) * 16).to(carrier.bits)
+    word = torch.arange(like.shape[1], device=device).unsqueeze(-1)
+    lands = (raised & (place < room)).unsqueeze(1) & ((place // lanes).unsqueeze(1) == word)
+    return words_to_flags(torch.where(lands, value.unsqueeze(1), 0).sum(-1, dtype=carrier.bits), like)
+
+
+# Writing at once.
+
+
+def _write(f: Flags, masks: list[Tensor], slots: list, room: int, policy: AccumulationConfig) -> Flags:
+    masks = [rows(mask) for mask in masks]
+    if can_read(f):
+        raised = [(mask, slot) for mask, slot in zip(masks, slots, strict=True) if mask.any()]
+        if not raised:
+            return f
+        masks, slots = [mask for mask, _ in raised], [slot for _, slot in raised]
+    held = unpack(f)
+    if f.is_floating_point() and can_read(f):
+        require_intact("err.push", held)
+    arrived = [_where(mask, slot, held) for mask, slot in zip(masks, slots, strict=True)]
+    return pack(add(held, arrived, room, policy), f)
+
+
+def _where(mask: Tensor, slot: Tensor | int, held: Slots) -> Int[Tensor, "batch 1"]:
+    """The slot in the rows of the mask, 0 in the others."""
+    value = slot.to(held.dtype) if isinstance(slot, Tensor) else constant(slot, held)
+    return torch.where(mask.unsqueeze(-1), value, constant(0, held))

@@ -1,0 +1,183 @@
+"""Making flags and writing errors into them. Nothing is changed in place: each call returns new flags."""
+
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor
+
+from torchguard._torch import can_read
+from torchguard.errors import deferred
+from torchguard.errors.codes import DEFAULT_SEVERITY, ErrorCode
+from torchguard.errors.config import AccumulationConfig, ErrorConfig, get_config
+from torchguard.errors.layout import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_MASK, pack_slot, slot_code
+from torchguard.errors.policy import add, arrival_order
+from torchguard.errors.slots import Flags, capacity, pack, unpack
+from torchguard.errors.validate import require_batch, require_flags, require_in_range, require_mask
+from torchguard.exceptions import BatchMismatchError, NotFlagsError
+
+_GONE = torch.iinfo(torch.int64).max
+
+Mask = Bool[Tensor, "batch *rest"]
+Record = tuple[int, int, Mask] | tuple[int, int, Mask, int]
+
+
+def new(x: Shaped[Tensor, "batch *rest"], config: ErrorConfig | None = None) -> Flags:
+    """Empty flags for the samples of `x`.
+
+    >>> err.new(torch.zeros(3, 5)).shape
+    torch.Size([3, 4])
+    """
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        raise BatchMismatchError(f"err.new: {_describe(x)} has no batch dimension. Give a tensor of rank 1 or more.")
+    return new_t(x.shape[0], x.device, config)
+
+
+def new_t(n: int, device: torch.device | str | None = None, config: ErrorConfig | None = None) -> Flags:
+    """Empty flags for `n` samples."""
+    config = config or get_config()
+    return deferred.empty(n, device, config.flag_dtype, config)
+
+
+def from_code(
+    code: int,
+    location: int,
+    n: int,
+    device: torch.device | str | None = None,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+) -> Flags:
+    """Flags for `n` samples that all hold the same one error."""
+    return push(new_t(n, device, config), code, location, severity, config)
+
+
+def push(
+    f: Flags,
+    code: int | Tensor,
+    location: int | Tensor,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+    *,
+    where: Mask | None = None,
+) -> Flags:
+    """Record an error for each sample where `where` is True.
+
+    Args:
+        code: one code, or a `(batch,)` tensor of them in which 0 records nothing.
+        location: an id, or a tensor of ids, 0-d or `(batch,)`.
+        severity: the code's own default unless given.
+        where: `(batch, ...)` bool; a sample counts if any of its entries is True. All samples unless given.
+
+    >>> f = err.push(err.new_t(3), err.NAN, location=7, where=torch.tensor([False, True, False]))
+    >>> err.is_ok(f)
+    tensor([ True, False,  True])
+    """
+    config = config or get_config()
+    require_flags("err.push", f)
+    require_in_range("err.push", code=code, location=location, severity=severity or 0)
+    if where is None:
+        where = torch.ones(f.shape[0], dtype=torch.bool, device=f.device)
+    require_mask("err.push", f, where, "where")
+    if isinstance(code, Tensor) or isinstance(location, Tensor):
+        return _push_tensors(f, code, location, severity, config, where)
+    if code == ErrorCode.OK:
+        return f
+    return deferred.record(f, [where], [pack_slot(code, location, _severity(code, severity, config))], config)
+
+
+def push_scalar(
+    f: Flags, code: int, location: int, severity: int | None = None, config: ErrorConfig | None = None
+) -> Flags:
+    """Record the same error for every sample."""
+    return push(f, code, location, severity, config)
+
+
+def push_many(f: Flags, records: Iterable[Record], config: ErrorConfig | None = None) -> Flags:
+    """Record many errors with one packing: the same as pushing `(code, location, mask)` one after another.
+
+    A record may carry a severity as fourth entry.
+
+    >>> nan, inf = torch.tensor([True, False]), torch.tensor([True, True])
+    >>> err.count_errors(err.push_many(err.new_t(2), [(err.NAN, 1, nan), (err.INF, 2, inf)]))
+    tensor([2, 1], dtype=torch.int32)
+    """
+    config = config or get_config()
+    require_flags("err.push_many", f)
+    masks, slots = [], []
+    for code, location, mask, *rest in records:
+        severity = rest[0] if rest else None
+        require_in_range("err.push_many", code=code, location=location, severity=severity or 0)
+        require_mask("err.push_many", f, mask, "mask")
+        if code != ErrorCode.OK:
+            masks.append(mask)
+            slots.append(pack_slot(code, location, _severity(code, severity, config)))
+    return deferred.record(f, masks, slots, config) if masks else f
+
+
+def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
+    """One flags tensor with the errors of all, those of the first counting as the oldest."""
+    config = config or get_config()
+    if not flags:
+        raise NotFlagsError("err.merge: no flags were given. Pass at least one flags tensor.")
+    first = flags[0]
+    for f in flags:
+        require_flags("err.merge", f)
+        require_batch("err.merge", first, f, "one of them")
+        if f.dtype != first.dtype:
+            raise NotFlagsError(f"err.merge: cannot merge {f.dtype} flags into {first.dtype} flags. Use one carrier.")
+    policy = config.accumulation
+    arrived = [column for f in flags[1:] for column in _columns(f, policy)]
+    return pack(add(unpack(first), arrived, capacity(first, config), policy), first) if arrived else first
+
+
+def clear(f: Flags, code: int, config: ErrorConfig | None = None) -> Flags:
+    """Remove every error of that code; the others move up."""
+    require_flags("err.clear", f)
+    require_in_range("err.clear", code=code)
+    slots = unpack(f).to(torch.int64) & SLOT_MASK
+    # The column above the slot: sorting moves the kept ones together in their old order, the removed ones last.
+    column = torch.arange(slots.shape[1], device=f.device) << SLOT_BITS
+    gone = (slot_code(slots) == code) | (slots == 0)
+    kept = torch.where(gone, _GONE, column | slots).sort(-1).values
+    return pack(torch.where(kept == _GONE, 0, kept & SLOT_MASK), f)
+
+
+def _columns(f: Flags, policy: AccumulationConfig) -> list[Int[Tensor, "batch _"]]:
+    """The slots of `f` in order of arrival; column by column, and only the used ones, where looking is free."""
+    slots = unpack(f)
+    if not can_read(f):
+        return [arrival_order(slots, policy)]
+    used = slots[:, : sum(slots.any(0).tolist())]
+    return list(arrival_order(used, policy).split(1, dim=-1)) if used.shape[1] else []
+
+
+def _push_tensors(
+    f: Flags, code: int | Tensor, location: int | Tensor, severity: int | None, config: ErrorConfig, where: Mask
+) -> Flags:
+    code = _per_sample(f, code, "code", CODE_MASK)
+    location = _per_sample(f, location, "location", LOCATION_MASK)
+    if severity is None:
+        defaults = [DEFAULT_SEVERITY.get(code, config.default_severity) for code in range(CODE_MASK + 1)]
+        level = torch.tensor(defaults, device=f.device)[code]
+    else:
+        level = torch.full_like(code, severity)
+    slot = torch.where(code == ErrorCode.OK, 0, pack_slot(code, location, level))
+    return deferred.write(f, [deferred.rows(where) & (slot != 0)], [slot.unsqueeze(-1)], config)
+
+
+def _per_sample(f: Flags, value: int | Tensor, name: str, most: int) -> Tensor:
+    if isinstance(value, int):
+        return torch.full((f.shape[0],), value, dtype=torch.int64, device=f.device)
+    if value.ndim == 0:
+        value = value.expand(f.shape[0])
+    require_batch("err.push", f, value, name)
+    # Where nobody could look, an id that does not fit becomes 0 (unknown) rather than another's id.
+    return torch.where((value < 0) | (value > most), 0, value).to(torch.int64)
+
+
+def _severity(code: int, severity: int | None, config: ErrorConfig) -> int:
+    return DEFAULT_SEVERITY.get(code, config.default_severity) if severity is None else severity
+
+
+def _describe(x: object) -> str:
+    return "a 0-d tensor" if isinstance(x, Tensor) else type(x).__name__

@@ -1,0 +1,42 @@
+"""`torchguard.err` whose new flags are floats."""
+
+from dataclasses import replace as _replace
+
+import torch
+from torch import Tensor
+
+from torchguard.checks import find
+from torchguard.err import *  # noqa: F403 - the same namespace, but for what follows
+from torchguard.err import __all__ as _err_all
+from torchguard.errors import record
+from torchguard.errors.config import ErrorConfig, get_config
+from torchguard.errors.slots import Flags
+
+__all__ = [*_err_all, "find"]
+
+
+def new(x: Tensor, config: ErrorConfig | None = None) -> Flags:
+    """Empty flags for the samples of `x`."""
+    return record.new(x, _in_floats(config))
+
+
+def new_t(n: int, device: torch.device | str | None = None, config: ErrorConfig | None = None) -> Flags:
+    """Empty flags for `n` samples."""
+    return record.new_t(n, device, _in_floats(config))
+
+
+def from_code(
+    code: int,
+    location: int,
+    n: int,
+    device: torch.device | str | None = None,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+) -> Flags:
+    """Flags for `n` samples that all hold the same one error."""
+    return record.from_code(code, location, n, device, severity, _in_floats(config))
+
+
+def _in_floats(config: ErrorConfig | None) -> ErrorConfig:
+    config = config or get_config()
+    return config if config.flag_dtype.is_floating_point else _replace(config, flag_dtype=torch.float32)

@@ -1,0 +1,151 @@
+"""The namespace `flags`: what a flags tensor says, as Python values.
+
+For the Python boundary. Each call makes one copy from device to host and loops over errors, never over slots.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from torchguard.errors.codes import ErrorCode, Severity
+from torchguard.errors.config import ErrorConfig
+from torchguard.errors.layout import (
+    CODE_BITS,
+    CODE_MASK,
+    CODE_SHIFT,
+    SLOT_MASK,
+    slot_code,
+    slot_location,
+    slot_severity,
+)
+from torchguard.errors.slots import Flags
+from torchguard.errors.slots import unpack as flags_to_slots
+from torchguard.errors.validate import require_flags, require_intact
+from torchguard.exceptions import OutOfRangeError, TracingError
+from torchguard.locations.registry import names_of
+
+_MOST_PLACES_SHOWN = 12
+
+
+class UnpackedError(NamedTuple):
+    """One error of one sample."""
+
+    severity: int
+    code: int
+    location: int
+    severity_name: str
+    code_name: str
+    location_name: str
+
+    def __str__(self) -> str:
+        return f"{self.severity_name}: {self.code_name} @ {self.location_name}"
+
+
+def unpack(f: Flags, sample_idx: int = 0, config: ErrorConfig | None = None) -> list[UnpackedError]:
+    """The errors of one sample, slot 0 first.
+
+    >>> f = err.from_code(err.NAN, ErrorLocation.register("encoder"), n=1)
+    >>> [str(error) for error in flags.unpack(f)]
+    ['CRITICAL: NAN @ encoder']
+    """
+    _require_boundary("unpack", f, "err.get_first_code(f) or err.has_code(f, code)")
+    count = f.shape[0]
+    if not -count <= sample_idx < count:
+        raise OutOfRangeError(f"flags.unpack: sample_idx is {sample_idx} but flags hold {count} samples.")
+    row = sample_idx % count
+    return _unpacked("flags.unpack", f[row : row + 1])[0]
+
+
+def unpack_all(f: Flags, config: ErrorConfig | None = None) -> list[list[UnpackedError]]:
+    """The errors of every sample."""
+    _require_boundary("unpack_all", f, "err.is_err(f) or err.has_code(f, code)")
+    return _unpacked("flags.unpack_all", f)
+
+
+def summary(f: Flags, config: ErrorConfig | None = None) -> dict[str, dict[str, int]]:
+    """How many samples have which error where: `{location: {code: count}}`.
+
+    >>> flags.summary(err.from_code(err.INF, ErrorLocation.register("head"), n=3))
+    {'head': {'INF': 3}}
+    """
+    _require_boundary("summary", f, "err.has_code(f, code)")
+    found: dict[str, dict[str, int]] = {}
+    for place, code, count in _counted("flags.summary", f):
+        codes = found.setdefault(place, {})
+        codes[code] = codes.get(code, 0) + count
+    return found
+
+
+def repr(f: Flags, config: ErrorConfig | None = None) -> str:
+    """One line: how many samples, which errors, where.
+
+    >>> flags.repr(err.new_t(32))
+    'ErrorFlags(32 samples, no errors)'
+    """
+    _require_boundary("repr", f, "nothing: print at the Python boundary")
+    counted = sorted(_counted("flags.repr", f), key=lambda entry: -entry[2])
+    if not counted:
+        return f"ErrorFlags({f.shape[0]} samples, no errors)"
+    total = sum(count for _, _, count in counted)
+    shown = [f"{count}x{code} @ {place}" for place, code, count in counted[:_MOST_PLACES_SHOWN]]
+    if len(counted) > len(shown):
+        shown.append(f"and {len(counted) - len(shown)} more")
+    return f"ErrorFlags({f.shape[0]} samples, {total} errors: {', '.join(shown)})"
+
+
+class ErrorFlags:
+    """The same functions as static methods."""
+
+    unpack = staticmethod(unpack)
+    unpack_all = staticmethod(unpack_all)
+    summary = staticmethod(summary)
+    repr = staticmethod(repr)
+
+
+def require_boundary(who: str, instead: str) -> None:
+    """Refuse to return a Python value into a graph."""
+    if torch.compiler.is_compiling():
+        raise TracingError(
+            f"{who} returns Python values and was called inside a compiled region. Inside, use {instead}; "
+            f"or return the flags and call {who} on them outside."
+        )
+
+
+def _require_boundary(name: str, f: Any, instead: str) -> None:
+    require_boundary(f"flags.{name}", instead)
+    require_flags(f"flags.{name}", f)
+
+
+def _host_slots(who: str, f: Flags) -> torch.Tensor:
+    slots = flags_to_slots(f.detach().cpu())
+    require_intact(who, slots)
+    return slots
+
+
+def _unpacked(who: str, f: Flags) -> list[list[UnpackedError]]:
+    slots = _host_slots(who, f)
+    rows, columns = slots.nonzero(as_tuple=True)
+    held = (slots[rows, columns].to(torch.int32) & SLOT_MASK).tolist()
+    names = names_of({slot_location(slot) for slot in held})
+    made = {slot: _unpacked_error(slot, names) for slot in set(held)}
+    errors: list[list[UnpackedError]] = [[] for _ in range(f.shape[0])]
+    for row, slot in zip(rows.tolist(), held, strict=True):
+        errors[row].append(made[slot])
+    return errors
+
+
+def _unpacked_error(slot: int, names: dict[int, str]) -> UnpackedError:
+    severity, code, location = slot_severity(slot), slot_code(slot), slot_location(slot)
+    return UnpackedError(severity, code, location, Severity.name(severity), ErrorCode.name(code), names[location])
+
+
+def _counted(who: str, f: Flags) -> list[tuple[str, str, int]]:
+    """`(place, code, count)`, the places in the order of their ids."""
+    slots = _host_slots(who, f)
+    counts = ((slots[slots != 0].to(torch.int64) & SLOT_MASK) >> CODE_SHIFT).bincount()
+    keys = counts.nonzero().flatten()
+    names = names_of({key >> CODE_BITS for key in keys.tolist()})
+    return [
+        (names[key >> CODE_BITS], ErrorCode.name(key & CODE_MASK), count)
+        for key, count in zip(keys.tolist(), counts[keys].tolist(), strict=True)
+    ]

@@ -1,0 +1,164 @@
+"""Which id stands for which place.
+
+Ten bits hold 1,023 places and 0 for unknown. Every live model has ids of its own, so that errors of two models
+in one flags tensor can be told apart. An id is given to another place only when all others are taken and
+whatever owned it is gone, so flags keep their names after their model was dropped.
+"""
+
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torchguard.errors.layout import LOCATION_MASK
+from torchguard.exceptions import LocationWarning, OutOfRangeError
+
+
+class _Place:
+    """The holder of one id."""
+
+    def __init__(self, path: str, label: str = "", owner: "weakref.ref[Any] | None" = None) -> None:
+        self.path = path
+        self.label = label
+        self.owner = owner
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a model had it that is gone; a name registered by hand stays."""
+        return self.owner is not None and self.owner() is None
+
+    @property
+    def name(self) -> str:
+        return self.path or self.label or "Unknown"
+
+
+class _Registry:
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._places: dict[int, _Place] = {}
+        self._by_hand: dict[str, int] = {}
+
+    def register(self, path: str) -> int:
+        with self._lock:
+            if path not in self._by_hand:
+                free = self.free_ids()
+                if not free:
+                    _warn_full(path)
+                    return 0
+                self._places[free[0]] = _Place(path)
+                self._by_hand[path] = free[0]
+            return self._by_hand[path]
+
+    def claim(self, owner: Any, label: str, paths: Sequence[str], *, ids: Sequence[int] | None = None) -> list[int]:
+        """Ids for the places of a model, ascending; `ids` shares those of another."""
+        with self._lock:
+            granted = sorted(self.free_ids()[: len(paths)]) if ids is None else list(ids)
+            for location, path in zip(granted, paths, strict=False):
+                self._places[location] = _Place(path, label, weakref.ref(owner))
+            return granted
+
+    def release(self, ids: Sequence[int]) -> None:
+        """Forget places that were replaced before anything could be recorded for them."""
+        with self._lock:
+            for location in ids:
+                self._places.pop(location, None)
+
+    def free_ids(self) -> list[int]:
+        """Never used ones first, then those of models that are gone, the longest held first."""
+        with self._lock:
+            unused = [location for location in range(1, LOCATION_MASK + 1) if location not in self._places]
+            return unused + [location for location, place in self._places.items() if place.is_free]
+
+    def find(self, path: str) -> int:
+        with self._lock:
+            if path in self._by_hand:
+                return self._by_hand[path]
+            owned = (location for location, place in self._places.items() if place.path == path and not place.is_free)
+            return max(owned, default=0)
+
+    def place(self, location: int) -> _Place | None:
+        return self._places.get(location)
+
+    def count(self) -> int:
+        return len(self._places) + 1
+
+    def reset(self) -> None:
+        with self._lock:
+            self._by_hand.clear()
+            self._places = {key: place for key, place in self._places.items() if place.owner and not place.is_free}
+
+
+registry = _Registry()
+
+
+def _warn_full(path: str) -> None:
+    warnings.warn(
+        f"All {LOCATION_MASK} location ids are taken: errors at {path!r} will show as Unknown. "
+        "Drop models you no longer need, or call ErrorLocation.reset().",
+        LocationWarning,
+        stacklevel=4,
+    )
+
+
+class ErrorLocation:
+    """The registry of named places.
+
+    >>> place = ErrorLocation.register("preprocess.resize")
+    >>> ErrorLocation.name(place)
+    'preprocess.resize'
+    """
+
+    UNKNOWN = 0
+
+    @staticmethod
+    def register(path: str) -> int:
+        """The id of a named place; the same name gets the same id."""
+        if not isinstance(path, str) or not path:
+            raise OutOfRangeError(f"ErrorLocation.register: {path!r} is no name. Give a path such as 'encoder.0'.")
+        return registry.register(path)
+
+    @staticmethod
+    def get(path: str) -> int:
+        """The id of a registered name or of a live model's module, the newest if there are several, else 0."""
+        return registry.find(path)
+
+    @staticmethod
+    def is_registered(path: str) -> bool:
+        return registry.find(path) != ErrorLocation.UNKNOWN
+
+    @staticmethod
+    def name(location: int) -> str:
+        """What to call a place."""
+        if location == ErrorLocation.UNKNOWN:
+            return "Unknown"
+        place = registry.place(location)
+        return place.name if place else f"Location_{location}"
+
+    @staticmethod
+    def path(location: int) -> str:
+        """The path of a place, empty if there is none."""
+        place = registry.place(location)
+        return place.path if place else ""
+
+    @staticmethod
+    def count() -> int:
+        """How many places are known, the unknown one included."""
+        return registry.count()
+
+    @staticmethod
+    def reset() -> None:
+        """Forget every name but those of live models."""
+        registry.reset()
+
+
+def names_of(locations: Iterable[int]) -> dict[int, str]:
+    """Names for the places of one report: if two share a name, each is told apart by the model it is in."""
+    names = {location: ErrorLocation.name(location) for location in locations}
+    shared = {name for name, count in Counter(names.values()).items() if count > 1}
+    for location in names:
+        place = registry.place(location)
+        if place and place.label and place.name in shared:
+            names[location] = f"{place.label}:{place.name}"
+    return names

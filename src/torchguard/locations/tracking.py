@@ -1,0 +1,160 @@
+"""Giving the modules of a model their places: `@tracked`."""
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+from torch import nn
+
+from torchguard.exceptions import NotFlagsError
+from torchguard.locations.registry import _warn_full, registry
+from torchguard.locations.tree import WeightedLocationTree, nearest
+
+T = TypeVar("T")
+_LOCATION = "_fx_location"
+_PATH = "_fx_path"
+_BUILDING = "_fx_building"
+
+_tables: "weakref.WeakSet[LocationTable]" = weakref.WeakSet()
+_labels: Counter[str] = Counter()
+
+
+class LocationTable:
+    """The ids of one model. A copy of the model, by `deepcopy` or `pickle`, gets a table of its own."""
+
+    def __init__(self, label: str, paths: tuple[str, ...], weights: tuple[tuple[str, float], ...]) -> None:
+        self.label, self.paths, self.weights = label, paths, weights
+        self.root: weakref.ref[nn.Module] | None = None
+        tree = WeightedLocationTree()
+        for pattern, weight in weights:
+            tree.set_weight(pattern, weight)
+        for path in paths:
+            tree.add_path(path)
+        free = len(registry.free_ids())
+        own = tree.chosen(free)
+        twin = next((table for table in _tables if table.paths == paths), None) if len(own) <= len(paths) else None
+        if twin is not None and len(twin.ids) > len(own):
+            self.ids = dict(twin.ids)
+            registry.claim(self, self._unique_label(), list(self.ids), ids=list(self.ids.values()))
+        else:
+            if not own:
+                _warn_full(label)
+            granted = registry.claim(self, self._unique_label(), own)
+            self.ids = dict(zip(own, granted, strict=True))
+        _tables.add(self)
+
+    def locate(self, path: str) -> "Location":
+        return Location(self, path, self.ids.get(nearest(path, self.ids), 0))
+
+    def _unique_label(self) -> str:
+        _labels[self.label] += 1
+        return self.label if _labels[self.label] == 1 else f"{self.label}#{_labels[self.label]}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocationTable, (self.label, self.paths, self.weights)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LocationTable":
+        copy = memo[id(self)] = LocationTable(self.label, self.paths, self.weights)
+        return copy
+
+
+class Location:
+    """What a module carries: where it stands in which model."""
+
+    def __init__(self, table: LocationTable, path: str, id: int) -> None:
+        self.table, self.path, self.id = table, path, id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocationTable.locate, (self.table, self.path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Location":
+        table = memo.get(id(self.table)) or self.table.__deepcopy__(memo)
+        return table.locate(self.path)
+
+
+def assign(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
+    """Give every module of `model` its place.
+
+    Modules with parameters get `_fx_path`, and an id in depth-first order; those without share the place of the
+    module that contains them, for they only pass on what others made.
+    """
+    modules = dict(model.named_modules())
+    stateful = tuple(path for path, module in modules.items() if path and any(True for _ in module.parameters()))
+    _release_parts(set(modules.values()))
+    table = LocationTable(type(model).__name__, stateful, tuple((weights or {}).items()))
+    table.root = weakref.ref(model)
+    known = set(stateful)
+    for path, module in modules.items():
+        if path in known:
+            setattr(module, _PATH, path)
+        setattr(module, _LOCATION, table.locate(nearest(path, known)))
+
+
+def _release_parts(modules: set[nn.Module]) -> None:
+    """A part that was tracked on its own while the whole was being built gives its ids back."""
+    tables = {place.table for module in modules if (place := location_of(module))}
+    for table in tables:
+        if table.root and table.root() in modules:
+            registry.release(list(table.ids.values()))
+            _tables.discard(table)
+
+
+def location_of(module: nn.Module) -> Location | None:
+    return getattr(module, _LOCATION, None)
+
+
+@overload
+def tracked(target: T, *, weights: Mapping[str, float] | None = None) -> T: ...
+@overload
+def tracked(target: None = None, *, weights: Mapping[str, float] | None = None) -> Callable[[T], T]: ...
+def tracked(target: Any = None, *, weights: Mapping[str, float] | None = None) -> Any:
+    """Name the places of a model, as a class decorator or for a model already made: `tracked(model)`.
+
+    After `__init__`, every submodule that has parameters knows its path (`_fx_path`), so that checks can take
+    the module itself as the place: `flag_nan(h, self.encoder, f)`.
+
+    Args:
+        weights: for models of more than 1,023 such modules, glob patterns of the paths that must keep a place
+            of their own, and how much they matter: `{"head.*": 10.0}`.
+    """
+    if target is None:
+        return lambda later: tracked(later, weights=weights)
+    if isinstance(target, nn.Module):
+        assign(target, weights)
+        return target
+    if not (isinstance(target, type) and issubclass(target, nn.Module)):
+        raise NotFlagsError(f"tracked: {target!r} is neither an nn.Module nor a class of one.")
+    _track_init(target, weights)
+    _track_subclasses(target, weights)
+    return target
+
+
+def _track_init(cls: type[nn.Module], weights: Mapping[str, float] | None) -> None:
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        outermost = _BUILDING not in self.__dict__
+        self.__dict__[_BUILDING] = True
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            if outermost:
+                del self.__dict__[_BUILDING]
+        if outermost:
+            assign(self, weights)
+
+    cls.__init__ = init
+
+
+def _track_subclasses(cls: type[nn.Module], weights: Mapping[str, float] | None) -> None:
+    own = cls.__dict__.get("__init_subclass__")
+
+    def init_subclass(sub: type[nn.Module], **kwargs: Any) -> None:
+        own.__func__(sub, **kwargs) if own else super(cls, sub).__init_subclass__(**kwargs)
+        if "__init__" in sub.__dict__:
+            _track_init(sub, weights)
+
+    cls.__init_subclass__ = classmethod(init_subclass)  # pyright: ignore[reportAttributeAccessIssue]
