@@ -195,6 +195,7 @@ def _nan(z: Tensor) -> Tensor:
 
 
 def _inf(z: Tensor) -> Tensor:
+    """Which rows hold Inf."""
     return _elementwise(torch.isinf, z)
 
 

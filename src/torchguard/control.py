@@ -85,7 +85,7 @@ def _select(cond: Tensor, value: Any, other: Any) -> Any:
             )
         if cond.ndim and (value.ndim == 0 or value.shape[0] != cond.shape[0]):
             raise BranchError(
-                f"IF: a condition over {cond.shape[0]} rows cannot choose within a value of shape {tuple(value.shape)}. "
+                f"IF: a condition over {cond.shape[0]} rows cannot choose within a value of {tuple(value.shape)}. "
                 "Reduce it with .any(), or return values with that many rows."
             )
         return torch.where(over_rows(cond, value) if cond.ndim else cond, value, other)

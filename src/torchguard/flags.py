@@ -6,6 +6,7 @@ For the Python boundary. Each call makes one copy from device to host and loops 
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from torchguard.errors.codes import ErrorCode, Severity
 from torchguard.errors.config import ErrorConfig
@@ -116,20 +117,22 @@ def _require_boundary(name: str, f: Any, instead: str) -> None:
     require_flags(f"flags.{name}", f)
 
 
-def _host_slots(who: str, f: Flags) -> torch.Tensor:
+def _host_slots(who: str, f: Flags) -> tuple[Tensor, Tensor]:
+    """Every slot, and which of them are used."""
     slots = flags_to_slots(f.detach().cpu())
-    require_intact(who, slots)
-    return slots
+    used = slots != 0
+    require_intact(who, slots, used)
+    return slots, used
 
 
 def _unpacked(who: str, f: Flags) -> list[list[UnpackedError]]:
-    slots = _host_slots(who, f)
-    rows, columns = slots.nonzero(as_tuple=True)
-    held = (slots[rows, columns].to(torch.int32) & SLOT_MASK).tolist()
+    slots, used = _host_slots(who, f)
+    rows = used.nonzero()[:, 0].tolist()
+    held = (slots[used].to(torch.int32) & SLOT_MASK).tolist()
     names = names_of({slot_location(slot) for slot in held})
     made = {slot: _unpacked_error(slot, names) for slot in set(held)}
     errors: list[list[UnpackedError]] = [[] for _ in range(f.shape[0])]
-    for row, slot in zip(rows.tolist(), held, strict=True):
+    for row, slot in zip(rows, held, strict=True):
         errors[row].append(made[slot])
     return errors
 
@@ -141,8 +144,8 @@ def _unpacked_error(slot: int, names: dict[int, str]) -> UnpackedError:
 
 def _counted(who: str, f: Flags) -> list[tuple[str, str, int]]:
     """`(place, code, count)`, the places in the order of their ids."""
-    slots = _host_slots(who, f)
-    counts = ((slots[slots != 0].to(torch.int64) & SLOT_MASK) >> CODE_SHIFT).bincount()
+    slots, used = _host_slots(who, f)
+    counts = ((slots[used].to(torch.int64) & SLOT_MASK) >> CODE_SHIFT).bincount()
     keys = counts.nonzero().flatten()
     names = names_of({key >> CODE_BITS for key in keys.tolist()})
     return [

@@ -111,10 +111,10 @@ def _require_setting(name: str, value: Any) -> None:
         raise ConfigError(f"ErrorConfig.flag_dtype is {value!r}. Flags can be stored in one of: {known}.")
     if name == "default_severity" and not (_is_int(value) and 0 <= value <= 3):
         raise ConfigError(f"ErrorConfig.default_severity is {value!r}. Give a Severity, 0 to 3.")
-    if name == "accumulation" and not isinstance(value, AccumulationConfig):
-        raise ConfigError(f"ErrorConfig.accumulation is {value!r}. Give an AccumulationConfig(...).")
     if name == "transpose_threshold" and not (_is_int(value) and value >= 0):
         raise ConfigError(f"ErrorConfig.transpose_threshold is {value!r}. Give a batch size, 0 or more.")
+    if name == "accumulation" and not isinstance(value, AccumulationConfig):
+        raise ConfigError(f"ErrorConfig.accumulation is {value!r}. Give an AccumulationConfig(...).")
 
 
 def _is_int(value: Any) -> bool:

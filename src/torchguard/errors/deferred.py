@@ -1,4 +1,4 @@
-"""Writing errors: at once in eager mode, once at the end of a graph while tracing.
+"""Writing errors while a graph is traced: noted down at each push, packed once behind the last.
 
 In a graph, a chain `f = flag_nan(a, m1, f); f = flag_nan(b, m2, f); ...` would pack sixteen slots at every
 check, each in a kernel of its own because the location is baked into it. So while a graph is traced, flags
@@ -10,29 +10,27 @@ The note hangs on the tensor the tracer hands around, so it needs Dynamo to pass
 are. Hence the three operators: Dynamo keeps them whole, and AOTAutograd runs the Python below when it traces.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
-from torchguard._torch import can_read, is_traced, mutation_count
+from torchguard._torch import is_traced, mutation_count
 from torchguard.errors.config import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority
 from torchguard.errors.layout import slot_code
-from torchguard.errors.policy import add, is_first_in, same_bits
+from torchguard.errors.policy import is_first_in, same_bits
 from torchguard.errors.slots import (
     Flags,
-    Slots,
     bits,
     capacity,
     carrier_of,
-    constant,
-    pack,
     unpack,
     words_to_flags,
     zero_flags,
 )
-from torchguard.errors.validate import require_intact
+from torchguard.errors.write import rows, write
 
 _NOTE = "_torchguard_note"
 _ANY_CODE = -1
@@ -52,6 +50,11 @@ class _Note:
     policy: AccumulationConfig
     made_at: int
 
+    def tells(self, code: int) -> bool:
+        """Whether the flags hold `code` where it was pushed: not if it may have shared a slot, or found none left."""
+        apart = self.policy.dedupe in (Dedupe.NONE, Dedupe.UNIQUE) and len(self.masks) <= self.room
+        return code == _ANY_CODE or not self.masks or (apart and self.base is None)
+
 
 def empty(n: int, device: torch.device | str | None, dtype: torch.dtype, config: ErrorConfig) -> Flags:
     """Flags without errors."""
@@ -67,22 +70,12 @@ def record(f: Flags, masks: list[Tensor], slots: list[int], config: ErrorConfig)
     if _keep_whole():
         axes = [int(policy.priority), int(policy.order), int(policy.dedupe)]
         return torch.ops.torchguard.record(f, masks, slots, room, axes)
-    return _extend(f, masks, slots, room, policy) if is_traced(f) else _write(f, masks, slots, room, policy)
-
-
-def write(f: Flags, masks: list[Tensor], slots: list[Tensor], config: ErrorConfig) -> Flags:
-    """Like `record`, for slot values that are tensors."""
-    return _write(f, masks, slots, capacity(f, config), config.accumulation)
+    return _extend(f, masks, slots, room, policy) if is_traced(f) else write(f, masks, slots, room, policy)
 
 
 def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
     """True where a sample holds that code, or any error if none is given."""
     return torch.ops.torchguard.rows_with(f, code) if _keep_whole() else _rows_with(f, code)
-
-
-def rows(mask: Bool[Tensor, "batch *rest"]) -> Bool[Tensor, " batch"]:
-    """True where any entry of a row is."""
-    return mask if mask.ndim == 1 else mask.flatten(1).any(-1)
 
 
 def _keep_whole() -> bool:
@@ -103,24 +96,20 @@ def _begin_op(template: Flags) -> Flags:
 
 def _record_op(f: Flags, masks: list[Tensor], slots: list[int], room: int, axes: list[int]) -> Flags:
     policy = AccumulationConfig(Priority(axes[0]), Order(axes[1]), Dedupe(axes[2]))
-    return _extend(f, masks, slots, room, policy) if is_traced(f) else _write(f, masks, slots, room, policy)
+    return _extend(f, masks, slots, room, policy) if is_traced(f) else write(f, masks, slots, room, policy)
 
 
-def _rows_with(f: Flags, code: int) -> Tensor:
+def _rows_with(f: Flags, code: int) -> Bool[Tensor, " batch"]:
     note = _note_of(f)
-    # More pushes than room: which of them were kept is known only after packing.
-    if note and note.masks and (code == _ANY_CODE or len(note.masks) <= note.room):
-        found = [
-            mask for mask, slot in zip(note.masks, note.slots, strict=True) if code in (_ANY_CODE, slot_code(slot))
-        ]
-        if note.base is not None:
-            found.append(_rows_with(note.base, code))
-        if found:
-            return _columns(found).any(-1)
-    if code == _ANY_CODE:
-        return (bits(f) != 0).any(-1)
-    slots = unpack(f)
-    return ((slot_code(slots) == code) & (slots != 0)).any(-1)
+    if note is None or not note.tells(code):
+        if code == _ANY_CODE:
+            return (bits(f) != 0).any(-1)
+        slots = unpack(f)
+        return ((slot_code(slots) == code) & (slots != 0)).any(-1)
+    found = [mask for mask, slot in zip(note.masks, note.slots, strict=True) if code in (_ANY_CODE, slot_code(slot))]
+    if note.base is not None:
+        found.append(_rows_with(note.base, code))
+    return _columns(found).any(-1) if found else torch.zeros(f.shape[0], dtype=torch.bool, device=f.device)
 
 
 _LIBRARY = torch.library.Library("torchguard", "DEF")
@@ -149,41 +138,45 @@ def _extend(f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: 
         base, all_masks, all_slots = note.base, (*note.masks, *masks), (*note.slots, *slots)
     else:
         base, all_masks, all_slots = f, tuple(masks), tuple(slots)
-    fits = is_first_in(policy) and (base is None)
-    distinct = _distinct(all_masks, all_slots, policy.dedupe) if fits else None
+    from_empty = base is None and is_first_in(policy)
+    distinct = _distinct(all_masks, all_slots, policy.dedupe) if from_empty else None
     if distinct is not None:
-        packed = _first_fit(*distinct, room, like=f)
+        packed = _first_fit(distinct, all_slots, room, like=f)
     else:
-        packed = _write(torch.zeros_like(f) if base is None else base, list(all_masks), list(all_slots), room, policy)
+        packed = write(torch.zeros_like(f) if base is None else base, all_masks, all_slots, room, policy)
     setattr(packed, _NOTE, _Note(base, all_masks, all_slots, room, policy, mutation_count(packed)))
     return packed
 
 
-def _distinct(masks: tuple[Tensor, ...], slots: tuple[int, ...], dedupe: Dedupe):
-    """Pushes of the same error joined into one; None where which one stays differs from row to row."""
+def _distinct(masks: Sequence[Tensor], slots: Sequence[int], dedupe: Dedupe) -> list[Tensor] | None:
+    """Masks of which no two raise the same error in a row; None where which of two stays differs from row to row."""
     if dedupe == Dedupe.NONE:
-        return list(masks), list(slots)
-    groups: dict[int, tuple[Tensor, int]] = {}
+        return list(masks)
+    distinct: list[Tensor] = []
+    seen: dict[int, tuple[int, Tensor]] = {}
     for mask, slot in zip(masks, slots, strict=True):
         group = slot & same_bits(dedupe)
-        if group not in groups:
-            groups[group] = mask, slot
-        elif groups[group][1] == slot:
-            groups[group] = rows(groups[group][0]) | rows(mask), slot
+        if group in seen:
+            before, raised = seen[group]
+            if before != slot:
+                return None
+            mask, earlier = rows(mask) & ~rows(raised), rows(raised)
+            seen[group] = slot, mask | earlier
         else:
-            return None
-    return [mask for mask, _ in groups.values()], [slot for _, slot in groups.values()]
+            seen[group] = slot, mask
+        distinct.append(mask)
+    return distinct
 
 
 def _columns(masks: list[Tensor]) -> Bool[Tensor, "batch masks"]:
     """Masks side by side. Equal shapes are joined before the last reduction, so that one kernel does it for all."""
-    if len({mask.shape for mask in masks}) == 1:
+    if all(mask.shape[1:] == masks[0].shape[1:] for mask in masks):
         joined = torch.stack(masks)
         return (joined.flatten(2).any(-1) if joined.ndim > 2 else joined).t()
     return torch.stack([rows(mask) for mask in masks], dim=-1)
 
 
-def _first_fit(masks: list[Tensor], slots: list[int], room: int, like: Flags) -> Flags:
+def _first_fit(masks: list[Tensor], slots: Sequence[int], room: int, like: Flags) -> Flags:
     """CHRONO-FIRST into empty flags: a row's k-th error goes to its k-th slot, straight into the words."""
     carrier, device = carrier_of(like), like.device
     lanes = carrier.slots_per_word
@@ -197,26 +190,3 @@ def _first_fit(masks: list[Tensor], slots: list[int], room: int, like: Flags) ->
     word = torch.arange(like.shape[1], device=device).unsqueeze(-1)
     lands = (raised & (place < room)).unsqueeze(1) & ((place // lanes).unsqueeze(1) == word)
     return words_to_flags(torch.where(lands, value.unsqueeze(1), 0).sum(-1, dtype=carrier.bits), like)
-
-
-# Writing at once.
-
-
-def _write(f: Flags, masks: list[Tensor], slots: list, room: int, policy: AccumulationConfig) -> Flags:
-    masks = [rows(mask) for mask in masks]
-    if can_read(f):
-        raised = [(mask, slot) for mask, slot in zip(masks, slots, strict=True) if mask.any()]
-        if not raised:
-            return f
-        masks, slots = [mask for mask, _ in raised], [slot for _, slot in raised]
-    held = unpack(f)
-    if f.is_floating_point() and can_read(f):
-        require_intact("err.push", held)
-    arrived = [_where(mask, slot, held) for mask, slot in zip(masks, slots, strict=True)]
-    return pack(add(held, arrived, room, policy), f)
-
-
-def _where(mask: Tensor, slot: Tensor | int, held: Slots) -> Int[Tensor, "batch 1"]:
-    """The slot in the rows of the mask, 0 in the others."""
-    value = slot.to(held.dtype) if isinstance(slot, Tensor) else constant(slot, held)
-    return torch.where(mask.unsqueeze(-1), value, constant(0, held))

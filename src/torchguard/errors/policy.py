@@ -62,8 +62,8 @@ def arrival_order(slots: Slots, policy: AccumulationConfig) -> Slots:
 
 def add(held: Slots, arrived: Sequence[Int[Tensor, "batch _"]], room: int, policy: AccumulationConfig) -> Slots:
     """What a row keeps of the slots it holds and of those that arrived, 0 being none."""
-    if is_first_in(policy) and len(arrived) <= _FEW and all(column.shape[1] == 1 for column in arrived):
-        slots = held[:, :room]
+    if is_first_in(policy) and len(arrived) <= _FEW and arrived[0].shape[1] == 1:
+        slots = held if held.shape[1] == room else held[:, :room]
         for column in arrived:
             slots = append(slots, column, policy.dedupe)
         return slots
@@ -81,11 +81,9 @@ def append(slots: Slots, new: Shaped[Tensor, "..."], dedupe: Dedupe) -> Slots:
     if dedupe != Dedupe.NONE:
         differ = torch.bitwise_and(torch.bitwise_xor(slots, new), constant(same_bits(dedupe), slots))
         fits = free | differ.logical_not()
-    first = fits & (fits.cumsum(-1) == 1)
-    if dedupe in (Dedupe.NONE, Dedupe.UNIQUE):
-        worse = slots < new  # they differ in severity alone
-    else:
-        worse = slot_severity(slots) < slot_severity(new)
+    first = fits & (fits.cumsum(-1) == constant(1, fits))
+    alike = dedupe == Dedupe.UNIQUE  # then they differ in severity alone
+    worse = slots < new if alike else slot_severity(slots) < slot_severity(new)
     return torch.where(first & (free | worse), new, slots)
 
 

@@ -1,6 +1,6 @@
 """Making flags and writing errors into them. Nothing is changed in place: each call returns new flags."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -12,8 +12,9 @@ from torchguard.errors.codes import DEFAULT_SEVERITY, ErrorCode
 from torchguard.errors.config import AccumulationConfig, ErrorConfig, get_config
 from torchguard.errors.layout import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_MASK, pack_slot, slot_code
 from torchguard.errors.policy import add, arrival_order
-from torchguard.errors.slots import Flags, capacity, pack, unpack
+from torchguard.errors.slots import Flags, bits, capacity, pack, unpack
 from torchguard.errors.validate import require_batch, require_flags, require_in_range, require_mask
+from torchguard.errors.write import rows, write
 from torchguard.exceptions import BatchMismatchError, NotFlagsError
 
 _GONE = torch.iinfo(torch.int64).max
@@ -125,9 +126,20 @@ def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
         require_batch("err.merge", first, f, "one of them")
         if f.dtype != first.dtype:
             raise NotFlagsError(f"err.merge: cannot merge {f.dtype} flags into {first.dtype} flags. Use one carrier.")
-    policy = config.accumulation
-    arrived = [column for f in flags[1:] for column in _columns(f, policy)]
-    return pack(add(unpack(first), arrived, capacity(first, config), policy), first) if arrived else first
+    merged, policy = first, config.accumulation
+    room = capacity(first, config)
+    if not can_read(first):
+        later = [arrival_order(unpack(f), policy) for f in flags[1:]]
+        return pack(add(unpack(first), later, room, policy), first) if later else first
+    for f in flags[1:]:
+        theirs = bits(f)[:, 0].to(torch.bool)
+        if not theirs.any():
+            continue
+        if f.shape == first.shape and not (theirs & bits(merged)[:, 0].to(torch.bool)).any():
+            merged = torch.where(theirs.unsqueeze(-1), f, merged)
+        else:
+            merged = pack(add(unpack(merged), _used_columns(f, policy), room, policy), first)
+    return merged
 
 
 def clear(f: Flags, code: int, config: ErrorConfig | None = None) -> Flags:
@@ -142,13 +154,10 @@ def clear(f: Flags, code: int, config: ErrorConfig | None = None) -> Flags:
     return pack(torch.where(kept == _GONE, 0, kept & SLOT_MASK), f)
 
 
-def _columns(f: Flags, policy: AccumulationConfig) -> list[Int[Tensor, "batch _"]]:
-    """The slots of `f` in order of arrival; column by column, and only the used ones, where looking is free."""
+def _used_columns(f: Flags, policy: AccumulationConfig) -> Sequence[Int[Tensor, "batch _"]]:
     slots = unpack(f)
-    if not can_read(f):
-        return [arrival_order(slots, policy)]
     used = slots[:, : sum(slots.any(0).tolist())]
-    return list(arrival_order(used, policy).split(1, dim=-1)) if used.shape[1] else []
+    return arrival_order(used, policy).split(1, dim=-1)
 
 
 def _push_tensors(
@@ -162,7 +171,8 @@ def _push_tensors(
     else:
         level = torch.full_like(code, severity)
     slot = torch.where(code == ErrorCode.OK, 0, pack_slot(code, location, level))
-    return deferred.write(f, [deferred.rows(where) & (slot != 0)], [slot.unsqueeze(-1)], config)
+    mask = rows(where) & (slot != 0)
+    return write(f, [mask], [slot.unsqueeze(-1)], capacity(f, config), config.accumulation)
 
 
 def _per_sample(f: Flags, value: int | Tensor, name: str, most: int) -> Tensor:

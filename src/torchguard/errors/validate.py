@@ -61,9 +61,8 @@ def _require(who: str, name: str, value: Any, most: int, advice: str) -> None:
         raise OutOfRangeError(f"{who}: {name} is {value}, it must lie in 0 to {most}. {advice}")
 
 
-def require_intact(who: str, slots: Tensor) -> None:
-    """Refuse slots no push can have written: a gap between errors, or an error without a code."""
-    used = slots != 0
+def require_intact(who: str, slots: Tensor, used: Tensor) -> None:
+    """Refuse slots no push can have written: a gap between the used ones, or an error without a code."""
     gap = used[:, 1:] > used[:, :-1]
     if gap.any() or (slot_code(slots[used]) == 0).any():
         rows = (gap.any(-1) | (used & (slot_code(slots) == 0)).any(-1)).nonzero().flatten().tolist()

@@ -12,7 +12,7 @@ from torchguard.errors import record
 from torchguard.errors.config import ErrorConfig, get_config
 from torchguard.errors.slots import Flags
 
-__all__ = [*_err_all, "find"]
+__all__ = [*_err_all, "find"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def new(x: Tensor, config: ErrorConfig | None = None) -> Flags:

@@ -1,0 +1,33 @@
+"""What every test and every documented example may rely on."""
+
+import os
+
+import pytest
+
+if os.environ.get("TORCHGUARD_CHECK_SHAPES"):
+    # Eager tests only: a checker inside traced code breaks the graph.
+    from jaxtyping import install_import_hook
+
+    install_import_hook("torchguard", "beartype.beartype")
+
+import torch
+
+import torchguard
+from torchguard.errors import config
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """The default settings, a known seed, and nothing compiled."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    before = config.CONFIG
+    torchguard.set_config(torchguard.ErrorConfig())
+    yield
+    torchguard.set_config(before)
+
+
+@pytest.fixture(autouse=True)
+def documented_names(doctest_namespace):
+    names = {name: getattr(torchguard, name) for name in torchguard.__all__}
+    doctest_namespace.update(names, torch=torch)

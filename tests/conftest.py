@@ -1,0 +1,28 @@
+import pytest
+import torch
+
+
+@pytest.fixture(params=["eager", "aot_eager", "inductor"])
+def compiled(request):
+    """Compile a function without graph breaks, on each backend in turn."""
+    return lambda fn, **options: torch.compile(fn, backend=request.param, fullgraph=True, **options)
+
+
+@pytest.fixture(params=["plain", "eager", "aot_eager", "inductor"])
+def run(request):
+    """Leave a function as it is, or compile it without graph breaks, on each backend in turn."""
+    if request.param == "plain":
+        return lambda fn: fn
+    return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
+
+
+@pytest.fixture(params=[torch.int64, torch.int32, torch.float32, torch.float64], ids=str)
+def carrier(request):
+    return request.param
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if "compiled" in item.fixturenames or parameters.get("run", "plain") != "plain":
+            item.add_marker(pytest.mark.compiled)

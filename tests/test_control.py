@@ -1,0 +1,124 @@
+import pytest
+import torch
+from torch import nn
+
+from torchguard import AND, HAS, IF, IS, NOT, OR, err, experimental, fix, flag_nan_and_inf
+from torchguard.exceptions import BranchError
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_predicates(run):
+    def fn(x):
+        f = flag_nan_and_inf(x, 1, err.new(x))
+        nan, inf = IS(err.NAN, f), IS(err.INF, f)
+        return HAS(f), nan, inf, OR(nan, inf), AND(nan, inf), NOT(inf)
+
+    answers = run(fn)(torch.tensor([[NAN], [1.0]]))
+    assert [answer.tolist() for answer in answers] == [True, True, False, True, False, True]
+
+
+@pytest.mark.parametrize(("value", "chosen"), [(1.0, "clean"), (NAN, "nan"), (INF, "inf")])
+def test_the_first_branch_that_holds_is_taken(run, value, chosen):
+    def fn(x):
+        f = flag_nan_and_inf(x, 1, err.new(x))
+        return (
+            IF(IS(err.NAN, f), lambda: (torch.full_like(x, -1.0), f.clone()))
+            .ELIF(IS(err.INF, f), lambda: (torch.full_like(x, -2.0), f.clone()))
+            .ELSE(lambda: (x.clone(), f.clone()))
+        )
+
+    out, f = run(fn)(torch.tensor([[value], [5.0]]))
+    assert out.tolist() == {"clean": [[1.0], [5.0]], "nan": [[-1.0]] * 2, "inf": [[-2.0]] * 2}[chosen]
+    assert err.is_err(f).tolist() == [chosen != "clean", False]
+
+
+def test_a_condition_for_each_row_leaves_the_others_alone(run):
+    def fn(x):
+        f = flag_nan_and_inf(x, 1, err.new(x))
+        return IF(err.has_nan(f), lambda: torch.zeros_like(x)).ELIF(err.has_inf(f), lambda: x.sign()).ELSE(lambda: x)
+
+    out = run(fn)(torch.tensor([[NAN, 1.0], [2.0, 3.0], [-INF, 4.0]]))
+    assert out.tolist() == [[0.0, 0.0], [2.0, 3.0], [-1.0, 1.0]]
+
+
+def test_rows_and_whole_batches_can_be_mixed(run):
+    def fn(x, row, whole):
+        return IF(AND(row, whole), lambda: x + 10).ELIF(whole, lambda: x + 1).ELSE(lambda: x)
+
+    out = run(fn)(torch.zeros(2, 1), torch.tensor([True, False]), torch.tensor(True))
+    assert out.tolist() == [[10.0], [1.0]]
+
+
+def test_structures_are_kept(run):
+    def fn(x):
+        return IF(x.sum() > 0, lambda: {"a": [x], "b": None}).ELSE(lambda: {"a": [-x], "b": None})
+
+    assert run(fn)(torch.tensor([-1.0]))["a"][0].tolist() == [1.0]
+
+
+def test_only_the_chosen_branch_runs_in_eager_mode():
+    ran = []
+    IF(torch.tensor(True), lambda: ran.append("then")).ELSE(lambda: ran.append("else"))
+    assert ran == ["then"]
+
+
+def test_gradients_reach_the_chosen_rows_only(run):
+    linear = nn.Linear(2, 2)
+
+    def fn(x):
+        out = linear(x)
+        f = flag_nan_and_inf(out, 1, err.new(x))
+        return IF(err.is_err(f), lambda: torch.zeros_like(out)).ELSE(lambda: out), f
+
+    x = torch.randn(3, 2)
+    linear(x[:2]).sum().backward()
+    want = linear.weight.grad.clone()
+    linear.zero_grad()
+    x[2] = INF  # overflow in row 2
+    x, _ = fix(x, err.new(x), 1)
+    x[2] = 3e38
+    linear.weight.data[:, 0] *= 1e3
+    out, _ = run(fn)(x)
+    assert torch.isfinite(out).all()
+    out.sum().backward()
+    torch.testing.assert_close(linear.weight.grad, want)
+
+
+def test_experimental_flags_work_with_every_helper(run):
+    def fn(x):
+        f = experimental.err.new(x)
+        f = experimental.err.push(f, experimental.err.NAN, location=1, where=torch.isnan(x).any(-1))
+        return experimental.IF(experimental.IS(err.NAN, f), lambda: fix(x, f, 2)).ELSE(lambda: (x.clone(), f.clone()))
+
+    z, f = run(fn)(torch.tensor([[NAN], [2.0]]))
+    assert z.tolist() == [[0.0], [2.0]]
+    assert f.dtype == torch.float32
+    assert experimental.err.find(err.FALLBACK_VALUE, f).tolist() == [True, False]
+
+
+def test_experimental_carriers():
+    from torchguard import CONFIG
+
+    assert experimental.err.new_t(2).dtype == torch.float32
+    assert experimental.err.from_code(err.NAN, 1, 2).dtype == torch.float32
+    CONFIG.flag_dtype = torch.float64
+    assert experimental.err.new_t(2).dtype == torch.float64
+
+
+@pytest.mark.parametrize("cond", [True, torch.tensor(1.0), torch.zeros(2, 2, dtype=torch.bool)])
+def test_conditions_are_bool_tensors_of_rank_0_or_1(cond):
+    with pytest.raises(BranchError, match="a condition is a bool tensor of rank 0 or 1"):
+        IF(cond, lambda: None)
+
+
+def test_branches_must_fit_together():
+    rows = torch.tensor([True, False])
+    with pytest.raises(BranchError, match=r"shapes \(2, 1\) and \(2, 2\)"):
+        IF(rows, lambda: torch.zeros(2, 1)).ELSE(lambda: torch.zeros(2, 2))
+    with pytest.raises(BranchError, match="tuple and Tensor"):
+        IF(rows, lambda: (torch.zeros(2),)).ELSE(lambda: torch.zeros(2))
+    with pytest.raises(BranchError, match="over 2 rows cannot choose within a value of"):
+        IF(rows, lambda: torch.zeros(3)).ELSE(lambda: torch.zeros(3))
+    with pytest.raises(BranchError, match="no condition"):
+        OR()
