@@ -10,8 +10,10 @@ The note hangs on the tensor the tracer hands around, so it needs Dynamo to pass
 are. Hence the three operators: Dynamo keeps them whole, and AOTAutograd runs the Python below when it traces.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool
@@ -31,6 +33,10 @@ from torchguard.errors.slots import (
     zero_flags,
 )
 from torchguard.errors.write import rows, write
+
+# Torch's caches of compiled graphs know an operator by its name and arguments. What the operators below trace into
+# is this package's source: its checksum among the arguments keeps a later version from being served our graphs.
+_REVISION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 
 _NOTE = "_torchguard_note"
 _ANY_CODE = -1
@@ -60,7 +66,7 @@ def empty(n: int, device: torch.device | str | None, dtype: torch.dtype, config:
     """Flags without errors."""
     if _keep_whole():
         template = zero_flags(n, device, dtype, config)
-        return torch.ops.torchguard.begin(template)
+        return torch.ops.torchguard.begin(template, _REVISION)
     return zero_flags(n, device, dtype, config)
 
 
@@ -69,13 +75,13 @@ def record(f: Flags, masks: list[Tensor], slots: list[int], config: ErrorConfig)
     policy, room = config.accumulation, capacity(f, config)
     if _keep_whole():
         axes = [int(policy.priority), int(policy.order), int(policy.dedupe)]
-        return torch.ops.torchguard.record(f, masks, slots, room, axes)
+        return torch.ops.torchguard.record(f, masks, slots, room, axes, _REVISION)
     return _extend(f, masks, slots, room, policy) if is_traced(f) else write(f, masks, slots, room, policy)
 
 
 def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
     """True where a sample holds that code, or any error if none is given."""
-    return torch.ops.torchguard.rows_with(f, code) if _keep_whole() else _rows_with(f, code)
+    return torch.ops.torchguard.rows_with(f, code, _REVISION) if _keep_whole() else _rows_with(f, code)
 
 
 def _keep_whole() -> bool:
@@ -86,7 +92,7 @@ def _keep_whole() -> bool:
 # The operators. Their bodies run eagerly too, under `torch.compile(backend="eager")`.
 
 
-def _begin_op(template: Flags) -> Flags:
+def _begin_op(template: Flags, revision: int) -> Flags:
     f = template.clone()
     if is_traced(f):
         policy = AccumulationConfig()
@@ -94,9 +100,13 @@ def _begin_op(template: Flags) -> Flags:
     return f
 
 
-def _record_op(f: Flags, masks: list[Tensor], slots: list[int], room: int, axes: list[int]) -> Flags:
+def _record_op(f: Flags, masks: list[Tensor], slots: list[int], room: int, axes: list[int], revision: int) -> Flags:
     policy = AccumulationConfig(Priority(axes[0]), Order(axes[1]), Dedupe(axes[2]))
     return _extend(f, masks, slots, room, policy) if is_traced(f) else write(f, masks, slots, room, policy)
+
+
+def _rows_with_op(f: Flags, code: int, revision: int) -> Bool[Tensor, " batch"]:
+    return _rows_with(f, code)
 
 
 def _rows_with(f: Flags, code: int) -> Bool[Tensor, " batch"]:
@@ -114,9 +124,9 @@ def _rows_with(f: Flags, code: int) -> Bool[Tensor, " batch"]:
 
 _LIBRARY = torch.library.Library("torchguard", "DEF")
 for _schema, _body in {
-    "begin(Tensor template) -> Tensor": _begin_op,
-    "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes) -> Tensor": _record_op,
-    "rows_with(Tensor f, int code) -> Tensor": _rows_with,
+    "begin(Tensor template, int revision) -> Tensor": _begin_op,
+    "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes, int revision) -> Tensor": _record_op,
+    "rows_with(Tensor f, int code, int revision) -> Tensor": _rows_with_op,
 }.items():
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.split("(")[0], _body, "CompositeImplicitAutograd")

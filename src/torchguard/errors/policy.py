@@ -7,8 +7,9 @@ A row's errors arrive one after another. Two rules decide, for every combination
    keeps the place of the earliest and the content of the most severe.
 2. If there are more than fit, those that rank first stay, the best in slot 0.
 
-Ranks never change once given, so the outcome does not depend on how pushes were grouped: one push of ten
-errors, ten pushes of one, or a merge of two halves leave the same flags.
+Ranks never change once given, so the outcome does not depend on how pushes were grouped: one push of ten errors
+and ten pushes of one leave the same flags. So does a merge of two halves, unless the later one had no slot left
+and thus dropped something.
 """
 
 from collections.abc import Sequence
