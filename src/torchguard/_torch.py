@@ -3,8 +3,13 @@
 Each access is a small function that says why it is needed and what happens where it is missing.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+F = TypeVar("F", bound=Callable)
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -37,3 +42,13 @@ def can_read(tensor: Tensor) -> bool:
         and not is_traced(tensor)
         and torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]
     )
+
+
+def constant_in_graphs(fn: F) -> F:
+    """Have Dynamo call `fn` while it traces and take the result for a constant.
+
+    `torch.compiler.assume_constant_result` does the same, but loads all of Dynamo at import. Where the mark is no
+    longer known, Dynamo traces into `fn` instead and says what it cannot trace.
+    """
+    fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return fn

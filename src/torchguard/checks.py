@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
 from torchguard import err
-from torchguard._torch import can_read
+from torchguard._torch import can_read, constant_in_graphs
 from torchguard.errors.config import ErrorConfig
 from torchguard.errors.gradient import over_rows, seal
 from torchguard.errors.slots import Flags
@@ -138,7 +138,7 @@ def place_of(module: Place) -> int:
     return _registered(module) if isinstance(module, str) else module
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _registered(name: str) -> int:
     return ErrorLocation.register(name)
 

@@ -17,6 +17,10 @@ class OutOfRangeError(TorchGuardError, ValueError):
     """A code, location, severity or slot does not fit its bits."""
 
 
+class SampleIndexError(TorchGuardError, IndexError):
+    """A sample was asked for that the flags do not hold."""
+
+
 class ConfigError(TorchGuardError, ValueError):
     """An `ErrorConfig` was given a value it cannot have."""
 

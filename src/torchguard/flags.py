@@ -22,7 +22,7 @@ from torchguard.errors.layout import (
 from torchguard.errors.slots import Flags
 from torchguard.errors.slots import unpack as flags_to_slots
 from torchguard.errors.validate import require_flags, require_intact
-from torchguard.exceptions import OutOfRangeError, TracingError
+from torchguard.exceptions import SampleIndexError, TracingError
 from torchguard.locations.registry import names_of
 
 _MOST_PLACES_SHOWN = 12
@@ -52,7 +52,7 @@ def unpack(f: Flags, sample_idx: int = 0, config: ErrorConfig | None = None) -> 
     _require_boundary("unpack", f, "err.get_first_code(f) or err.has_code(f, code)")
     count = f.shape[0]
     if not -count <= sample_idx < count:
-        raise OutOfRangeError(f"flags.unpack: sample_idx is {sample_idx} but flags hold {count} samples.")
+        raise SampleIndexError(f"flags.unpack: sample_idx is {sample_idx} but flags hold {count} samples.")
     row = sample_idx % count
     return _unpacked("flags.unpack", f[row : row + 1])[0]
 

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchguard.errors.layout import LOCATION_MASK
@@ -19,9 +19,10 @@ from torchguard.exceptions import LocationWarning, OutOfRangeError
 class _Place:
     """The holder of one id."""
 
-    def __init__(self, path: str, label: str = "", owner: "weakref.ref[Any] | None" = None) -> None:
+    def __init__(self, path: str, model: str = "", number: int = 1, owner: "weakref.ref[Any] | None" = None) -> None:
         self.path = path
-        self.label = label
+        self.model = model
+        self.number = number
         self.owner = owner
 
     @property
@@ -31,7 +32,13 @@ class _Place:
 
     @property
     def name(self) -> str:
-        return self.path or self.label or "Unknown"
+        return self.path or self.model
+
+    @property
+    def full_name(self) -> str:
+        """The name, told apart from the same one in another model."""
+        model = self.model if self.number == 1 else f"{self.model}#{self.number}"
+        return f"{model}:{self.path}" if self.path else model
 
 
 class _Registry:
@@ -39,25 +46,33 @@ class _Registry:
         self._lock = threading.RLock()
         self._places: dict[int, _Place] = {}
         self._by_hand: dict[str, int] = {}
+        self._models: Counter[str] = Counter()
 
     def register(self, path: str) -> int:
         with self._lock:
             if path not in self._by_hand:
                 free = self.free_ids()
                 if not free:
-                    _warn_full(path)
+                    warn_full(path)
                     return 0
                 self._places[free[0]] = _Place(path)
                 self._by_hand[path] = free[0]
             return self._by_hand[path]
 
-    def claim(self, owner: Any, label: str, paths: Sequence[str], *, ids: Sequence[int] | None = None) -> list[int]:
-        """Ids for the places of a model, ascending; `ids` shares those of another."""
+    def claim(self, owner: Any, model: str, paths: Sequence[str]) -> dict[str, int]:
+        """Ids for the places of a model, ascending."""
         with self._lock:
-            granted = sorted(self.free_ids()[: len(paths)]) if ids is None else list(ids)
-            for location, path in zip(granted, paths, strict=False):
-                self._places[location] = _Place(path, label, weakref.ref(owner))
+            granted = dict(zip(paths, sorted(self.free_ids()[: len(paths)]), strict=True))
+            self.share(owner, model, granted)
             return granted
+
+    def share(self, owner: Any, model: str, ids: Mapping[str, int]) -> None:
+        """Make `owner` the holder of these ids."""
+        with self._lock:
+            self._models[model] += 1
+            for path, location in ids.items():
+                self._places.pop(location, None)  # so that the newest stand last
+                self._places[location] = _Place(path, model, self._models[model], weakref.ref(owner))
 
     def release(self, ids: Sequence[int]) -> None:
         """Forget places that were replaced before anything could be recorded for them."""
@@ -87,13 +102,14 @@ class _Registry:
     def reset(self) -> None:
         with self._lock:
             self._by_hand.clear()
+            self._models.clear()
             self._places = {key: place for key, place in self._places.items() if place.owner and not place.is_free}
 
 
 registry = _Registry()
 
 
-def _warn_full(path: str) -> None:
+def warn_full(path: str) -> None:
     warnings.warn(
         f"All {LOCATION_MASK} location ids are taken: errors at {path!r} will show as Unknown. "
         "Drop models you no longer need, or call ErrorLocation.reset().",
@@ -159,6 +175,6 @@ def names_of(locations: Iterable[int]) -> dict[int, str]:
     shared = {name for name, count in Counter(names.values()).items() if count > 1}
     for location in names:
         place = registry.place(location)
-        if place and place.label and place.name in shared:
-            names[location] = f"{place.label}:{place.name}"
+        if place and place.model and place.name in shared:
+            names[location] = place.full_name
     return names

@@ -2,14 +2,13 @@
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 from torch import nn
 
 from torchguard.exceptions import NotFlagsError
-from torchguard.locations.registry import _warn_full, registry
+from torchguard.locations.registry import registry, warn_full
 from torchguard.locations.tree import WeightedLocationTree, nearest
 
 T = TypeVar("T")
@@ -18,7 +17,6 @@ _PATH = "_fx_path"
 _BUILDING = "_fx_building"
 
 _tables: "weakref.WeakSet[LocationTable]" = weakref.WeakSet()
-_labels: Counter[str] = Counter()
 
 
 class LocationTable:
@@ -32,25 +30,19 @@ class LocationTable:
             tree.set_weight(pattern, weight)
         for path in paths:
             tree.add_path(path)
-        free = len(registry.free_ids())
-        own = tree.chosen(free)
-        twin = next((table for table in _tables if table.paths == paths), None) if len(own) <= len(paths) else None
-        if twin is not None and len(twin.ids) > len(own):
-            self.ids = dict(twin.ids)
-            registry.claim(self, self._unique_label(), list(self.ids), ids=list(self.ids.values()))
+        own = tree.chosen(len(registry.free_ids()))
+        twin = next((table for table in _tables if table.paths == paths and len(table.ids) > len(own)), None)
+        if twin is not None:
+            self.ids = twin.ids
+            registry.share(self, label, self.ids)
         else:
             if not own:
-                _warn_full(label)
-            granted = registry.claim(self, self._unique_label(), own)
-            self.ids = dict(zip(own, granted, strict=True))
+                warn_full(label)
+            self.ids = registry.claim(self, label, own)
         _tables.add(self)
 
     def locate(self, path: str) -> "Location":
         return Location(self, path, self.ids.get(nearest(path, self.ids), 0))
-
-    def _unique_label(self) -> str:
-        _labels[self.label] += 1
-        return self.label if _labels[self.label] == 1 else f"{self.label}#{_labels[self.label]}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocationTable, (self.label, self.paths, self.weights)

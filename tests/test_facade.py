@@ -1,0 +1,62 @@
+"""What `import torchguard` offers, and what it does not load."""
+
+import subprocess
+import sys
+
+import torchguard
+from torchguard import ErrorCode, ErrorDomain, Severity, err, experimental
+
+DOCUMENTED = """
+    err flags has_err find push fix flag_nan flag_inf flag_nan_and_inf flag_oob_indices tracked
+    ErrorCode ErrorDomain Severity ErrorFlags UnpackedError ErrorLocation
+    ErrorConfig AccumulationConfig Priority Order Dedupe CONFIG get_config set_config
+    SLOT_BITS SLOTS_PER_WORD SLOT_MASK SEVERITY_SHIFT SEVERITY_BITS SEVERITY_MASK CODE_SHIFT CODE_BITS CODE_MASK
+    LOCATION_SHIFT LOCATION_BITS LOCATION_MASK
+    IF HAS IS OR AND NOT Ok Err Result as_result as_exception unwrap experimental TorchGuardError __version__
+"""
+
+
+def test_the_facade_is_the_documented_list():
+    documented = DOCUMENTED.split()
+    assert set(torchguard.__all__) == set(documented)
+    assert all(getattr(torchguard, name) is not None for name in documented)
+
+
+def test_codes_are_attributes_of_err():
+    assert (err.OK, err.NAN, err.INF, err.OVERFLOW) == (0, 1, 2, 3)
+    assert (err.OUT_OF_BOUNDS, err.OOB, err.NEGATIVE_IDX, err.EMPTY_INPUT) == (5, 5, 6, 7)
+    assert (err.ZERO_OUTPUT, err.CONSTANT_OUTPUT, err.SATURATED) == (9, 10, 11)
+    assert (err.FALLBACK_VALUE, err.VALUE_CLAMPED, err.UNKNOWN) == (13, 14, 15)
+    assert (err.WARN, err.ERROR, err.CRITICAL) == (1, 2, 3)
+
+
+def test_domains():
+    assert (ErrorDomain.NUMERIC, ErrorDomain.INDEX, ErrorDomain.QUALITY, ErrorDomain.RUNTIME) == (0, 1, 2, 3)
+    assert ErrorCode.domain_name(err.OOB) == "INDEX"
+    assert ErrorCode.in_domain(err.SATURATED, ErrorDomain.QUALITY)
+    assert ErrorCode.subcode(err.SATURATED) == 3
+    assert ErrorDomain.name(9) == "DOMAIN_9"
+
+
+def test_names():
+    assert [ErrorCode.name(code) for code in (0, 1, 5, 8, 15)] == ["OK", "NAN", "OUT_OF_BOUNDS", "CODE_8", "UNKNOWN"]
+    assert [Severity.name(level) for level in range(5)] == ["OK", "WARN", "ERROR", "CRITICAL", "SEVERITY_4"]
+    assert Severity.is_critical(3)
+    assert Severity.is_error_or_worse(2)
+    assert not Severity.is_warn_or_worse(0)
+    assert ErrorCode.is_critical(err.NAN)
+    assert not ErrorCode.is_critical(err.OOB)
+
+
+def test_experimental_offers_the_same_namespace():
+    assert set(err.__all__) <= set(experimental.err.__all__)
+    assert all(hasattr(experimental.err, name) for name in experimental.err.__all__)
+
+
+def test_importing_is_light():
+    script = (
+        "import sys, torch, jaxtyping; before = set(sys.modules); import torchguard;"
+        "print({name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "{'torchguard'}"

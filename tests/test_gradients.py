@@ -1,0 +1,192 @@
+"""The promise: one bad sample costs one sample, gradients included."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchguard import IF, err, fix, flag_nan_and_inf
+
+NAN, INF = float("nan"), float("inf")
+GOOD = [0, 2, 3, 5]
+BAD = [1, 4]
+
+
+def plant(x, value):
+    x = x.clone()
+    x[BAD[0], 0] = value
+    x[BAD[1], -1] = value
+    return x
+
+
+def grads(module):
+    found = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    return found
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.isfinite(got[name]).all(), name
+        torch.testing.assert_close(got[name], want[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Net(nn.Module):
+    """The recipe: `fix` at the input and behind every place where something can be born."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8)
+        self.hidden = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        f = flag_nan_and_inf(x, "input", err.new(x))
+        x, f = fix(x, f, "input")
+        h = self.norm(self.embed(x)).relu()
+        h = self.hidden(h)
+        h, f = fix(h, f, "hidden")
+        return self.head(h.tanh()), f
+
+
+def test_the_recipe_for_bad_input(run):
+    for value in (NAN, INF, -INF):
+        net, x = Net(), torch.randn(6, 4)
+        y = torch.randn(6, 3)
+        net(x[GOOD])[0].sub(y[GOOD]).square().mean(-1).mean().backward()
+        want = grads(net)
+
+        out, f = run(net)(plant(x, value))
+        err.mean_ok(f, out.sub(y).square().mean(-1)).backward()
+        assert err.is_err(f).nonzero().flatten().tolist() == BAD
+        assert_same(grads(net), want)
+
+
+def test_the_recipe_for_overflow_inside(run):
+    class Burst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            f = err.new(x)
+            h = self.inner(x)
+            h, f = fix(h, f, "inner")  # stops the 0 * Inf that exp sends back
+            h = h.exp()
+            f = flag_nan_and_inf(h, "exp", f)
+            h, f = fix(h, f, "exp")
+            return self.outer(h).squeeze(-1), f
+
+    net, x = Burst(), torch.randn(6, 4)
+    net(x[GOOD])[0].square().mean().backward()
+    want = grads(net)
+
+    x = x.clone()
+    x[BAD] = 1e4 * net.inner.weight[0].detach().sign()  # exp overflows in these rows
+    out, f = run(net)(x)
+    err.mean_ok(f, out.square()).backward()
+    assert err.has_inf(f).nonzero().flatten().tolist() == BAD
+    assert_same(grads(net), want)
+
+
+def test_dropping_rows_at_the_loss_alone_is_not_enough():
+    """Why there is a recipe: this is what everybody writes first."""
+    linear, x = nn.Linear(4, 2), plant(torch.randn(6, 4), NAN)
+    loss = linear(x).square().mean(-1)
+    torch.where(torch.isfinite(loss), loss, 0).sum().backward()
+    assert torch.isnan(linear.weight.grad).any()
+
+
+class TestOwnOps:
+    """Whatever is replaced or dropped sends nothing back."""
+
+    def grad_of(self, run, fn, x):
+        x = x.clone().requires_grad_()
+        out = run(fn)(x)
+        assert torch.isfinite(out).all()
+        out.sum().backward()
+        return x.grad
+
+    @pytest.fixture
+    def x(self):
+        return plant(torch.rand(6, 3) + 0.5, NAN)
+
+    def assert_only_good_rows_get_gradient(self, grad):
+        assert torch.isfinite(grad).all()
+        assert (grad[GOOD] != 0).all()
+        assert (grad[BAD] == 0).all()
+
+    def test_take_ok_p(self, run, x):
+        def fn(x):
+            return err.take_ok_p(flag_nan_and_inf(x, 1, err.new(x)), x * 2)
+
+        self.assert_only_good_rows_get_gradient(self.grad_of(run, fn, x))
+
+    def test_fix(self, run, x):
+        self.assert_only_good_rows_get_gradient(self.grad_of(run, lambda x: fix(x * 2, err.new(x), 1)[0], x))
+
+    def test_recover_with_fallback(self, run, x):
+        def fn(x):
+            return err.recover_with_fallback(flag_nan_and_inf(x, 1, err.new(x)), x * 2, 1.0, 2)[0]
+
+        self.assert_only_good_rows_get_gradient(self.grad_of(run, fn, x))
+
+    def test_if(self, run, x):
+        def fn(x):
+            f = flag_nan_and_inf(x, 1, err.new(x))
+            return IF(err.is_err(f), lambda: torch.zeros_like(x)).ELSE(lambda: x * 2)
+
+        self.assert_only_good_rows_get_gradient(self.grad_of(run, fn, x))
+
+    def test_map_err(self, run, x):
+        def fn(x):
+            return err.map_err(flag_nan_and_inf(x, 1, err.new(x)), x * 2, torch.zeros_like)
+
+        self.assert_only_good_rows_get_gradient(self.grad_of(run, fn, x))
+
+    def test_mean_ok(self, run, x):
+        grad = self.grad_of(run, lambda x: err.mean_ok(flag_nan_and_inf(x, 1, err.new(x)), x.sum(-1)), x)
+        self.assert_only_good_rows_get_gradient(grad)
+        torch.testing.assert_close(grad[GOOD], torch.full((4, 3), 1 / 4))
+
+    def test_replace_works_by_element(self, run, x):
+        grad = self.grad_of(run, lambda x: err.replace(x * 2, value=0.0, targets=[err.NAN, err.INF]), x)
+        assert torch.equal(grad, torch.where(torch.isnan(x), 0.0, 2.0))
+
+    @pytest.mark.parametrize("combine", [err.map_ok, lambda f, z, fn: err.and_then(f, z, lambda z: (fn(z), f))[0]])
+    def test_a_function_of_good_rows_meets_no_bad_value(self, run, combine):
+        """Not in the forward pass, and not in what it saves for the backward pass."""
+        layer = nn.Linear(3, 3)
+        x = plant(torch.randn(6, 3), INF)
+
+        def fn(x):
+            f = flag_nan_and_inf(x, 1, err.new(x))
+            z = combine(f, x, lambda z: layer(z) / z.norm(dim=-1, keepdim=True))
+            return err.take_ok_p(f, z)
+
+        (layer(x[GOOD]) / x[GOOD].norm(dim=-1, keepdim=True)).sum().backward()
+        want = grads(layer)
+        run(fn)(x).sum().backward()
+        assert_same(grads(layer), want)
+
+    def test_a_function_of_good_rows_without_any(self, run):
+        layer = nn.Linear(3, 3)
+        x = torch.full((2, 3), NAN)
+        f = err.from_code(err.NAN, 1, 2)
+        out = run(lambda x: err.take_ok_p(f, err.map_ok(f, x, layer)))(x)
+        out.sum().backward()
+        assert torch.isfinite(layer.weight.grad).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_bit_equal_while_all_is_clean(dtype):
+    net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(dtype)
+    x = torch.randn(5, 4, dtype=dtype)
+    net(x).square().mean(-1).mean().backward()
+    want = grads(net)
+    z, f = fix(x, err.new(x), 1)
+    h, f = fix(net[1](net[0](z)), f, 2)
+    err.mean_ok(f, net[2](h).square().mean(-1)).backward()
+    for name, grad in grads(net).items():
+        assert torch.equal(grad, want[name])

@@ -1,0 +1,303 @@
+"""Places and their names, whatever happens to the model."""
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from torchguard import ErrorLocation, err, flag_nan, flags, tracked
+from torchguard.exceptions import LocationWarning, TorchGuardError
+from torchguard.locations import WeightedLocationTree
+from torchguard.locations.registry import registry
+
+
+@tracked
+class Block(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 1)
+        self.ffn = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, x):
+        h = self.ffn(x)
+        return h, flag_nan(h, self.ffn[2], err.new(x))
+
+
+@tracked
+class Other(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        f = flag_nan(h, self.second, err.new(x))
+        return h, flag_nan(h, self, f)
+
+
+X = torch.full((1, 4), float("nan"))
+
+
+def ids(model):
+    return [module._fx_location.id for module in model.modules() if hasattr(module, "_fx_path")]
+
+
+@pytest.fixture(autouse=True)
+def empty_registry():
+    gc.collect()
+    ErrorLocation.reset()
+
+
+def test_modules_with_parameters_know_their_path():
+    block = Block()
+    assert block.attention._fx_path == "attention"
+    assert block.ffn._fx_path == "ffn"
+    assert block.ffn[0]._fx_path == "ffn.0"
+    assert block.ffn[2]._fx_path == "ffn.2"
+    assert not hasattr(block.ffn[1], "_fx_path")
+
+
+def test_ids_are_sequential_in_depth_first_order():
+    block = Block()
+    first = ids(block)[0]
+    assert ids(block) == list(range(first, first + 5))
+    paths = [module._fx_path for module in block.modules() if hasattr(module, "_fx_path")]
+    assert paths == ["attention", "attention.out_proj", "ffn", "ffn.0", "ffn.2"]
+
+
+def test_ids_are_the_same_in_every_run():
+    script = "from tests.test_locations import Block, ids; block = Block(); print(ids(block))"
+    runs = {
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    assert runs == {"[1, 2, 3, 4, 5]\n"}
+
+
+def test_names_survive_compilation(compiled):
+    _, f = compiled(Block())(X)
+    assert flags.summary(f) == {"ffn.2": {"NAN": 1}}
+
+
+def test_a_module_without_parameters_takes_the_place_it_stands_in():
+    block = Block()
+    assert flags.summary(flag_nan(X, block.ffn[1])) == {"ffn": {"NAN": 1}}
+
+
+def test_the_model_itself_is_called_by_its_class():
+    _, f = Other()(X)
+    assert flags.summary(f) == {"second": {"NAN": 1}, "Other": {"NAN": 1}}
+
+
+def test_two_models_alive_are_not_mixed_up():
+    block, other = Block(), Other()
+    assert not set(ids(block)) & set(ids(other))
+    _, one = block(X)
+    _, two = other(X)
+    assert flags.summary(one) == {"ffn.2": {"NAN": 1}}
+    assert flags.summary(two) == {"second": {"NAN": 1}, "Other": {"NAN": 1}}
+
+
+def test_equal_paths_of_two_models_are_told_apart_in_one_report():
+    teacher, student = Other(), Other()
+    merged = err.merge(teacher(X)[1], student(X)[1])
+    assert list(flags.summary(merged)) == ["Other:second", "Other", "Other#2:second", "Other#2"]
+    assert flags.summary(teacher(X)[1]) == {"second": {"NAN": 1}, "Other": {"NAN": 1}}
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
+)
+def test_a_copy_has_places_of_its_own(duplicate):
+    block = Block()
+    twin = duplicate(block)
+    assert twin.ffn[0]._fx_path == "ffn.0"
+    assert not set(ids(block)) & set(ids(twin))
+    _, f = twin(X)
+    assert flags.summary(f) == {"ffn.2": {"NAN": 1}}
+
+
+def test_a_saved_model_is_loaded_into_a_process_full_of_others():
+    saved = io.BytesIO()
+    torch.save(Block(), saved)
+    gc.collect()
+    ErrorLocation.reset()
+    other = Other()
+    saved.seek(0)
+    block = torch.load(saved, weights_only=False)
+    assert not set(ids(block)) & set(ids(other))
+    assert flags.summary(block(X)[1]) == {"ffn.2": {"NAN": 1}}
+
+
+def test_places_are_no_state():
+    block = Block()
+    plain = {key for key in block.state_dict() if "_fx" in key}
+    assert plain == set()
+    block.to(torch.float64).half().train().eval()
+    assert block.ffn[0]._fx_path == "ffn.0"
+
+
+def test_a_tracked_part_is_placed_within_the_whole():
+    @tracked
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    whole = Whole()
+    assert whole.blocks[1].ffn[0]._fx_path == "blocks.1.ffn.0"
+    assert ids(whole) == list(range(1, 20))
+    assert ErrorLocation.count() == 21  # the model and the unknown place
+
+
+def test_subclasses_are_tracked_after_their_own_init():
+    class Larger(Block):
+        def __init__(self):
+            super().__init__()
+            self.extra = nn.Linear(4, 4)
+
+    larger = Larger()
+    assert larger.extra._fx_path == "extra"
+    assert larger.ffn[0]._fx_path == "ffn.0"
+
+
+def test_an_existing_model_can_be_tracked():
+    model = tracked(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    assert model[0]._fx_path == "0"
+    assert flags.summary(flag_nan(X, model[0])) == {"0": {"NAN": 1}}
+
+
+def test_only_modules_can_be_tracked():
+    with pytest.raises(TorchGuardError, match=r"neither an nn\.Module nor a class of one"):
+        tracked(int)
+
+
+def test_flags_keep_their_names_when_the_model_is_gone():
+    other = Other()
+    _, f = other(X)
+    del other
+    gc.collect()
+    Block()
+    assert "second" in flags.summary(f)
+
+
+class TestManyModules:
+    def deep(self, layers, **options):
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.attn = nn.ModuleDict({"q": nn.Linear(1, 1), "k": nn.Linear(1, 1)})
+
+        class Deep(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.ModuleList(Layer() for _ in range(layers))
+                self.head = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.ModuleDict({"out": nn.Linear(1, 1)})})})
+
+        return tracked(Deep(), **options)
+
+    def name(self, module):
+        return ErrorLocation.name(module._fx_location.id)
+
+    def test_deep_ones_share_the_place_of_the_nearest_above(self):
+        model = self.deep(400)  # 1,605 places
+        assert self.name(model.layer[7]) == "layer.7"
+        assert self.name(model.layer[399]) == "layer.399"
+        assert self.name(model.layer[399].attn.q) == self.name(model.layer[399].attn.k) == "layer.399.attn"
+        assert all(0 < module._fx_location.id <= 1023 for module in model.modules())
+        assert model.layer[399].attn.q._fx_path == "layer.399.attn.q"
+
+    def test_weights_keep_what_matters(self):
+        assert self.name(self.deep(400).head["a"]["b"]["out"]) == "head.a.b"
+        gc.collect()
+        model = self.deep(400, weights={"head.*": 10.0})
+        assert self.name(model.head["a"]["b"]["out"]) == "head.a.b.out"
+
+    def test_a_flat_model_of_thousands(self):
+        model = tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(2000))))
+        assert self.name(model[0]) == "0"
+        assert self.name(model[1999]) == "Sequential"
+
+    def test_ids_of_models_that_are_gone_are_used_again(self):
+        for _ in range(30):
+            model = tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(100))))
+            assert self.name(model[99]) == "99"
+
+    def test_copies_beyond_the_last_id_share_places(self):
+        model = tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(300))))
+        copies = [copy.deepcopy(model) for _ in range(5)]
+        assert all(self.name(twin[299]) == "299" for twin in copies)
+
+    def test_a_model_without_any_id_left_is_said_so(self):
+        full = tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(1022))))
+        assert len(registry.free_ids()) == 0
+        with pytest.warns(LocationWarning, match="All 1023 location ids are taken"):
+            other = Other()
+        assert flags.summary(other(X)[1]) == {"Unknown": {"NAN": 1}}
+        with pytest.warns(LocationWarning, match="'one.more'"):
+            assert ErrorLocation.register("one.more") == ErrorLocation.UNKNOWN
+        del full
+
+
+class TestErrorLocation:
+    def test_names_by_hand(self):
+        place = ErrorLocation.register("encoder.0")
+        assert place == 1
+        assert ErrorLocation.register("encoder.0") == place
+        assert ErrorLocation.register("encoder.1") == 2
+        assert (ErrorLocation.get("encoder.0"), ErrorLocation.get("nowhere")) == (1, ErrorLocation.UNKNOWN)
+        assert (ErrorLocation.name(1), ErrorLocation.path(1)) == ("encoder.0", "encoder.0")
+        assert ErrorLocation.is_registered("encoder.0")
+        assert not ErrorLocation.is_registered("nowhere")
+        assert ErrorLocation.count() == 3
+
+    def test_unknown_places(self):
+        assert ErrorLocation.UNKNOWN == 0
+        assert ErrorLocation.name(0) == "Unknown"
+        assert (ErrorLocation.name(77), ErrorLocation.path(77)) == ("Location_77", "")
+
+    def test_reset_forgets_names_but_no_live_model(self):
+        ErrorLocation.register("by.hand")
+        block = Block()
+        ErrorLocation.reset()
+        assert not ErrorLocation.is_registered("by.hand")
+        assert ErrorLocation.get("ffn.0") == block.ffn[0]._fx_location.id
+
+    def test_a_name_is_a_string(self):
+        with pytest.raises(TorchGuardError, match="is no name"):
+            ErrorLocation.register("")
+
+
+class TestTree:
+    def test_everything_fits(self):
+        tree = WeightedLocationTree()
+        for path in ["a", "a.b", "c"]:
+            tree.add_path(path)
+        tree.build_ids()
+        assert [tree.get_location(path) for path in ["a", "a.b", "c"]] == [1, 2, 3]
+        assert tree.get_location("a.b.deeper") == 2
+        assert tree.name(3) == "c"
+
+    def test_weights_come_before_depth(self):
+        tree = WeightedLocationTree(max_locations=4)
+        tree.set_default_weight(1.0)
+        tree.set_weight("head.*", 10.0)
+        tree.set_weight("encoder.layer*", 0.1)
+        for path in ["encoder.layer.0", "encoder.layer.1", "stem", "head.a.b.c"]:
+            tree.add_path(path)
+        assert tree.name(tree.get_location("head.a.b.c")) == "head.a.b.c"
+        assert tree.name(tree.get_location("stem")) == "stem"
+        assert tree.name(tree.get_location("encoder.layer.1")) == ""
+
+    def test_too_few_ids(self):
+        with pytest.raises(TorchGuardError, match="max_locations is 1"):
+            WeightedLocationTree(max_locations=1)
