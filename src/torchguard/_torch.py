@@ -3,6 +3,7 @@
 Each access is a small function that says why it is needed and what happens where it is missing.
 """
 
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -21,6 +22,17 @@ def is_traced(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter
 
 
+def is_shape_only(tensor: Tensor) -> bool:
+    """Whether nobody will ever see a value of `tensor`: it is fake, and nothing that is done to it is recorded.
+
+    So it is when Dynamo and AOTAutograd try out what shapes come out, before they trace. Where these names are
+    missing nothing counts as such, and trying out costs as much as tracing.
+    """
+    is_fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "is_fake", None)
+    proxy_mode = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "get_proxy_mode", None)
+    return is_fake is not None and proxy_mode is not None and is_fake(tensor) and proxy_mode() is None
+
+
 def mutation_count(tensor: Tensor) -> int:
     """How often `tensor` was changed in place: tells whether a note made about it still holds.
 
@@ -30,18 +42,22 @@ def mutation_count(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def can_read(tensor: Tensor) -> bool:
-    """Whether looking at a value of `tensor` right now is possible and costs no device sync.
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `tensor` is just its values: no graph is being traced, and no `torch.func` transform is at work.
 
-    False while tracing, off the CPU, and inside `torch.func` transforms, whose level has no public name; without
-    it, an eager `vmap` over a check would fail on reading a batched value.
+    The level of such a transform has no public name. Without it, `vmap` over a check in eager mode would fail on
+    reading a batched value.
     """
     return (
-        tensor.is_cpu
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not is_traced(tensor)
         and torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]
     )
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Whether looking at a value of `tensor` right now is possible and costs no device sync."""
+    return tensor.is_cpu and is_plain(tensor)
 
 
 def constant_in_graphs(fn: F) -> F:
@@ -52,3 +68,14 @@ def constant_in_graphs(fn: F) -> F:
     """
     fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return fn
+
+
+@constant_in_graphs
+def is_exporting() -> bool:
+    """Whether `torch.export` is at work.
+
+    In torch 2.11 and 2.12, Dynamo answers `torch.compiler.is_exporting()` with True whenever it traces, so the flag
+    behind it is read. Where that is missing nothing counts as an export, and an exported program may hold
+    operators of ours.
+    """
+    return getattr(torch.compiler, "_is_exporting_flag", False)

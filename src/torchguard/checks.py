@@ -13,8 +13,10 @@ from torchguard import err
 from torchguard._torch import can_read, constant_in_graphs
 from torchguard.errors.config import ErrorConfig
 from torchguard.errors.gradient import over_rows, seal
+from torchguard.errors.record import push_seen
 from torchguard.errors.slots import Flags
 from torchguard.errors.validate import require_batch, require_flags
+from torchguard.errors.write import Evidence, rows
 from torchguard.exceptions import LocationWarning, NotFlagsError
 from torchguard.flags import require_boundary
 from torchguard.locations.registry import ErrorLocation
@@ -60,7 +62,7 @@ def flag_nan(z: Values, module: Place, f: Flags | None = None, config: ErrorConf
     values = _comparable(z)
     if values is None or _is_free_of_nan(values):
         return f
-    return err.push(f, err.NAN, place_of(module), config=config, where=_nan(values))
+    return push_seen(f, [(err.NAN, place_of(module), _nan(values))], config)
 
 
 def flag_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
@@ -69,7 +71,7 @@ def flag_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConf
     values = _comparable(z)
     if values is None or _is_finite(values):
         return f
-    return err.push(f, err.INF, place_of(module), config=config, where=_inf(values))
+    return push_seen(f, [(err.INF, place_of(module), _inf(values))], config)
 
 
 def flag_nan_and_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
@@ -79,7 +81,7 @@ def flag_nan_and_inf(z: Values, module: Place, f: Flags | None = None, config: E
     if values is None or _is_finite(values):
         return f
     place = place_of(module)
-    return err.push_many(f, [(err.NAN, place, _nan(values)), (err.INF, place, _inf(values))], config)
+    return push_seen(f, [(err.NAN, place, _nan(values)), (err.INF, place, _inf(values))], config)
 
 
 def flag_oob_indices(
@@ -118,7 +120,7 @@ def fix(
     f = _flags_for("fix", z, f, config)
     comparable = _comparable(z)
     flagged = err.is_err(f)
-    broken = torch.zeros_like(flagged) if comparable is None else _rows(_nan(comparable)) | _rows(_inf(comparable))
+    broken = torch.zeros_like(flagged) if comparable is None else rows(_nan(comparable)) | rows(_inf(comparable))
     value = fallback() if callable(fallback) else fallback
     if not isinstance(value, Tensor):
         value = torch.full((), value, dtype=z.dtype, device=z.device)
@@ -164,7 +166,7 @@ def _flags_for(who: str, z: Any, f: Flags | None, config: ErrorConfig | None) ->
     return f
 
 
-# Detection. Rows are reduced over their last dimension only: with what is left, the packing kernel does the rest.
+# Detection. Rows are reduced over their last dimension only: the kernel that packs does the rest for all checks.
 
 
 def _comparable(z: Tensor) -> Tensor | None:
@@ -187,21 +189,15 @@ def _is_finite(z: Tensor) -> bool:
     return can_read(z) and math.isfinite(z.sum().item())
 
 
-def _nan(z: Tensor) -> Tensor:
-    """Which rows hold NaN: the maximum propagates it, and takes one pass without a mask of the size of `z`."""
-    if z.ndim == 1 or z.shape[-1] == 0:
-        return _elementwise(torch.isnan, z)
-    return torch.isnan(z.amax(-1))
+def _nan(z: Tensor) -> Evidence:
+    """NaN where a row holds one: the maximum propagates it, in one pass without a mask of the size of `z`."""
+    return z.amax(-1) if z.ndim > 1 and z.shape[-1] else _rows_where(torch.isnan(z))
 
 
-def _inf(z: Tensor) -> Tensor:
-    """Which rows hold Inf."""
-    return _elementwise(torch.isinf, z)
+def _inf(z: Tensor) -> Evidence:
+    """True where a row holds Inf."""
+    return _rows_where(torch.isinf(z))
 
 
-def _elementwise(test: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    return test(z) if z.ndim == 1 else test(z).any(-1)
-
-
-def _rows(mask: Tensor) -> Tensor:
-    return mask if mask.ndim == 1 else mask.flatten(1).any(-1)
+def _rows_where(found: Tensor) -> Tensor:
+    return found.any(-1) if found.ndim > 1 else found

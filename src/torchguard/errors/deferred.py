@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from torchguard._torch import is_traced, mutation_count
+from torchguard._torch import is_exporting, is_shape_only, is_traced, mutation_count
 from torchguard.errors.config import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority
-from torchguard.errors.layout import slot_code
+from torchguard.errors.layout import SLOT_BITS, slot_code
 from torchguard.errors.policy import is_first_in, same_bits
 from torchguard.errors.slots import (
     Flags,
@@ -32,7 +32,7 @@ from torchguard.errors.slots import (
     words_to_flags,
     zero_flags,
 )
-from torchguard.errors.write import rows, write
+from torchguard.errors.write import Evidence, raised, rows, write
 
 # Torch's caches of compiled graphs know an operator by its name and arguments. What the operators below trace into
 # is this package's source: its checksum among the arguments keeps a later version from being served our graphs.
@@ -70,7 +70,7 @@ def empty(n: int, device: torch.device | str | None, dtype: torch.dtype, config:
     return zero_flags(n, device, dtype, config)
 
 
-def record(f: Flags, masks: list[Tensor], slots: list[int], config: ErrorConfig) -> Flags:
+def record(f: Flags, masks: list[Evidence], slots: list[int], config: ErrorConfig) -> Flags:
     """`f` with each slot value added where its mask is True in a row."""
     policy, room = config.accumulation, capacity(f, config)
     if _keep_whole():
@@ -86,7 +86,7 @@ def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
 
 def _keep_whole() -> bool:
     # An exported program should hold nothing but standard operators.
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    return torch.compiler.is_dynamo_compiling() and not is_exporting()
 
 
 # The operators. Their bodies run eagerly too, under `torch.compile(backend="eager")`.
@@ -148,9 +148,9 @@ def _extend(f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: 
         base, all_masks, all_slots = note.base, (*note.masks, *masks), (*note.slots, *slots)
     else:
         base, all_masks, all_slots = f, tuple(masks), tuple(slots)
-    from_empty = base is None and is_first_in(policy)
-    distinct = _distinct(all_masks, all_slots, policy.dedupe) if from_empty else None
-    if distinct is not None:
+    if is_shape_only(f):
+        packed = torch.zeros_like(f)
+    elif base is None and is_first_in(policy) and (distinct := _distinct(all_masks, all_slots, policy.dedupe)):
         packed = _first_fit(distinct, all_slots, room, like=f)
     else:
         packed = write(torch.zeros_like(f) if base is None else base, all_masks, all_slots, room, policy)
@@ -167,11 +167,11 @@ def _distinct(masks: Sequence[Tensor], slots: Sequence[int], dedupe: Dedupe) -> 
     for mask, slot in zip(masks, slots, strict=True):
         group = slot & same_bits(dedupe)
         if group in seen:
-            before, raised = seen[group]
+            before, earlier = seen[group]
             if before != slot:
                 return None
-            mask, earlier = rows(mask) & ~rows(raised), rows(raised)
-            seen[group] = slot, mask | earlier
+            mask = rows(mask) & ~rows(earlier)
+            seen[group] = slot, mask | rows(earlier)
         else:
             seen[group] = slot, mask
         distinct.append(mask)
@@ -180,23 +180,26 @@ def _distinct(masks: Sequence[Tensor], slots: Sequence[int], dedupe: Dedupe) -> 
 
 def _columns(masks: list[Tensor]) -> Bool[Tensor, "batch masks"]:
     """Masks side by side. Equal shapes are joined before the last reduction, so that one kernel does it for all."""
-    if all(mask.shape[1:] == masks[0].shape[1:] for mask in masks):
-        joined = torch.stack(masks)
+    first = masks[0]
+    if all(mask.shape[1:] == first.shape[1:] and mask.dtype == first.dtype for mask in masks):
+        joined = raised(torch.stack(masks))
         return (joined.flatten(2).any(-1) if joined.ndim > 2 else joined).t()
     return torch.stack([rows(mask) for mask in masks], dim=-1)
 
 
-def _first_fit(masks: list[Tensor], slots: Sequence[int], room: int, like: Flags) -> Flags:
+def _first_fit(masks: list[Evidence], slots: Sequence[int], room: int, like: Flags) -> Flags:
     """CHRONO-FIRST into empty flags: a row's k-th error goes to its k-th slot, straight into the words."""
     carrier, device = carrier_of(like), like.device
     lanes = carrier.slots_per_word
-    raised = _columns(masks)
+    found = _columns(masks)
     step = torch.arange(len(masks), device=device)
     if len(masks) <= _TRIANGLE:
-        place = (raised.unsqueeze(1) & (step < step.unsqueeze(-1))).sum(-1)
+        place = (found.unsqueeze(1) & (step < step.unsqueeze(-1))).sum(-1)
     else:
-        place = raised.cumsum(-1) - 1
-    value = torch.tensor(slots, dtype=carrier.bits, device=device) << ((place % lanes) * 16).to(carrier.bits)
+        place = found.cumsum(-1) - 1
+    value = torch.tensor(slots, dtype=carrier.bits, device=device) << ((place % lanes) * SLOT_BITS).to(carrier.bits)
     word = torch.arange(like.shape[1], device=device).unsqueeze(-1)
-    lands = (raised & (place < room)).unsqueeze(1) & ((place // lanes).unsqueeze(1) == word)
+    if len(masks) > room:
+        found = found & (place < room)
+    lands = found.unsqueeze(1) & ((place // lanes).unsqueeze(1) == word)
     return words_to_flags(torch.where(lands, value.unsqueeze(1), 0).sum(-1, dtype=carrier.bits), like)

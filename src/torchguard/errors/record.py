@@ -14,7 +14,7 @@ from torchguard.errors.layout import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_M
 from torchguard.errors.policy import add, arrival_order
 from torchguard.errors.slots import Flags, bits, capacity, pack, unpack
 from torchguard.errors.validate import require_batch, require_flags, require_in_range, require_mask
-from torchguard.errors.write import rows, write
+from torchguard.errors.write import Evidence, rows, write
 from torchguard.exceptions import BatchMismatchError, NotFlagsError
 
 _GONE = torch.iinfo(torch.int64).max
@@ -84,6 +84,16 @@ def push(
     if code == ErrorCode.OK:
         return f
     return deferred.record(f, [where], [pack_slot(code, location, _severity(code, severity, config))], config)
+
+
+def push_seen(f: Flags, seen: Sequence[tuple[int, int, Evidence]], config: ErrorConfig | None = None) -> Flags:
+    """`push_many` for checks, which know what they pass: their evidence may be floats, NaN for a bad sample."""
+    config = config or get_config()
+    slots = []
+    for code, location, _ in seen:
+        require_in_range("check", code=code, location=location)
+        slots.append(pack_slot(code, location, _severity(code, None, config)))
+    return deferred.record(f, [evidence for _, _, evidence in seen], slots, config)
 
 
 def push_scalar(

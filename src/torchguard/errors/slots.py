@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from torchguard._torch import can_read, is_traced
+from torchguard._torch import can_read, is_plain, is_traced
 from torchguard.errors.config import CARRIERS, Carrier, ErrorConfig
 from torchguard.errors.layout import SLOT_BITS, SLOT_MASK
 
@@ -92,7 +92,7 @@ def constant(slot: int, like: Slots) -> Tensor | int:
 
 
 def _in_place(f: Flags) -> bool:
-    return sys.byteorder == "little" and not torch.compiler.is_compiling() and not is_traced(f) and f.is_contiguous()
+    return is_plain(f) and f.is_contiguous() and sys.byteorder == "little"
 
 
 def _shifts(words: Tensor) -> Int[Tensor, " lanes"]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from torchguard._torch import can_read
@@ -12,17 +12,21 @@ from torchguard.errors.policy import add
 from torchguard.errors.slots import Flags, Slots, bits, constant, pack, unpack
 from torchguard.errors.validate import require_intact
 
+# What speaks against a sample: True, or NaN. In a graph, keeping the floats a reduction left and asking all of them
+# at once in the end saves a kernel at each check.
+Evidence = Bool[Tensor, "batch *rest"] | Float[Tensor, "batch *rest"]
+
 
 def write(
-    f: Flags, masks: Sequence[Tensor], slots: Sequence[int | Tensor], room: int, policy: AccumulationConfig
+    f: Flags, masks: Sequence[Evidence], slots: Sequence[int | Tensor], room: int, policy: AccumulationConfig
 ) -> Flags:
     """`f` with each slot value (a number, or a `(batch, 1)` tensor) added where its mask is True in a row."""
     masks = [rows(mask) for mask in masks]
     if can_read(f):
-        raised = [(mask, slot) for mask, slot in zip(masks, slots, strict=True) if mask.any()]
-        if not raised:
+        found = [(mask, slot) for mask, slot in zip(masks, slots, strict=True) if mask.any()]
+        if not found:
             return f
-        masks, slots = zip(*raised, strict=True)
+        masks, slots = zip(*found, strict=True)
         if len(masks) == 1 and not (masks[0] & bits(f)[:, 0].to(torch.bool)).any():
             return _first_error(f, masks[0], slots[0])
     held = unpack(f)
@@ -32,9 +36,14 @@ def write(
     return pack(add(held, arrived, room, policy), f)
 
 
-def rows(mask: Bool[Tensor, "batch *rest"]) -> Bool[Tensor, " batch"]:
+def rows(mask: Evidence) -> Bool[Tensor, " batch"]:
     """True where any entry of a row is."""
+    mask = raised(mask)
     return mask if mask.ndim == 1 else mask.flatten(1).any(-1)
+
+
+def raised(mask: Evidence) -> Bool[Tensor, "..."]:
+    return torch.isnan(mask) if mask.is_floating_point() else mask
 
 
 def _first_error(f: Flags, mask: Bool[Tensor, " batch"], slot: int | Tensor) -> Flags:

@@ -1,0 +1,146 @@
+"""`make bench`: ours against the published 1.1.0 and against doing without, on the CPU, one thread.
+
+Each figure is a ratio of two minima taken in one run, the contestants taking turns. Same import name, so the
+published package lives in a directory of its own and is measured by a process of its own.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PEER = HERE.parent / ".benchmark-peers" / "torchguard-1.1.0"
+RESULT = HERE / "results" / "cpu.json"
+ROUNDS = 12
+
+
+class Worker:
+    def __init__(self, package: Path) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{package}{os.pathsep}{HERE}",
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "worker.py"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def measure(self, name: str) -> float:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(f"{name}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the worker died measuring {name!r}")
+        return float(answer)
+
+
+def install_peer() -> None:
+    if not PEER.exists():
+        print("bench: installing the published torchguard 1.1.0 beside ours")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", PEER, "torchguard==1.1.0"], check=True)
+
+
+def least(workers: dict[str, Worker], names: list[str], rounds: int) -> dict[tuple[str, str], float]:
+    found: dict[tuple[str, str], float] = {}
+    for _ in range(rounds):
+        for name in names:
+            for who, worker in workers.items():
+                took = worker.measure(name)
+                found[who, name] = min(took, found.get((who, name), took))
+    return found
+
+
+def main() -> None:
+    install_peer()
+    workers = {"ours": Worker(HERE.parent / "src"), "published": Worker(PEER)}
+    eager = [
+        "bare isnan(x).any(-1)",
+        "flag_nan, clean",
+        "flag_nan, 2 bad rows",
+        "flag_nan, 2 rows that were bad before",
+        "flag_nan_and_inf, clean",
+        "flag_nan_and_inf, 2 bad rows",
+        "merge(2), clean",
+        "merge(2), errors in different rows",
+        "merge(2), errors in the same rows",
+        "summary, 16 slots",
+        "summary, 256 slots",
+        "is_ok",
+        "new",
+    ]
+    took = least(workers, eager, ROUNDS)
+    for worker in workers.values():
+        worker.measure("warm up")
+    took |= least(workers, ["compile unguarded", "compile guarded"], rounds=2)
+    took |= least(workers, ["run unguarded", "run guarded"], ROUNDS)
+
+    def ratio(name: str, base: str):
+        return [took[who, name] / took[who, base] for who in workers]
+
+    def faster(name: str):
+        return [took["published", name] / took["ours", name], None]
+
+    bare = "bare isnan(x).any(-1)"
+    rows = [
+        ("eager flag_nan, clean batch / bare check", "<= 0.6", ratio("flag_nan, clean", bare)),
+        ("eager flag_nan, 2 bad rows / bare check", "<= 2.5", ratio("flag_nan, 2 bad rows", bare)),
+        ("... rows that were bad before / bare check", "", ratio("flag_nan, 2 rows that were bad before", bare)),
+        ("eager flag_nan_and_inf / flag_nan, clean", "<= 1.4", ratio("flag_nan_and_inf, clean", "flag_nan, clean")),
+        ("... 2 bad rows", "", ratio("flag_nan_and_inf, 2 bad rows", "flag_nan, 2 bad rows")),
+        ("merge(2), clean: times faster than published", ">= 3", faster("merge(2), clean")),
+        ("merge(2), different rows: times faster", ">= 3", faster("merge(2), errors in different rows")),
+        ("merge(2), same rows: times faster", ">= 3", faster("merge(2), errors in the same rows")),
+        ("summary, 16 slots: times faster", "", faster("summary, 16 slots")),
+        ("summary, 256 slots: times faster", ">= 40", faster("summary, 256 slots")),
+        ("compile time, 12 x (Linear, GELU, check)", "<= 2", ratio("compile guarded", "compile unguarded")),
+        ("compiled run, the same", "<= 1.10", ratio("run guarded", "run unguarded")),
+    ]
+    report(rows, took)
+
+
+def report(rows, took) -> None:
+    import torch
+
+    print(f"\n{'work':<52}{'to reach':>10}{'ours':>10}{'published':>11}")
+    for name, goal, (ours, published) in rows:
+        print(f"{name:<52}{goal:>10}{ours:>10.2f}{'' if published is None else f'{published:.2f}':>11}")
+    found = {
+        "date": date.today().isoformat(),
+        "machine": f"{cpu_name()}, 1 thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "shape": [32, 512],
+        "slots": 16,
+        "ratios": [
+            {"work": name, "to reach": goal, "ours": ours, "published": published}
+            for name, goal, (ours, published) in rows
+        ],
+        "microseconds": {f"{who}: {name}": value for (who, name), value in took.items()},
+    }
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"\nwritten to {RESULT.relative_to(HERE.parent)}")
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()
