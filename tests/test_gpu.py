@@ -115,5 +115,7 @@ def test_training_with_a_bad_sample(dtype, mode):
         out, f = compiled(x)
         err.mean_ok(f, out.square()).backward()
     assert err.is_err(f).nonzero().flatten().tolist() == [5]
+    # The mean is taken over five or over six rows: in half precision that rounds differently.
+    close = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
     for p, grad in zip(net.parameters(), want, strict=True):
-        torch.testing.assert_close(p.grad, grad)
+        torch.testing.assert_close(p.grad, grad, **close)

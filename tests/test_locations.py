@@ -86,9 +86,21 @@ def test_names_survive_compilation(compiled):
     assert flags.summary(f) == {"ffn.2": {"NAN": 1}}
 
 
-def test_a_module_without_parameters_takes_the_place_it_stands_in():
+def test_a_module_without_parameters_takes_the_place_of_the_one_before_it():
     block = Block()
-    assert flags.summary(flag_nan(X, block.ffn[1])) == {"ffn": {"NAN": 1}}
+    assert flags.summary(flag_nan(X, block.ffn[1])) == {"ffn.0": {"NAN": 1}}
+
+
+def test_where_no_order_is_known_it_takes_the_place_it_stands_in():
+    class Free(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.ReLU()
+            self.inner = nn.ModuleDict({"linear": nn.Linear(1, 1), "act": nn.ReLU()})
+
+    model = tracked(Free())
+    assert flags.summary(flag_nan(X, model.inner["act"])) == {"inner": {"NAN": 1}}
+    assert flags.summary(flag_nan(X, model.act)) == {"Free": {"NAN": 1}}
 
 
 def test_the_model_itself_is_called_by_its_class():

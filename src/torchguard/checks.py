@@ -81,7 +81,8 @@ def flag_nan_and_inf(z: Values, module: Place, f: Flags | None = None, config: E
     if values is None or _is_finite(values):
         return f
     place = place_of(module)
-    return push_seen(f, [(err.NAN, place, _nan(values)), (err.INF, place, _inf(values))], config)
+    nan, inf = _nan_and_inf(values)
+    return push_seen(f, [(err.NAN, place, nan), (err.INF, place, inf)], config)
 
 
 def flag_oob_indices(
@@ -120,7 +121,7 @@ def fix(
     f = _flags_for("fix", z, f, config)
     comparable = _comparable(z)
     flagged = err.is_err(f)
-    broken = torch.zeros_like(flagged) if comparable is None else rows(_nan(comparable)) | rows(_inf(comparable))
+    broken = torch.zeros_like(flagged) if comparable is None else rows(~torch.isfinite(comparable))
     value = fallback() if callable(fallback) else fallback
     if not isinstance(value, Tensor):
         value = torch.full((), value, dtype=z.dtype, device=z.device)
@@ -196,7 +197,13 @@ def _nan(z: Tensor) -> Evidence:
 
 def _inf(z: Tensor) -> Evidence:
     """True where a row holds Inf."""
-    return _rows_where(torch.isinf(z))
+    # Not isinf: Inductor vectorises a comparison.
+    return _rows_where(z.abs() == math.inf)
+
+
+def _nan_and_inf(z: Tensor) -> tuple[Evidence, Evidence]:
+    """Both from one pass: reductions of the same kind over the same values become one loop."""
+    return _rows_where(z != z), _inf(z)
 
 
 def _rows_where(found: Tensor) -> Tensor:

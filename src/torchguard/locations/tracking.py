@@ -69,8 +69,8 @@ class Location:
 def assign(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
     """Give every module of `model` its place.
 
-    Modules with parameters get `_fx_path`, and an id in depth-first order; those without share the place of the
-    module that contains them, for they only pass on what others made.
+    Modules with parameters get `_fx_path`, and an id in depth-first order. Those without only pass on what others
+    made: in an `nn.Sequential` they share the place of the module before them, elsewhere of the one around them.
     """
     modules = dict(model.named_modules())
     stateful = tuple(path for path, module in modules.items() if path and any(True for _ in module.parameters()))
@@ -81,7 +81,18 @@ def assign(model: nn.Module, weights: Mapping[str, float] | None = None) -> None
     for path, module in modules.items():
         if path in known:
             setattr(module, _PATH, path)
-        setattr(module, _LOCATION, table.locate(nearest(path, known)))
+        place = path if path in known else _maker(path, modules, known)
+        setattr(module, _LOCATION, table.locate(place))
+
+
+def _maker(path: str, modules: Mapping[str, nn.Module], known: set[str]) -> str:
+    """Where the input of a module without parameters comes from, as far as the structure tells."""
+    parent = path.rpartition(".")[0]
+    if isinstance(modules.get(parent), nn.Sequential):
+        siblings = [f"{parent}.{child}" if parent else child for child in modules[parent]._modules]
+        before = siblings[: siblings.index(path)]
+        return next((sibling for sibling in reversed(before) if sibling in known), nearest(parent, known))
+    return nearest(parent, known)
 
 
 def _release_parts(modules: set[nn.Module]) -> None:
