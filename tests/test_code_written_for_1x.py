@@ -26,6 +26,23 @@ from torchguard import (
 NAN, INF = float("nan"), float("inf")
 
 
+def codes_of(f):
+    return [[error.code for error in sample] for sample in flags.unpack_all(f)]
+
+
+def errors_of(f):
+    return [[(error.code, error.location_name) for error in sample] for sample in flags.unpack_all(f)]
+
+
+def rows(n, *bad):
+    """True at the given rows."""
+    return torch.isin(torch.arange(n), torch.tensor(bad))
+
+
+def traced(fn):
+    return torch.compile(fn, backend="aot_eager", fullgraph=True)
+
+
 def test_locations_are_registered_by_name():
     ErrorLocation.reset()
     known = ErrorLocation.count()
