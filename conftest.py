@@ -11,9 +11,14 @@ if os.environ.get("TORCHGUARD_CHECK_SHAPES"):
     install_import_hook("torchguard", "beartype.beartype")
 
 import torch
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
 
 import torchguard
 from torchguard.errors import config
+
+
+pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
 
 
 @pytest.fixture(autouse=True)

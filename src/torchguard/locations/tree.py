@@ -12,13 +12,13 @@ class WeightedLocationTree:
     All fit: each path has its own id. Otherwise the shallow ones do, and a deeper one shares the id of its
     nearest ancestor that has one. Paths of a higher weight are served before all others, however deep.
 
-    >>> tree = WeightedLocationTree(max_locations=3)
+    >>> tree = WeightedLocationTree(max_locations=4)
     >>> tree.set_weight("head.*", 10.0)
     >>> for path in ["body", "body.0", "body.1", "head", "head.out"]:
     ...     tree.add_path(path)
     >>> tree.build_ids()
     >>> tree.get_location("head.out"), tree.name(tree.get_location("body.1"))
-    (2, '')
+    (2, 'body')
     """
 
     def __init__(self, max_locations: int = 1024) -> None:
