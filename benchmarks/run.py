@@ -85,8 +85,8 @@ def main() -> None:
     took = least(workers, eager, ROUNDS)
     for worker in workers.values():
         worker.measure("warm up")
-    took |= least(workers, ["compile unguarded", "compile guarded"], rounds=2)
-    took |= least(workers, ["run unguarded", "run guarded"], ROUNDS)
+    took |= least(workers, ["compile unguarded", "compile guarded", "compile fused"], rounds=2)
+    took |= least(workers, ["run unguarded", "run guarded", "run fused"], ROUNDS)
 
     def ratio(name: str, base: str):
         return [took[who, name] / took[who, base] for who in workers]
@@ -108,6 +108,8 @@ def main() -> None:
         ("summary, 256 slots: times faster", ">= 40", faster("summary, 256 slots")),
         ("compile time, 12 x (Linear, GELU, check)", "<= 2", ratio("compile guarded", "compile unguarded")),
         ("compiled run, the same", "<= 1.10", ratio("run guarded", "run unguarded")),
+        ("compile time, flag_nan_and_inf as the check", "", ratio("compile fused", "compile unguarded")),
+        ("compiled run, the same", "", ratio("run fused", "run unguarded")),
     ]
     report(rows, took)
 

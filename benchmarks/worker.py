@@ -86,7 +86,7 @@ class Compiled:
 
 def main() -> None:
     eager = eager_work()
-    graphs = {"unguarded": Compiled(None), "guarded": Compiled(flag_nan)}
+    graphs = {"unguarded": Compiled(None), "guarded": Compiled(flag_nan), "fused": Compiled(flag_nan_and_inf)}
     for line in sys.stdin:
         name = line.strip()
         if name in eager:

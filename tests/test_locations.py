@@ -6,6 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from torchguard import ErrorLocation, err, flag_nan, flags, tracked
 from torchguard.exceptions import LocationWarning, TorchGuardError
-from torchguard.locations import WeightedLocationTree
+from torchguard.locations import WeightedLocationTree, tracking
 from torchguard.locations.registry import registry
 
 
@@ -50,9 +51,12 @@ def ids(model):
 
 
 @pytest.fixture(autouse=True)
-def empty_registry():
+def empty_registry(monkeypatch):
+    """No place known, whatever models other tests keep alive."""
     gc.collect()
-    ErrorLocation.reset()
+    for name, empty in vars(type(registry)()).items():
+        monkeypatch.setattr(registry, name, empty)
+    monkeypatch.setattr(tracking, "_tables", weakref.WeakSet())
 
 
 def test_modules_with_parameters_know_their_path():
@@ -238,6 +242,13 @@ class TestManyModules:
         model = tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(2000))))
         assert self.name(model[0]) == "0"
         assert self.name(model[1999]) == "Sequential"
+
+    def test_a_huge_model_leaves_some_for_others(self):
+        huge = self.deep(400)
+        other = Other()
+        assert self.name(other.second) == "second"
+        assert ErrorLocation.name(ErrorLocation.register("by.hand")) == "by.hand"
+        del huge
 
     def test_ids_of_models_that_are_gone_are_used_again(self):
         for _ in range(30):

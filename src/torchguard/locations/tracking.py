@@ -30,7 +30,9 @@ class LocationTable:
             tree.set_weight(pattern, weight)
         for path in paths:
             tree.add_path(path)
-        own = tree.chosen(len(registry.free_ids()))
+        free = len(registry.free_ids())
+        # A model that cannot have all it wants leaves some for others, and for names given by hand.
+        own = tree.chosen(free if len(paths) < free else free - free // 8)
         twin = next((table for table in _tables if table.paths == paths and len(table.ids) > len(own)), None)
         if twin is not None:
             self.ids = twin.ids
@@ -81,7 +83,7 @@ def assign(model: nn.Module, weights: Mapping[str, float] | None = None) -> None
     for path, module in modules.items():
         if path in known:
             setattr(module, _PATH, path)
-        place = path if path in known else _maker(path, modules, known)
+        place = path if path in known or not path else _maker(path, modules, known)
         setattr(module, _LOCATION, table.locate(place))
 
 
