@@ -30,9 +30,9 @@ layers: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	@echo "unit: pytest"
-	@$(BIN)/pytest -n 2
+	@$(BIN)/pytest -n 2 --dist loadfile  # the examples of a page build on each other
 	@echo "unit: pytest, shapes in signatures checked"
-	@TORCHGUARD_CHECK_SHAPES=1 $(BIN)/pytest -n 2 -m "not compiled" tests/errors tests/test_checks.py tests/test_control.py
+	@TORCHGUARD_CHECK_SHAPES=1 $(BIN)/pytest -n 2 --dist loadfile -m "not compiled and not wrong_types" tests/errors tests/test_checks.py tests/test_control.py
 
 bench: $(VENV)/.dev
 	@echo "bench: against the published torchguard 1.1.0"

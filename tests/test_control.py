@@ -106,6 +106,7 @@ def test_experimental_carriers():
     assert experimental.err.new_t(2).dtype == torch.float64
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("cond", [True, torch.tensor(1.0), torch.zeros(2, 2, dtype=torch.bool)])
 def test_conditions_are_bool_tensors_of_rank_0_or_1(cond):
     with pytest.raises(BranchError, match="a condition is a bool tensor of rank 0 or 1"):

@@ -45,6 +45,7 @@ def test_a_severity_for_codes_without_one():
     assert err.max_severity(err.from_code(err.NAN, 1, 1, config=config)).item() == tg.Severity.CRITICAL
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -67,6 +68,7 @@ def test_wrong_settings_are_refused_and_change_nothing(name, value):
         ErrorConfig(**{name: value})
 
 
+@pytest.mark.wrong_types
 def test_set_config_takes_a_config():
     with pytest.raises(ConfigError, match="got dict"):
         set_config({"num_slots": 3})

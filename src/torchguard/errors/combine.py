@@ -44,12 +44,12 @@ def partition_many(f: Flags, *zs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Ten
     return tuple(take_ok(f, z) for z in zs), tuple(take_err(f, z) for z in zs)
 
 
-def get_ok(f: Flags) -> Flags:
+def get_ok(f: Flags) -> Shaped[Tensor, "ok words"]:
     """The flags of the samples without an error."""
     return take_ok(f, f)
 
 
-def get_err(f: Flags) -> Flags:
+def get_err(f: Flags) -> Shaped[Tensor, "bad words"]:
     """The flags of the samples with an error."""
     return take_err(f, f)
 
@@ -96,7 +96,9 @@ def map_err_flags(f: Flags, fn: Callable[[Flags], Flags]) -> Flags:
     return torch.where(over_rows(is_err(f), f), fn(f), f)
 
 
-def replace(t: Tensor, value: float = 0.0, targets: Sequence[float | str] = (ErrorCode.NAN, ErrorCode.INF)) -> Tensor:
+def replace(
+    t: Tensor, value: float = 0.0, targets: Sequence[float | int | str] = (ErrorCode.NAN, ErrorCode.INF)
+) -> Tensor:
     """`t` with some values replaced; a replaced element gets no gradient.
 
     Args:
@@ -114,7 +116,7 @@ def replace(t: Tensor, value: float = 0.0, targets: Sequence[float | str] = (Err
     return torch.where(found, _scalar_like(t, value), t)
 
 
-def _matches(t: Tensor, target: float | str) -> Bool[Tensor, "..."]:
+def _matches(t: Tensor, target: float | int | str) -> Bool[Tensor, "..."]:
     if target == "nan" or _is_code(target, ErrorCode.NAN):
         return torch.isnan(t)
     if target == "inf" or _is_code(target, ErrorCode.INF):
@@ -135,7 +137,7 @@ def _is_code(target: Any, code: int) -> bool:
 Step = Callable[[Tensor], tuple[Tensor, Flags]]
 
 
-def and_then(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Values, Flags]:
+def and_then(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Tensor, Flags]:
     """`fn(z) -> (z, f)` for the good rows only; bad rows keep their value and gain no errors.
 
     If `fn` changes the shape, bad rows become zeros. `fn` sees a good row in the place of each bad one.

@@ -35,6 +35,8 @@ from torchguard.errors.layout import (
 )
 from torchguard.errors.slots import Slots, constant
 
+Kept = Int[Tensor, "batch kept"]
+
 # Up to so many errors, one after another is faster than all at once.
 _FEW = 2
 _NOTHING = torch.iinfo(torch.int64).max
@@ -61,7 +63,7 @@ def arrival_order(slots: Slots, policy: AccumulationConfig) -> Slots:
     return slots.flip(-1) if policy.priority == Priority.CHRONO and policy.order == Order.LAST else slots
 
 
-def add(held: Slots, arrived: Sequence[Int[Tensor, "batch _"]], room: int, policy: AccumulationConfig) -> Slots:
+def add(held: Slots, arrived: Sequence[Int[Tensor, "batch _"]], room: int, policy: AccumulationConfig) -> Kept:
     """What a row keeps of the slots it holds and of those that arrived, 0 being none."""
     if is_first_in(policy) and len(arrived) <= _FEW and arrived[0].shape[1] == 1:
         slots = held if held.shape[1] == room else held[:, :room]
@@ -88,7 +90,7 @@ def append(slots: Slots, new: Shaped[Tensor, "..."], dedupe: Dedupe) -> Slots:
     return torch.where(first & (free | worse), new, slots)
 
 
-def select(arrived: Int[Tensor, "batch errors"], policy: AccumulationConfig, room: int) -> Slots:
+def select(arrived: Int[Tensor, "batch errors"], policy: AccumulationConfig, room: int) -> Kept:
     """Any policy, any number of errors: `arrived` oldest first (0 = none), the kept ones by rank.
 
     Sorting integers that carry rank and slot together needs no index, no stable sort and no pairwise comparison:

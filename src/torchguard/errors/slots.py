@@ -77,7 +77,7 @@ def is_transposed(f: Flags) -> bool:
 _CONSTANTS: dict[tuple[int, torch.dtype], Tensor] = {}
 
 
-def constant(slot: int, like: Slots) -> Tensor | int:
+def constant(slot: int, like: Tensor) -> Tensor | int:
     """`slot` as an operand for `like`: a tensor in eager mode on the CPU, where a number costs twice as much."""
     if not can_read(like):
         return slot
