@@ -203,6 +203,16 @@ class TestPlaces:
             f = flag_nan(torch.full((1, 2), NAN), layer)
         assert flags.summary(f) == {"Unknown": {"NAN": 1}}
 
+    def test_a_wrong_place_is_refused_on_clean_data_too(self):
+        with pytest.raises(ValueError, match="flag_nan: location is 5000"):
+            flag_nan(torch.ones(2, 2), 5000)
+
+    @pytest.mark.compiled
+    def test_a_module_nobody_tracks_is_said_so_while_tracing(self):
+        layer = nn.Linear(2, 2)
+        with pytest.warns(LocationWarning, match="A Linear was given as a place"):
+            torch.compile(lambda x: flag_nan(x, layer, err.new(x)), backend="eager", fullgraph=True)(torch.ones(1, 2))
+
     def test_a_tracked_module(self, run):
         @tracked
         class Net(nn.Module):

@@ -179,6 +179,25 @@ class TestOwnOps:
         assert torch.isfinite(layer.weight.grad).all()
 
 
+def test_map_err_meets_no_good_value(run):
+    """What it makes of good rows is not used, so it must not reach them: the root of -4 is NaN."""
+    z = torch.tensor([[-4.0], [9.0]], requires_grad=True)
+    bad = torch.tensor([False, True])
+    run(lambda z: err.map_err(err.push(err.new(z), err.OVERFLOW, 1, where=bad), z, torch.sqrt).sum())(z).backward()
+    torch.testing.assert_close(z.grad, torch.tensor([[1.0], [1 / 6]]))
+
+
+def test_fix_under_function_transforms():
+    def loss(w, x):
+        return fix(x @ w, err.new(x), "h")[0].sum()
+
+    w, x = torch.ones(2, 2), torch.tensor([[1.0, 2.0], [NAN, 1.0]])
+    x = fix(x, err.new(x), "x")[0]
+    torch.testing.assert_close(torch.func.grad(loss)(w, x), torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x[:, None])
+    assert per_sample.shape == (2, 2, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_are_bit_equal_while_all_is_clean(dtype):
     net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(dtype)

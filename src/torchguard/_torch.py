@@ -4,13 +4,23 @@ Each access is a small function that says why it is needed and what happens wher
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable)
+
+
+def constant_in_graphs(fn: F) -> F:
+    """Have Dynamo call `fn` while it traces and take the result for a constant.
+
+    `torch.compiler.assume_constant_result` does the same, but loads all of Dynamo at import. Where the mark is no
+    longer known, Dynamo traces into `fn` instead and says what it cannot trace.
+    """
+    fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return fn
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -55,19 +65,15 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+@constant_in_graphs
+def in_transform() -> bool:
+    """Whether a `torch.func` transform is at work, asked while Dynamo traces through it."""
+    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def can_read(tensor: Tensor) -> bool:
     """Whether looking at a value of `tensor` right now is possible and costs no device sync."""
     return tensor.is_cpu and is_plain(tensor)
-
-
-def constant_in_graphs(fn: F) -> F:
-    """Have Dynamo call `fn` while it traces and take the result for a constant.
-
-    `torch.compiler.assume_constant_result` does the same, but loads all of Dynamo at import. Where the mark is no
-    longer known, Dynamo traces into `fn` instead and says what it cannot trace.
-    """
-    fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-    return fn
 
 
 @constant_in_graphs
@@ -79,3 +85,11 @@ def is_exporting() -> bool:
     operators of ours.
     """
     return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
+def surely_equal(one: Sequence[int], two: Sequence[int]) -> bool:
+    """Whether two shapes are known to be equal without adding a guard, which would cost a recompile one day."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy: only where a graph is traced
+
+    pairs = zip(one, two, strict=False)
+    return len(one) == len(two) and all(statically_known_true(a == b) for a, b in pairs)

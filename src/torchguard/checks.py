@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from torchguard import err
 from torchguard._torch import can_read, constant_in_graphs
+from torchguard.errors.combine import fallback_like
 from torchguard.errors.config import ErrorConfig
 from torchguard.errors.gradient import over_rows, seal
 from torchguard.errors.record import push_seen
 from torchguard.errors.slots import Flags
-from torchguard.errors.validate import require_batch, require_flags
+from torchguard.errors.validate import require_batch, require_flags, require_in_range
 from torchguard.errors.write import Evidence, rows
 from torchguard.exceptions import LocationWarning, NotFlagsError
 from torchguard.flags import require_boundary
@@ -58,29 +59,25 @@ def flag_nan(z: Values, module: Place, f: Flags | None = None, config: ErrorConf
     >>> flags.repr(flag_nan(x, "input", err.new(x)))
     'ErrorFlags(2 samples, 1 errors: 1xNAN @ input)'
     """
-    f = _flags_for("flag_nan", z, f, config)
-    values = _comparable(z)
+    f, place, values = _prepared("flag_nan", z, module, f, config)
     if values is None or _is_free_of_nan(values):
         return f
-    return push_seen(f, [(err.NAN, place_of(module), _nan(values))], config)
+    return push_seen(f, [(err.NAN, place, _nan(values))], config)
 
 
 def flag_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
     """Record Inf for each sample of `z` that has one."""
-    f = _flags_for("flag_inf", z, f, config)
-    values = _comparable(z)
+    f, place, values = _prepared("flag_inf", z, module, f, config)
     if values is None or _is_finite(values):
         return f
-    return push_seen(f, [(err.INF, place_of(module), _inf(values))], config)
+    return push_seen(f, [(err.INF, place, _inf(values))], config)
 
 
 def flag_nan_and_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
     """`flag_nan` and `flag_inf` in one pass over `z`."""
-    f = _flags_for("flag_nan_and_inf", z, f, config)
-    values = _comparable(z)
+    f, place, values = _prepared("flag_nan_and_inf", z, module, f, config)
     if values is None or _is_finite(values):
         return f
-    place = place_of(module)
     nan, inf = _nan_and_inf(values)
     return push_seen(f, [(err.NAN, place, nan), (err.INF, place, inf)], config)
 
@@ -93,10 +90,10 @@ def flag_oob_indices(
     config: ErrorConfig | None = None,
 ) -> Flags:
     """Record `OUT_OF_BOUNDS` for each sample with an index that is negative, or `num_embeddings` or more."""
-    f = _flags_for("flag_oob_indices", ids, f, config)
+    f, place, _ = _prepared("flag_oob_indices", ids, module, f, config)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise NotFlagsError(f"flag_oob_indices: ids are {ids.dtype}. Give integers.")
-    return err.push(f, err.OOB, place_of(module), config=config, where=(ids < 0) | (ids >= num_embeddings))
+    return err.push(f, err.OOB, place, config=config, where=(ids < 0) | (ids >= num_embeddings))
 
 
 def fix(
@@ -118,17 +115,14 @@ def fix(
     tensor([[0., 0.],
             [1., 2.]])
     """
-    f = _flags_for("fix", z, f, config)
-    comparable = _comparable(z)
+    f, place, values = _prepared("fix", z, module, f, config)
     flagged = err.is_err(f)
-    broken = torch.zeros_like(flagged) if comparable is None else rows(~torch.isfinite(comparable))
-    value = fallback() if callable(fallback) else fallback
-    if not isinstance(value, Tensor):
-        value = torch.full((), value, dtype=z.dtype, device=z.device)
+    broken = torch.zeros_like(flagged) if values is None else rows(~torch.isfinite(values))
+    value = fallback_like("fix", z, fallback() if callable(fallback) else fallback)
     fixed = torch.where(over_rows(flagged | broken, z), value, seal(z))
     # A row that already runs on a fallback is replaced again but not noted again: it is an echo, not an event.
     event = broken | (flagged & ~err.has_fallback(f))
-    return fixed, err.push(f, err.FALLBACK_VALUE, place_of(module), config=config, where=event)
+    return fixed, err.push(f, err.FALLBACK_VALUE, place, config=config, where=event)
 
 
 def place_of(module: Place) -> int:
@@ -137,7 +131,7 @@ def place_of(module: Place) -> int:
         return ErrorLocation.UNKNOWN
     if isinstance(module, nn.Module):
         place = location_of(module)
-        return _untracked(module) if place is None else place.id
+        return _untracked(type(module).__name__) if place is None else place.id
     return _registered(module) if isinstance(module, str) else module
 
 
@@ -146,25 +140,30 @@ def _registered(name: str) -> int:
     return ErrorLocation.register(name)
 
 
-def _untracked(module: nn.Module) -> int:
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            f"A {type(module).__name__} was given as a place but has none: its errors will show as Unknown. "
-            "Decorate the model's class with @tracked, or call tracked(model).",
-            LocationWarning,
-            stacklevel=4,
-        )
+@constant_in_graphs
+def _untracked(kind: str) -> int:
+    warnings.warn(
+        f"A {kind} was given as a place but has none: its errors will show as Unknown. "
+        "Decorate the model's class with @tracked, or call tracked(model).",
+        LocationWarning,
+        stacklevel=5,
+    )
     return ErrorLocation.UNKNOWN
 
 
-def _flags_for(who: str, z: Any, f: Flags | None, config: ErrorConfig | None) -> Flags:
+def _prepared(
+    who: str, z: Any, module: Place, f: Flags | None, config: ErrorConfig | None
+) -> tuple[Flags, int, Tensor | None]:
+    """Flags, place and values to look at, all of them checked whether or not anything is wrong with the values."""
     if not isinstance(z, Tensor):
         raise NotFlagsError(f"{who}: got {type(z).__name__} where the tensor to check belongs.")
     if f is None:
-        return err.new(z, config)
+        f = err.new(z, config)
     require_flags(who, f)
     require_batch(who, f, z, "z")
-    return f
+    place = place_of(module)
+    require_in_range(who, location=place)
+    return f, place, _comparable(z)
 
 
 # Detection. Rows are reduced over their last dimension only: the kernel that packs does the rest for all checks.

@@ -123,6 +123,27 @@ def test_replace(run, targets, want):
     assert run(lambda z: err.replace(z, value=0.0, targets=targets))(z).tolist() == want
 
 
+def test_replacing_nan_by_its_value():
+    assert err.replace(torch.tensor([NAN, 1.0]), targets=[NAN]).tolist() == [0.0, 1.0]
+
+
+def test_mean_ok_sums_half_precision_like_torch():
+    loss = torch.full((100,), 1000.0, dtype=torch.float16)
+    assert err.mean_ok(err.new(loss), loss) == loss.mean()
+
+
+def test_fallbacks_keep_shape_and_dtype(f):
+    z, _ = err.recover_with_fallback(f, Z.to(torch.bfloat16), torch.zeros(2), 1)
+    assert z.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"a fallback of shape \(3,\) cannot stand in for \(3, 2\)"):
+        err.recover_with_fallback(f, Z, torch.zeros(3), 1)
+
+
+def test_mapping_keeps_the_shape(f):
+    with pytest.raises(ValueError, match=r"made \(3,\) of \(3, 2\)\. Keep the shape, or use err.and_then"):
+        err.map_ok(f, Z, lambda z: z.sum(-1))
+
+
 def test_mean_ok(run, f):
     assert run(err.mean_ok)(f, torch.tensor([1.0, NAN, 3.0])).item() == 2.0
     assert run(err.mean_ok)(f, Z).item() == 3.0

@@ -57,15 +57,21 @@ def test_a_severity_for_codes_without_one():
         ("default_severity", 4),
         ("accumulation", "fifo"),
         ("transpose_threshold", -1),
+        ("num_slot", 4),
     ],
 )
 def test_wrong_settings_are_refused_and_change_nothing(name, value):
     config = ErrorConfig()
-    with pytest.raises(ConfigError, match=f"ErrorConfig.{name} is "):
+    with pytest.raises(ConfigError, match=name):
         setattr(config, name, value)
     assert config == ErrorConfig()
-    with pytest.raises(ConfigError, match=name):
-        ErrorConfig(**{name: value})
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("axis", ["priority", "order", "dedupe"])
+def test_a_policy_is_made_of_its_own_words(axis):
+    with pytest.raises(ConfigError, match=f"AccumulationConfig.{axis} is 'first'"):
+        AccumulationConfig(**{axis: "first"})
 
 
 @pytest.mark.wrong_types
@@ -82,6 +88,11 @@ class TestTransposedLayout:
         assert self.CONFIG.should_transpose(101)
         assert err.new_t(101, config=self.CONFIG).stride() == (1, 101)
         assert err.new_t(100, config=self.CONFIG).stride() == (4, 1)
+
+    def test_one_word_has_nothing_to_transpose(self):
+        config = ErrorConfig(num_slots=4, use_transposed_layout=True, transpose_threshold=2)
+        f = err.push(err.new_t(5, config=config), err.NAN, 1, config=config)
+        assert err.count_errors(f).tolist() == [1] * 5
 
     def test_is_invisible_and_kept(self, run, carrier):
         bad = torch.arange(200) % 3 == 0

@@ -220,6 +220,39 @@ def test_vmap_over_a_check():
     assert f.tolist() == [[False, False, False], [False, False, True]]
 
 
+def test_vmap_over_a_check_in_a_graph(compiled):
+    x = torch.ones(3, 2, 4)
+    x[1, 0, 2] = float("nan")
+    checked = torch.vmap(lambda x: err.is_err(flag_nan(x, "v", err.new(x))))
+    assert compiled(checked)(x).tolist() == [[False, False], [True, False], [False, False]]
+
+
+def test_lengths_that_meet_by_chance_cost_no_recompile():
+    from torch._dynamo.testing import CompileCounter
+
+    def fn(a, b):
+        f = flag_nan(a, 1, err.new(a))
+        return flag_nan(b, 2, f)
+
+    counter = CompileCounter()
+    compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+    for first, second in ((3, 5), (4, 7), (6, 6)):
+        compiled(torch.ones(2, first, 9), torch.ones(2, second, 9))
+    assert counter.frame_count == 1
+
+
+def test_many_checks_on_flags_that_come_in(compiled):
+    """Packed sixteen at a time, they still come out as if pushed one by one."""
+
+    def fn(f, x):
+        for place in range(40):
+            f = err.push(f, err.INF, place + 1, where=x[:, place] > 1)
+        return f
+
+    begun, x = err.from_code(err.NAN, 1000, 4), torch.randn(4, 40)
+    assert torch.equal(compiled(fn)(begun, x), fn(begun, x))
+
+
 def test_slots_are_what_the_layout_says(compiled):
     f = compiled(lambda x: err.push(err.new(x), err.NAN, 1023, where=x > 0))(torch.tensor([1.0, -1.0]))
     assert f.tolist() == [[pack_slot(1, 1023, 3), 0, 0, 0], [0, 0, 0, 0]]

@@ -24,8 +24,8 @@ def test_new_flags_are_clean(run, carrier):
 
 
 def test_from_code():
-    f = err.from_code(err.INF, 7, 3, severity=err.WARN)
-    assert [str(error) for error in flags.unpack(f, 2)] == ["WARN: INF @ Location_7"]
+    f = err.from_code(err.INF, 1007, 3, severity=err.WARN)
+    assert [str(error) for error in flags.unpack(f, 2)] == ["WARN: INF @ Location_1007"]
 
 
 def test_push_marks_only_its_rows(run, carrier):

@@ -13,8 +13,8 @@ from torchguard.errors.gradient import over_rows, stand_in
 from torchguard.errors.query import is_err, is_ok
 from torchguard.errors.record import merge, push
 from torchguard.errors.slots import Flags
-from torchguard.errors.validate import require_batch
-from torchguard.exceptions import OutOfRangeError
+from torchguard.errors.validate import require_batch, require_mask
+from torchguard.exceptions import BatchMismatchError, OutOfRangeError
 
 Values = Shaped[Tensor, "batch *rest"]
 
@@ -78,17 +78,25 @@ def take_err_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
 # Transforms.
 
 
+def _chosen(who: str, rows: Bool[Tensor, " batch"], value: Tensor, otherwise: Values) -> Values:
+    if value.shape != otherwise.shape:
+        made, of = tuple(value.shape), tuple(otherwise.shape)
+        raise BatchMismatchError(f"{who}: the function made {made} of {of}. Keep the shape, or use err.and_then.")
+    return torch.where(over_rows(rows, value), value, otherwise)
+
+
 def map_ok(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
     """`fn` of the good rows, the bad ones as they are. `fn` sees a good row in the place of each bad one."""
     require_batch("err.map_ok", f, z, "z")
     ok = is_ok(f)
-    return torch.where(over_rows(ok, z), fn(stand_in(ok, z)), z)
+    return _chosen("err.map_ok", ok, fn(stand_in(ok, z)), z)
 
 
 def map_err(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
-    """`fn` of the bad rows, the good ones as they are."""
+    """`fn` of the bad rows, the good ones as they are. `fn` sees a bad row in the place of each good one."""
     require_batch("err.map_err", f, z, "z")
-    return torch.where(over_rows(is_err(f), z), fn(z), z)
+    bad = is_err(f)
+    return _chosen("err.map_err", bad, fn(stand_in(bad, z)), z)
 
 
 def map_err_flags(f: Flags, fn: Callable[[Flags], Flags]) -> Flags:
@@ -108,7 +116,7 @@ def replace(
     >>> err.replace(torch.tensor([1.0, float("inf"), 999.0]), value=-1.0, targets=[err.INF, 999])
     tensor([ 1., -1., -1.])
     """
-    if isinstance(targets, str) or not targets:
+    if not isinstance(targets, Sequence) or isinstance(targets, str) or not targets:
         raise OutOfRangeError(f"err.replace: targets is {targets!r}. Give a list such as [err.NAN, err.INF].")
     found = torch.zeros_like(t, dtype=torch.bool)
     for target in targets:
@@ -117,7 +125,7 @@ def replace(
 
 
 def _matches(t: Tensor, target: float | int | str) -> Bool[Tensor, "..."]:
-    if target == "nan" or _is_code(target, ErrorCode.NAN):
+    if target == "nan" or target != target or _is_code(target, ErrorCode.NAN):
         return torch.isnan(t)
     if target == "inf" or _is_code(target, ErrorCode.INF):
         return torch.isinf(t)
@@ -166,6 +174,7 @@ def ensure_mask(
     config: ErrorConfig | None = None,
 ) -> Flags:
     """Record an error where `ok_mask` is False."""
+    require_mask("err.ensure_mask", f, ok_mask, "ok_mask")
     return push(f, code, location, severity, config, where=~ok_mask)
 
 
@@ -194,8 +203,7 @@ def recover_with_fallback(
     """`z` with the rows of bad samples replaced, and `FALLBACK_VALUE` recorded for them."""
     require_batch("err.recover_with_fallback", f, z, "z")
     bad = is_err(f)
-    value = fallback if isinstance(fallback, Tensor) else _scalar_like(z, fallback)
-    recovered = torch.where(over_rows(bad, z), value, z)
+    recovered = torch.where(over_rows(bad, z), fallback_like("err.recover_with_fallback", z, fallback), z)
     return recovered, push(f, ErrorCode.FALLBACK_VALUE, location, severity, config, where=bad)
 
 
@@ -208,8 +216,21 @@ def mean_ok(f: Flags, per_sample_loss: Float[Tensor, "batch *rest"]) -> Float[Te
     """
     require_batch("err.mean_ok", f, per_sample_loss, "per_sample_loss")
     ok = over_rows(is_ok(f), per_sample_loss).expand_as(per_sample_loss)
-    total = torch.where(ok, per_sample_loss, 0).sum()
-    return total / ok.sum().clamp(min=1)
+    # As torch's own mean does, half precision is summed in float32.
+    wide = torch.float32 if per_sample_loss.element_size() < 4 else per_sample_loss.dtype
+    total = torch.where(ok, per_sample_loss, 0).sum(dtype=wide)
+    return (total / ok.sum().clamp(min=1)).to(per_sample_loss.dtype)
+
+
+def fallback_like(who: str, z: Tensor, fallback: float | Tensor) -> Tensor:
+    """`fallback` as something that can stand for rows of `z` without changing its shape or dtype."""
+    if not isinstance(fallback, Tensor):
+        return _scalar_like(z, fallback)
+    sizes = zip(reversed(fallback.shape), reversed(z.shape), strict=False)
+    if fallback.ndim > z.ndim or any(size not in (1, wanted) for size, wanted in sizes):
+        got, wanted = tuple(fallback.shape), tuple(z.shape)
+        raise BatchMismatchError(f"{who}: a fallback of shape {got} cannot stand in for {wanted}. Give it that shape.")
+    return fallback.to(z.dtype)
 
 
 def _scalar_like(z: Tensor, value: float) -> Tensor:

@@ -59,6 +59,11 @@ class AccumulationConfig:
     order: Order = Order.FIRST
     dedupe: Dedupe = Dedupe.UNIQUE
 
+    def __post_init__(self) -> None:
+        for name, kind in (("priority", Priority), ("order", Order), ("dedupe", Dedupe)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"AccumulationConfig.{name} is {getattr(self, name)!r}. Give a {kind.__name__}.")
+
 
 @dataclass
 class ErrorConfig:
@@ -104,6 +109,9 @@ class ErrorConfig:
 
 
 def _require_setting(name: str, value: Any) -> None:
+    if name not in ErrorConfig.__dataclass_fields__:
+        known = ", ".join(ErrorConfig.__dataclass_fields__)
+        raise ConfigError(f"ErrorConfig has no setting {name!r}. It has: {known}.")
     if name == "num_slots" and not (_is_int(value) and 1 <= value <= MAX_SLOTS):
         raise ConfigError(f"ErrorConfig.num_slots is {value!r}. Give a whole number from 1 to {MAX_SLOTS}.")
     if name == "flag_dtype" and value not in CARRIERS:

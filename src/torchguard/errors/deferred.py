@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from torchguard._torch import is_exporting, is_shape_only, is_traced, mutation_count
+from torchguard._torch import in_transform, is_exporting, is_shape_only, is_traced, mutation_count, surely_equal
 from torchguard.errors.config import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority
 from torchguard.errors.layout import SLOT_BITS, slot_code
 from torchguard.errors.policy import is_first_in, same_bits
@@ -43,6 +43,8 @@ _ANY_CODE = -1
 # Up to here a triangle of comparisons counts the errors before each check in the kernel that packs them;
 # beyond, a scan (one kernel more) is cheaper than its square.
 _TRIANGLE = 64
+# Each push traces the packing of all before it. Where that takes a sort, so many are packed together.
+_DEAR = 16
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class _Note:
     room: int
     policy: AccumulationConfig
     made_at: int
+
+    def goes_on(self, room: int, policy: AccumulationConfig) -> bool:
+        """Whether the next push can be added: not where packing is dear and the list grows long."""
+        cheap = self.base is None and is_first_in(policy)
+        return (self.room, self.policy) == (room, policy) and (cheap or len(self.masks) < _DEAR)
 
     def tells(self, code: int) -> bool:
         """Whether the flags hold `code` where it was pushed: not if it may have shared a slot, or found none left."""
@@ -85,8 +92,8 @@ def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
 
 
 def _keep_whole() -> bool:
-    # An exported program should hold nothing but standard operators.
-    return torch.compiler.is_dynamo_compiling() and not is_exporting()
+    # An exported program should hold nothing but standard operators, and `vmap` knows no rule for ours.
+    return torch.compiler.is_dynamo_compiling() and not is_exporting() and not in_transform()
 
 
 # The operators. Their bodies run eagerly too, under `torch.compile(backend="eager")`.
@@ -144,7 +151,7 @@ def _extend(f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: 
     note = _note_of(f)
     # A mask may be the caller's own and change in place later; its clone is a value. Compilers drop the copy.
     masks = [mask.clone() for mask in masks]
-    if note and (not note.masks or (note.room, note.policy) == (room, policy)):
+    if note and (not note.masks or note.goes_on(room, policy)):
         base, all_masks, all_slots = note.base, (*note.masks, *masks), (*note.slots, *slots)
     else:
         base, all_masks, all_slots = f, tuple(masks), tuple(slots)
@@ -181,7 +188,7 @@ def _distinct(masks: Sequence[Tensor], slots: Sequence[int], dedupe: Dedupe) -> 
 def _columns(masks: list[Tensor]) -> Bool[Tensor, "batch masks"]:
     """Masks side by side. Equal shapes are joined before the last reduction, so that one kernel does it for all."""
     first = masks[0]
-    if all(mask.shape[1:] == first.shape[1:] and mask.dtype == first.dtype for mask in masks):
+    if all(mask.dtype == first.dtype and surely_equal(mask.shape, first.shape) for mask in masks):
         joined = raised(torch.stack(masks))
         return (joined.flatten(2).any(-1) if joined.ndim > 2 else joined).t()
     return torch.stack([rows(mask) for mask in masks], dim=-1)

@@ -4,6 +4,8 @@
 the NaN the row left in saved activations, and 0 * NaN is NaN: in a matmul it reaches every weight.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
@@ -29,12 +31,18 @@ def stand_in(keep: Bool[Tensor, " batch"], z: Shaped[Tensor, "batch *rest"]) -> 
 class _Seal(torch.autograd.Function):
     """Identity, whose backward zeroes a row's gradient if any of it is not finite."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, z: Tensor) -> Tensor:
+    def forward(z: Tensor) -> Tensor:
         return z.view_as(z)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         finite = torch.isfinite(grad)
         return torch.where(over_rows(finite.flatten(1).all(-1) if grad.ndim > 1 else finite, grad), grad, 0)
 

@@ -9,7 +9,7 @@ from torchguard.errors.config import ErrorConfig
 from torchguard.errors.deferred import rows_with
 from torchguard.errors.layout import SLOT_MASK, slot_code, slot_location, slot_severity
 from torchguard.errors.slots import Flags, bits, unpack
-from torchguard.errors.validate import require_flags, require_in_range
+from torchguard.errors.validate import require_domain, require_flags, require_in_range
 
 
 def is_err(f: Flags) -> Bool[Tensor, " batch"]:
@@ -69,7 +69,7 @@ def has_fallback(f: Flags, config: ErrorConfig | None = None) -> Bool[Tensor, " 
 def has_domain(f: Flags, domain: int, config: ErrorConfig | None = None) -> Bool[Tensor, " batch"]:
     """True where a sample holds an error of that `ErrorDomain`."""
     require_flags("err.has_domain", f)
-    require_in_range("err.has_domain", severity=domain)
+    require_domain("err.has_domain", domain)
     slots = unpack(f)
     return (((slot_code(slots) >> 2) == domain) & (slots != 0)).any(-1)
 

@@ -89,10 +89,7 @@ def push(
 def push_seen(f: Flags, seen: Sequence[tuple[int, int, Evidence]], config: ErrorConfig | None = None) -> Flags:
     """`push_many` for checks, which know what they pass: their evidence may be floats, NaN for a bad sample."""
     config = config or get_config()
-    slots = []
-    for code, location, _ in seen:
-        require_in_range("check", code=code, location=location)
-        slots.append(pack_slot(code, location, _severity(code, None, config)))
+    slots = [pack_slot(code, location, _severity(code, None, config)) for code, location, _ in seen]
     return deferred.record(f, [evidence for _, _, evidence in seen], slots, config)
 
 

@@ -16,7 +16,7 @@ Slots = Int[Tensor, "batch slots"]
 
 def zero_flags(batch: int, device: torch.device | str | None, dtype: torch.dtype, config: ErrorConfig) -> Flags:
     words = config.words_for(dtype)
-    if config.should_transpose(batch):
+    if words > 1 and config.should_transpose(batch):
         return torch.zeros(words, batch, dtype=dtype, device=device).t()
     return torch.zeros(batch, words, dtype=dtype, device=device)
 
@@ -92,7 +92,7 @@ def constant(slot: int, like: Tensor) -> Tensor | int:
 
 
 def _in_place(f: Flags) -> bool:
-    return is_plain(f) and f.is_contiguous() and sys.byteorder == "little"
+    return is_plain(f) and f.is_contiguous() and f.stride(-1) == 1 and sys.byteorder == "little"
 
 
 def _shifts(words: Tensor) -> Int[Tensor, " lanes"]:

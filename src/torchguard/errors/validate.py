@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchguard._torch import can_read
 from torchguard.errors.config import CARRIERS
 from torchguard.errors.layout import CODE_MASK, LOCATION_MASK, SEVERITY_MASK, slot_code
 from torchguard.exceptions import BatchMismatchError, CorruptFlagsError, NotFlagsError, OutOfRangeError
@@ -20,7 +21,9 @@ def require_flags(who: str, f: Any) -> None:
         )
 
 
-def require_batch(who: str, f: Tensor, other: Tensor, name: str) -> None:
+def require_batch(who: str, f: Tensor, other: Any, name: str) -> None:
+    if not isinstance(other, Tensor):
+        raise NotFlagsError(f"{who}: {name} must be a tensor, got {type(other).__name__}.")
     if other.ndim == 0:
         raise BatchMismatchError(
             f"{who}: {name} has no batch dimension. Give a tensor whose first dimension is the {f.shape[0]} samples."
@@ -28,7 +31,7 @@ def require_batch(who: str, f: Tensor, other: Tensor, name: str) -> None:
     if f.shape[0] != other.shape[0]:
         raise BatchMismatchError(
             f"{who}: flags hold {f.shape[0]} samples but {name} has {other.shape[0]}. "
-            f"Make them from the same batch: err.new({name})."
+            "Make them from the same batch: err.new(x)."
         )
 
 
@@ -37,6 +40,10 @@ def require_mask(who: str, f: Tensor, mask: Any, name: str) -> None:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise NotFlagsError(f"{who}: {name} must be a bool tensor, got {got}. Compare first: {name}=x > limit.")
     require_batch(who, f, mask, name)
+
+
+def require_domain(who: str, domain: Any) -> None:
+    _require(who, "domain", domain, 3, "Use ErrorDomain.NUMERIC, INDEX, QUALITY or RUNTIME.")
 
 
 def require_in_range(who: str, *, code: Any = 0, location: Any = 0, severity: Any = 0) -> None:
@@ -50,7 +57,7 @@ def _require(who: str, name: str, value: Any, most: int, advice: str) -> None:
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             raise NotFlagsError(f"{who}: {name} is a {value.dtype} tensor. Give integers.")
-        if torch.compiler.is_compiling() or not value.is_cpu or value.numel() == 0:
+        if not can_read(value) or value.numel() == 0:
             return
         low, high = (int(end) for end in value.aminmax())
         if low < 0 or high > most:
