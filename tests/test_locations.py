@@ -175,6 +175,32 @@ def test_a_tracked_part_is_placed_within_the_whole():
     assert ErrorLocation.count() == 21  # the model and the unknown place
 
 
+def test_a_part_used_before_keeps_its_old_names_in_old_flags():
+    part = Other()
+    _, f = part(X)
+    whole = tracked(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), part))
+    assert "second" in flags.summary(f)
+    assert whole[2].second._fx_path == "2.second"
+
+
+def test_a_part_that_is_not_built_in_stands_for_itself():
+    @tracked
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = [Other()]  # a list hides it from torch
+
+    assert Whole().parts[0].second._fx_path == "second"
+
+
+def test_a_copy_of_one_layer_takes_one_place():
+    model = tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(100))))
+    before = ErrorLocation.count()
+    layers = [copy.deepcopy(model[3]) for _ in range(15)]
+    assert ErrorLocation.count() == before + 15
+    assert ErrorLocation.name(layers[0]._fx_location.id) == "3"
+
+
 def test_subclasses_are_tracked_after_their_own_init():
     class Larger(Block):
         def __init__(self):

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torchguard.errors.layout import LOCATION_MASK
@@ -46,39 +46,42 @@ class _Registry:
         self._lock = threading.RLock()
         self._places: dict[int, _Place] = {}
         self._by_hand: dict[str, int] = {}
+        self._next = 1
         self._models: Counter[str] = Counter()
 
     def register(self, path: str) -> int:
         with self._lock:
             if path not in self._by_hand:
-                free = self.free_ids()
-                if not free:
+                location = self._take()
+                if not location:
                     warn_full(path)
-                    return 0
-                self._places[free[0]] = _Place(path)
-                self._by_hand[path] = free[0]
+                    return location
+                self._places[location] = _Place(path)
+                self._by_hand[path] = location
             return self._by_hand[path]
 
-    def claim(self, owner: Any, model: str, paths: Sequence[str]) -> dict[str, int]:
-        """Ids for the places of a model, ascending."""
+    def claim(self, owner: Any, model: str, number: int, path: str) -> int:
+        """An id for a place of a model, 0 if none is left."""
         with self._lock:
-            granted = dict(zip(paths, sorted(self.free_ids()[: len(paths)]), strict=True))
-            self.share(owner, model, granted)
-            return granted
+            location = self._take()
+            if location:
+                self._places[location] = _Place(path, model, number, weakref.ref(owner))
+            return location
 
-    def share(self, owner: Any, model: str, ids: Mapping[str, int]) -> None:
-        """Make `owner` the holder of these ids."""
+    def number(self, model: str) -> int:
+        """The how-manieth model of that name this is."""
         with self._lock:
             self._models[model] += 1
-            for path, location in ids.items():
-                self._places.pop(location, None)  # so that the newest stand last
-                self._places[location] = _Place(path, model, self._models[model], weakref.ref(owner))
+            return self._models[model]
 
-    def release(self, ids: Sequence[int]) -> None:
-        """Forget places that were replaced before anything could be recorded for them."""
-        with self._lock:
-            for location in ids:
-                self._places.pop(location, None)
+    def _take(self) -> int:
+        while self._next in self._places:
+            self._next += 1
+        if self._next <= LOCATION_MASK:
+            return self._next
+        location = next((location for location, place in self._places.items() if place.is_free), 0)
+        self._places.pop(location, None)  # so that the newest holder stands last
+        return location
 
     def free_ids(self) -> list[int]:
         """Never used ones first, then those of models that are gone, the longest held first."""
@@ -103,6 +106,7 @@ class _Registry:
         with self._lock:
             self._by_hand.clear()
             self._models.clear()
+            self._next = 1
             self._places = {key: place for key, place in self._places.items() if place.owner and not place.is_free}
 
 
@@ -165,7 +169,10 @@ class ErrorLocation:
 
     @staticmethod
     def reset() -> None:
-        """Forget every name but those of live models."""
+        """Forget every name but those of live models.
+
+        Their ids are given out anew: flags and compiled functions that hold one will show another's name.
+        """
         registry.reset()
 
 

@@ -1,6 +1,7 @@
 """Giving the modules of a model their places: `@tracked`."""
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
@@ -20,38 +21,51 @@ _tables: "weakref.WeakSet[LocationTable]" = weakref.WeakSet()
 
 
 class LocationTable:
-    """The ids of one model. A copy of the model, by `deepcopy` or `pickle`, gets a table of its own."""
+    """The ids of one model, each claimed when it is first asked for.
 
-    def __init__(self, label: str, paths: tuple[str, ...], weights: tuple[tuple[str, float], ...]) -> None:
-        self.label, self.paths, self.weights = label, paths, weights
-        self.root: weakref.ref[nn.Module] | None = None
-        tree = WeightedLocationTree()
-        for pattern, weight in weights:
-            tree.set_weight(pattern, weight)
-        for path in paths:
-            tree.add_path(path)
+    A copy of the model, by `deepcopy` or `pickle`, gets a table of its own; a copy of one layer, just its place.
+    """
+
+    def __init__(self, model: str, paths: tuple[str, ...], weights: tuple[tuple[str, float], ...]) -> None:
+        self.model, self.paths, self.weights = model, paths, weights
+        self.number = registry.number(model)
+        self.ids: dict[str, int] = {}
         free = len(registry.free_ids())
+        fits = len(paths) < free
+        self.twin = None if fits else next((table for table in _tables if table.paths == paths), None)
         # A model that cannot have all it wants leaves some for others, and for names given by hand.
-        own = tree.chosen(free if len(paths) < free else free - free // 8)
-        twin = next((table for table in _tables if table.paths == paths and len(table.ids) > len(own)), None)
-        if twin is not None:
-            self.ids = twin.ids
-            registry.share(self, label, self.ids)
-        else:
-            if not own:
-                warn_full(label)
-            self.ids = registry.claim(self, label, own)
+        self.own = self.twin.own if self.twin else _chosen(paths, weights, free if fits else free - free // 8)
         _tables.add(self)
 
     def locate(self, path: str) -> "Location":
-        return Location(self, path, self.ids.get(nearest(path, self.ids), 0))
+        place = nearest(path, self.own)
+        if place not in self.ids:
+            self.ids[place] = self._claim(place)
+        return Location(self, path, self.ids[place])
+
+    def _claim(self, place: str) -> int:
+        granted = registry.claim(self, self.model, self.number, place)
+        if not granted and self.twin:
+            granted = self.twin.ids.get(place, 0)
+        if not granted:
+            warn_full(place or self.model)
+        return granted
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LocationTable, (self.label, self.paths, self.weights)
+        return LocationTable, (self.model, self.paths, self.weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocationTable":
-        copy = memo[id(self)] = LocationTable(self.label, self.paths, self.weights)
+        copy = memo[id(self)] = LocationTable(self.model, self.paths, self.weights)
         return copy
+
+
+def _chosen(paths: tuple[str, ...], weights: tuple[tuple[str, float], ...], room: int) -> frozenset[str]:
+    tree = WeightedLocationTree()
+    for pattern, weight in weights:
+        tree.set_weight(pattern, weight)
+    for path in paths:
+        tree.add_path(path)
+    return frozenset(tree.chosen(room))
 
 
 class Location:
@@ -76,15 +90,14 @@ def assign(model: nn.Module, weights: Mapping[str, float] | None = None) -> None
     """
     modules = dict(model.named_modules())
     stateful = tuple(path for path, module in modules.items() if path and any(True for _ in module.parameters()))
-    _release_parts(set(modules.values()))
     table = LocationTable(type(model).__name__, stateful, tuple((weights or {}).items()))
-    table.root = weakref.ref(model)
+    for path in stateful:
+        setattr(modules[path], _PATH, path)
+        setattr(modules[path], _LOCATION, table.locate(path))
     known = set(stateful)
     for path, module in modules.items():
-        if path in known:
-            setattr(module, _PATH, path)
-        place = path if path in known or not path else _maker(path, modules, known)
-        setattr(module, _LOCATION, table.locate(place))
+        if path not in known:
+            setattr(module, _LOCATION, table.locate(_maker(path, modules, known) if path else path))
 
 
 def _maker(path: str, modules: Mapping[str, nn.Module], known: set[str]) -> str:
@@ -95,15 +108,6 @@ def _maker(path: str, modules: Mapping[str, nn.Module], known: set[str]) -> str:
         before = siblings[: siblings.index(path)]
         return next((sibling for sibling in reversed(before) if sibling in known), nearest(parent, known))
     return nearest(parent, known)
-
-
-def _release_parts(modules: set[nn.Module]) -> None:
-    """A part that was tracked on its own while the whole was being built gives its ids back."""
-    tables = {place.table for module in modules if (place := location_of(module))}
-    for table in tables:
-        if table.root and table.root() in modules:
-            registry.release(list(table.ids.values()))
-            _tables.discard(table)
 
 
 def location_of(module: nn.Module) -> Location | None:
@@ -136,20 +140,39 @@ def tracked(target: Any = None, *, weights: Mapping[str, float] | None = None) -
     return target
 
 
+class _Nursery(threading.local):
+    """Tracked models under construction: a part waits for the whole it is built into."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.waiting: list[tuple[nn.Module, Mapping[str, float] | None]] = []
+
+
+_nursery = _Nursery()
+
+
 def _track_init(cls: type[nn.Module], weights: Mapping[str, float] | None) -> None:
     original = cls.__init__
 
     @functools.wraps(original)
     def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        outermost = _BUILDING not in self.__dict__
+        if _BUILDING in self.__dict__:  # called by the __init__ of a subclass
+            return original(self, *args, **kwargs)
+        built: list[tuple[nn.Module, Mapping[str, float] | None]] = []
         self.__dict__[_BUILDING] = True
+        _nursery.depth += 1
         try:
             original(self, *args, **kwargs)
+            _nursery.waiting.append((self, weights))
         finally:
-            if outermost:
-                del self.__dict__[_BUILDING]
-        if outermost:
-            assign(self, weights)
+            self.__dict__.pop(_BUILDING, None)
+            _nursery.depth -= 1
+            if _nursery.depth == 0:
+                built, _nursery.waiting = _nursery.waiting, []
+        for model, of_its_class in reversed(built):  # the whole was finished last
+            if location_of(model) is None:
+                assign(model, of_its_class)
+        return None
 
     cls.__init__ = init
 
