@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PEER = HERE.parent / ".benchmark-peers" / "torchguard-1.1.0"
 RESULT = HERE / "results" / "cpu.json"
-ROUNDS = 12
+ROUNDS = 8
 
 
 class Worker:
