@@ -37,6 +37,7 @@ unit: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@echo "bench: against the published torchguard 1.1.0"
 	@$(BIN)/python benchmarks/run.py
+	@$(BIN)/python benchmarks/typed.py
 
 docs: $(VENV)/.docs
 	@echo "docs: mkdocs"

@@ -30,10 +30,21 @@ from torchguard.errors.layout import (
     SLOT_MASK,
     SLOTS_PER_WORD,
 )
-from torchguard.exceptions import TorchGuardError
+from torchguard.exceptions import (
+    AnnotationError,
+    DeviceMismatchError,
+    DimensionMismatchError,
+    DTypeMismatchError,
+    InvalidParameterError,
+    InvalidReturnTypeError,
+    TorchGuardError,
+    TypeMismatchError,
+    ValidationError,
+)
 from torchguard.flags import ErrorFlags, UnpackedError
 from torchguard.locations import ErrorLocation, tracked
 from torchguard.result import Err, Ok, Result, as_exception, as_result, unwrap
+from torchguard.typing import tensorcheck
 
 if TYPE_CHECKING:
     from torchguard.errors.config import CONFIG
@@ -61,20 +72,28 @@ __all__ = [
     "SLOT_BITS",
     "SLOT_MASK",
     "AccumulationConfig",
+    "AnnotationError",
+    "DTypeMismatchError",
     "Dedupe",
+    "DeviceMismatchError",
+    "DimensionMismatchError",
     "Err",
     "ErrorCode",
     "ErrorConfig",
     "ErrorDomain",
     "ErrorFlags",
     "ErrorLocation",
+    "InvalidParameterError",
+    "InvalidReturnTypeError",
     "Ok",
     "Order",
     "Priority",
     "Result",
     "Severity",
     "TorchGuardError",
+    "TypeMismatchError",
     "UnpackedError",
+    "ValidationError",
     "__version__",
     "as_exception",
     "as_result",
@@ -91,6 +110,7 @@ __all__ = [
     "has_err",
     "push",
     "set_config",
+    "tensorcheck",
     "tracked",
     "unwrap",
 ]

@@ -65,6 +65,11 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def is_jit_tracing() -> bool:
+    """Whether `torch.jit.trace` is at work: documented under `torch.jit`, but not among its exported names."""
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
 @constant_in_graphs
 def in_transform() -> bool:
     """Whether a `torch.func` transform is at work, asked while Dynamo traces through it."""
@@ -93,3 +98,15 @@ def surely_equal(one: Sequence[int], two: Sequence[int]) -> bool:
 
     pairs = zip(one, two, strict=False)
     return len(one) == len(two) and all(statically_known_true(a == b) for a, b in pairs)
+
+
+def is_same_size(one: int, two: int) -> bool:
+    """Whether two sizes are equal; sizes that depend on values, of which a graph knows nothing, never are.
+
+    Comparing such a size ends the trace. Its guard has to be asked for by a name of `torch.fx.experimental`.
+    """
+    if not torch.compiler.is_compiling():
+        return one == two
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # loads sympy: only where a graph is traced
+
+    return guard_or_false(one == two)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -59,27 +59,17 @@ def flag_nan(z: Values, module: Place, f: Flags | None = None, config: ErrorConf
     >>> flags.repr(flag_nan(x, "input", err.new(x)))
     'ErrorFlags(2 samples, 1 errors: 1xNAN @ input)'
     """
-    f, place, values = _prepared("flag_nan", z, module, f, config)
-    if values is None or _is_free_of_nan(values):
-        return f
-    return push_seen(f, [(err.NAN, place, _nan(values))], config)
+    return _flagged("flag_nan", z, module, f, config, {err.NAN})
 
 
 def flag_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
     """Record Inf for each sample of `z` that has one."""
-    f, place, values = _prepared("flag_inf", z, module, f, config)
-    if values is None or _is_finite(values):
-        return f
-    return push_seen(f, [(err.INF, place, _inf(values))], config)
+    return _flagged("flag_inf", z, module, f, config, {err.INF})
 
 
 def flag_nan_and_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
     """`flag_nan` and `flag_inf` in one pass over `z`."""
-    f, place, values = _prepared("flag_nan_and_inf", z, module, f, config)
-    if values is None or _is_finite(values):
-        return f
-    nan, inf = _nan_and_inf(values)
-    return push_seen(f, [(err.NAN, place, nan), (err.INF, place, inf)], config)
+    return _flagged("flag_nan_and_inf", z, module, f, config, {err.NAN, err.INF})
 
 
 def flag_oob_indices(
@@ -90,7 +80,7 @@ def flag_oob_indices(
     config: ErrorConfig | None = None,
 ) -> Flags:
     """Record `OUT_OF_BOUNDS` for each sample with an index that is negative, or `num_embeddings` or more."""
-    f, place, _ = _prepared("flag_oob_indices", ids, module, f, config)
+    f, place = _prepared("flag_oob_indices", ids, module, f, config)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise NotFlagsError(f"flag_oob_indices: ids are {ids.dtype}. Give integers.")
     return err.push(f, err.OOB, place, config=config, where=(ids < 0) | (ids >= num_embeddings))
@@ -115,7 +105,8 @@ def fix(
     tensor([[0., 0.],
             [1., 2.]])
     """
-    f, place, values = _prepared("fix", z, module, f, config)
+    f, place = _prepared("fix", z, module, f, config)
+    values = _comparable(z)
     flagged = err.is_err(f)
     broken = torch.zeros_like(flagged) if values is None else rows(~torch.isfinite(values))
     value = fallback_like("fix", z, fallback() if callable(fallback) else fallback)
@@ -151,10 +142,14 @@ def _untracked(kind: str) -> int:
     return ErrorLocation.UNKNOWN
 
 
-def _prepared(
-    who: str, z: Any, module: Place, f: Flags | None, config: ErrorConfig | None
-) -> tuple[Flags, int, Tensor | None]:
-    """Flags, place and values to look at, all of them checked whether or not anything is wrong with the values."""
+def _flagged(who: str, z: Values, module: Place, f: Flags | None, config: ErrorConfig | None, codes: Set[int]) -> Flags:
+    f, place = _prepared(who, z, module, f, config)
+    seen = seen_in(z, place, codes)
+    return push_seen(f, seen, config) if seen else f
+
+
+def _prepared(who: str, z: Any, module: Place, f: Flags | None, config: ErrorConfig | None) -> tuple[Flags, int]:
+    """Flags and place, all that was given being checked whether or not anything is wrong with the values."""
     if not isinstance(z, Tensor):
         raise NotFlagsError(f"{who}: got {type(z).__name__} where the tensor to check belongs.")
     if f is None:
@@ -163,10 +158,22 @@ def _prepared(
     require_batch(who, f, z, "z")
     place = place_of(module)
     require_in_range(who, location=place)
-    return f, place, _comparable(z)
+    return f, place
 
 
 # Detection. Rows are reduced over their last dimension only: the kernel that packs does the rest for all checks.
+
+
+def seen_in(z: Tensor, place: int, codes: Set[int]) -> list[tuple[int, int, Evidence]]:
+    """What speaks against samples of `z`, as far as `codes` (NAN, INF) ask for it. Nothing where a glance tells so."""
+    values = _comparable(z)
+    nan, inf = err.NAN in codes, err.INF in codes
+    if values is None or (_is_finite(values) if inf else _is_free_of_nan(values)):
+        return []
+    if nan and inf:
+        nans, infs = _nan_and_inf(values)
+        return [(err.NAN, place, nans), (err.INF, place, infs)]
+    return [(err.NAN, place, _nan(values))] if nan else [(err.INF, place, _inf(values))]
 
 
 def _comparable(z: Tensor) -> Tensor | None:

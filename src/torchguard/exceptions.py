@@ -41,5 +41,65 @@ class UnwrapError(TorchGuardError, RuntimeError):
     """A `Result` was unwrapped on the side it does not have."""
 
 
+class AnnotationError(TorchGuardError, TypeError):
+    """An annotation says something that cannot be, or that cannot be looked up."""
+
+
+class CastError(TorchGuardError, ValueError):
+    """Values would not come through a cast unchanged."""
+
+
+class CastOverflowError(CastError, OverflowError):
+    """Values lie outside of what the dtype can hold."""
+
+
+class LossyCastError(CastError):
+    """Values lie between those the dtype can hold."""
+
+
+class ValidationError(TorchGuardError, ValueError):
+    """Something passed to or returned from a function does not fit its annotation.
+
+    Attributes:
+        function: the function's name.
+        parameter: where it was found: `x`, `batch.mask`, `return[0]`.
+    """
+
+    def __init__(self, message: str, function: str | None = None, parameter: str | None = None) -> None:
+        super().__init__(message, function, parameter)
+        self.message, self.function, self.parameter = message, function, parameter
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class DimensionMismatchError(ValidationError):
+    """A tensor has another shape than declared."""
+
+
+class DTypeMismatchError(ValidationError, TypeError):
+    """A tensor has another dtype than declared."""
+
+
+class DeviceMismatchError(ValidationError):
+    """A tensor is on another device than declared."""
+
+
+class InvalidParameterError(ValidationError, TypeError):
+    """An argument is no tensor, or not of the declared structure, or its `requires_grad` differs."""
+
+
+class TypeMismatchError(ValidationError, TypeError):
+    """A returned value is no tensor where one was declared, or its `requires_grad` differs."""
+
+
+class InvalidReturnTypeError(ValidationError, TypeError):
+    """What a function returned is not of the declared structure."""
+
+
+class ValidationWarning(UserWarning):
+    """Something could not be validated; an error under `ErrorConfig(strict_validation=True)`."""
+
+
 class LocationWarning(UserWarning):
     """A place could not be given a name of its own."""

@@ -73,7 +73,7 @@ class ErrorConfig:
         num_slots: how many errors a sample can hold, 1 to 32,768.
         accumulation: which errors stay when there are more.
         default_severity: severity of a push whose code has no default of its own.
-        strict_validation: raise rather than warn when `@tensorcheck` finds a mismatch.
+        strict_validation: raise rather than warn where `@tensorcheck` cannot validate; a mismatch always raises.
         flag_dtype: what flags are stored in: int64, int32, float32 or float64.
         use_transposed_layout: store large batches word by word rather than row by row.
         transpose_threshold: the batch size above which that happens.

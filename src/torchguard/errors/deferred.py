@@ -19,7 +19,15 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from torchguard._torch import in_transform, is_exporting, is_shape_only, is_traced, mutation_count, surely_equal
+from torchguard._torch import (
+    can_read,
+    in_transform,
+    is_exporting,
+    is_shape_only,
+    is_traced,
+    mutation_count,
+    surely_equal,
+)
 from torchguard.errors.config import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority
 from torchguard.errors.layout import SLOT_BITS, slot_code
 from torchguard.errors.policy import is_first_in, same_bits
@@ -32,6 +40,7 @@ from torchguard.errors.slots import (
     words_to_flags,
     zero_flags,
 )
+from torchguard.errors.validate import is_intact
 from torchguard.errors.write import Evidence, raised, rows, write
 
 # Torch's caches of compiled graphs know an operator by its name and arguments. What the operators below trace into
@@ -77,13 +86,18 @@ def empty(n: int, device: torch.device | str | None, dtype: torch.dtype, config:
     return zero_flags(n, device, dtype, config)
 
 
-def record(f: Flags, masks: list[Evidence], slots: list[int], config: ErrorConfig) -> Flags:
-    """`f` with each slot value added where its mask is True in a row."""
+def record(f: Flags, masks: list[Evidence], slots: list[int], config: ErrorConfig, surely: bool = True) -> Flags:
+    """`f` with each slot value added where its mask is True in a row.
+
+    Args:
+        surely: `f` is known to be flags. If it only looks like it, and no push can have written what it holds, it
+            stays as it is.
+    """
     policy, room = config.accumulation, capacity(f, config)
     if _keep_whole():
         axes = [int(policy.priority), int(policy.order), int(policy.dedupe)]
-        return torch.ops.torchguard.record(f, masks, slots, room, axes, _REVISION)
-    return _extend(f, masks, slots, room, policy) if is_traced(f) else write(f, masks, slots, room, policy)
+        return torch.ops.torchguard.record(f, masks, slots, room, axes, surely, _REVISION)
+    return _record(f, masks, slots, room, policy, surely)
 
 
 def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
@@ -107,13 +121,27 @@ def _begin_op(template: Flags, revision: int) -> Flags:
     return f
 
 
-def _record_op(f: Flags, masks: list[Tensor], slots: list[int], room: int, axes: list[int], revision: int) -> Flags:
+def _record_op(
+    f: Flags, masks: list[Tensor], slots: list[int], room: int, axes: list[int], surely: bool, revision: int
+) -> Flags:
     policy = AccumulationConfig(Priority(axes[0]), Order(axes[1]), Dedupe(axes[2]))
-    return _extend(f, masks, slots, room, policy) if is_traced(f) else write(f, masks, slots, room, policy)
+    return _record(f, masks, slots, room, policy, surely)
 
 
 def _rows_with_op(f: Flags, code: int, revision: int) -> Bool[Tensor, " batch"]:
     return _rows_with(f, code)
+
+
+def _record(
+    f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: AccumulationConfig, surely: bool
+) -> Flags:
+    add = _extend if is_traced(f) else write
+    if surely or _note_of(f):
+        return add(f, masks, slots, room, policy)
+    intact = is_intact(unpack(f)).all()
+    if can_read(f):
+        return add(f, masks, slots, room, policy) if intact else f
+    return torch.where(intact, add(f, masks, slots, room, policy), f)
 
 
 def _rows_with(f: Flags, code: int) -> Bool[Tensor, " batch"]:
@@ -132,7 +160,9 @@ def _rows_with(f: Flags, code: int) -> Bool[Tensor, " batch"]:
 _LIBRARY = torch.library.Library("torchguard", "DEF")
 for _schema, _body in {
     "begin(Tensor template, int revision) -> Tensor": _begin_op,
-    "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes, int revision) -> Tensor": _record_op,
+    (
+        "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes, bool surely, int revision) -> Tensor"
+    ): _record_op,
     "rows_with(Tensor f, int code, int revision) -> Tensor": _rows_with_op,
 }.items():
     _LIBRARY.define(_schema)

@@ -86,11 +86,17 @@ def push(
     return deferred.record(f, [where], [pack_slot(code, location, _severity(code, severity, config))], config)
 
 
-def push_seen(f: Flags, seen: Sequence[tuple[int, int, Evidence]], config: ErrorConfig | None = None) -> Flags:
-    """`push_many` for checks, which know what they pass: their evidence may be floats, NaN for a bad sample."""
+def push_seen(
+    f: Flags, seen: Sequence[tuple[int, int, Evidence]], config: ErrorConfig | None = None, *, surely: bool = True
+) -> Flags:
+    """`push_many` for checks, which know what they pass: their evidence may be floats, NaN for a bad sample.
+
+    Args:
+        surely: False if `f` only looks like flags, see `deferred.record`.
+    """
     config = config or get_config()
     slots = [pack_slot(code, location, _severity(code, None, config)) for code, location, _ in seen]
-    return deferred.record(f, [evidence for _, _, evidence in seen], slots, config)
+    return deferred.record(f, [evidence for _, _, evidence in seen], slots, config, surely)
 
 
 def push_scalar(

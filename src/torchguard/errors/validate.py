@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from torchguard._torch import can_read
@@ -68,11 +69,17 @@ def _require(who: str, name: str, value: Any, most: int, advice: str) -> None:
         raise OutOfRangeError(f"{who}: {name} is {value}, it must lie in 0 to {most}. {advice}")
 
 
-def require_intact(who: str, slots: Tensor, used: Tensor) -> None:
-    """Refuse slots no push can have written: a gap between the used ones, or an error without a code."""
-    gap = used[:, 1:] > used[:, :-1]
-    if gap.any() or (slot_code(slots[used]) == 0).any():
-        rows = (gap.any(-1) | (used & (slot_code(slots) == 0)).any(-1)).nonzero().flatten().tolist()
+def is_intact(slots: Int[Tensor, "batch slots"]) -> Bool[Tensor, " batch"]:
+    """True where pushes can have written a row: no gap between used slots, and no error without a code."""
+    used = slots != 0
+    gap = (used[:, 1:] & ~used[:, :-1]).any(-1)
+    return ~(gap | (used & (slot_code(slots) == 0)).any(-1))
+
+
+def require_intact(who: str, slots: Int[Tensor, "batch slots"], used: Bool[Tensor, "batch slots"]) -> None:
+    """Refuse slots no push can have written."""
+    if (used[:, 1:] > used[:, :-1]).any() or (slot_code(slots[used]) == 0).any():
+        rows = (~is_intact(slots)).nonzero().flatten().tolist()
         raise CorruptFlagsError(
             f"{who}: the flags of samples {rows[:8]} hold bits no push can have written. "
             "Was there arithmetic on them, or is this another tensor? Change flags with err.* only."

@@ -1,0 +1,119 @@
+"""What an error of `@tensorcheck` tells: declared and found side by side, and how each name was bound."""
+
+from collections.abc import Iterator
+
+from torchguard.exceptions import (
+    DeviceMismatchError,
+    DimensionMismatchError,
+    DTypeMismatchError,
+    ValidationError,
+)
+from torchguard.typing.advice import advice_for
+from torchguard.typing.dims import Broadcasting, DimSpec, NamedRest, OneOr
+from torchguard.typing.scope import Finding, Scope, Seen
+
+_WRONG = {
+    DimensionMismatchError: "has the wrong shape",
+    DTypeMismatchError: "has the wrong dtype",
+    DeviceMismatchError: "is on the wrong device",
+}
+
+
+def error_of(scope: Scope) -> ValidationError:
+    """The error for the first finding, its message telling of all."""
+    first, *others = scope.findings
+    lines = [f"{scope.function}: {first.path} {_WRONG.get(first.error, 'is not what was declared')}.", ""]
+    lines += _block(first, scope)
+    if others:
+        lines += ["", f"  {len(others)} more {'does' if len(others) == 1 else 'do'} not fit:", ""]
+        lines += [line for finding in others for line in _block(finding, scope)]
+    if scope.sizes or scope.rests:
+        lines += ["", f"  {', '.join(_bindings(scope))}"]
+    return first.error("\n".join(lines), scope.function, first.path)
+
+
+def _block(finding: Finding, scope: Scope) -> list[str]:
+    if finding.seen is None:
+        rows = [f"declared  {finding.declared}", f"found     {finding.found}"]
+    else:
+        rows = _shapes(finding.seen, scope)
+    advice = advice_for(finding, scope)
+    title = f"{finding.path}: {finding.annotation}" if finding.annotation else finding.path
+    return [f"  {title}", *(f"    {row}" for row in rows), *([f"    {advice}"] if advice else [])]
+
+
+def _shapes(seen: Seen, scope: Scope) -> list[str]:
+    spec, _, shape = seen
+    if not spec.fits_rank(shape):
+        found = _row([str(size) for size in shape])
+        least = len(spec.head) + len(spec.tail)
+        wanted = f"{'at least ' if spec.rest else ''}{least} dims"
+        declared = _row([dim.text for dim in spec.dims])
+        width = max(len(declared), len(found))
+        return [
+            f"declared  {declared:<{width}}  {wanted}",
+            f"found     {found:<{width}}  {len(shape)} dims",
+            f"          {'^' * len(found)}",
+        ]
+    columns = _columns(seen, scope.fork())
+    widths = [max(map(len, column)) for column in columns]
+    declared, expected, found, marks = (
+        [text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in zip(*columns, strict=True)
+    )
+    return [
+        f"declared  {_row(declared)}",
+        f"expected  {_row(expected)}",
+        f"found     {_row(found)}",
+        f"           {'  '.join(marks)}".rstrip(),
+    ]
+
+
+def _columns(seen: Seen, scope: Scope) -> list[tuple[str, str, str, str]]:
+    """Each declared dim: its text, the size it should have, the size it has, and a mark if that is wrong."""
+    spec, _, shape = seen
+    wrong = spec.misfits(seen, scope)
+    columns = []
+    for i, dim in spec.placed(shape):
+        found = str(shape[i])
+        columns.append((dim.text, _expected(dim, scope, seen, len(shape) - i), found, _mark(found, i in wrong)))
+    if spec.rest is not None:
+        middle = range(len(spec.head), len(shape) - len(spec.tail))
+        found = ", ".join(str(shape[i]) for i in middle)
+        known = scope.rests.get(spec.rest.name) if isinstance(spec.rest, NamedRest) else None
+        expected = "..." if known is None else ", ".join(str(size) for size in known[0])
+        is_wrong = not spec.rest.accepts(tuple(shape[i] for i in middle), scope)
+        columns.insert(len(spec.head), (spec.rest.text, expected, found, _mark(found, is_wrong)))
+    return columns
+
+
+def _mark(found: str, is_wrong: bool) -> str:
+    return "^" * max(len(found), 1) if is_wrong else ""
+
+
+def _expected(dim: DimSpec, scope: Scope, seen: Seen, from_right: int) -> str:
+    if isinstance(dim, Broadcasting):
+        return " or ".join(str(size) for size in sorted({1} | dim.others(scope, seen, from_right)))
+    size = dim.expected(scope)
+    return "any" if size is None else f"1 or {size}" if isinstance(dim, OneOr) else str(size)
+
+
+def _row(texts: list[str]) -> str:
+    return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
+
+
+def _bindings(scope: Scope) -> Iterator[str]:
+    """Where each name got its size: at the first tensor that has it and fits."""
+    unfit = [finding.seen for finding in scope.findings]
+    told: set[str] = set()
+    for seen in scope.seen:
+        spec, path, shape = seen
+        if any(seen is other for other in unfit):
+            continue
+        for i, dim in spec.placed(shape):
+            name = dim.dim.text if isinstance(dim, OneOr) and shape[i] != 1 else dim.text
+            if name in scope.sizes and name not in told:
+                told.add(name)
+                yield f"{name} = {scope.sizes[name]} (dim {i} of {path})"
+        if isinstance(spec.rest, NamedRest) and spec.rest.name not in told:
+            told.add(spec.rest.name)
+            yield f"*{spec.rest.name} = {scope.rests[spec.rest.name][0]} (in {path})"

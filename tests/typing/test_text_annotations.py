@@ -1,0 +1,139 @@
+"""Annotations that are text: written so, or made so by `from __future__ import annotations`."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import nn
+
+from torchguard import AnnotationError, DimensionMismatchError, DTypeMismatchError, set_config, tensorcheck
+from torchguard.errors.config import ErrorConfig
+from torchguard.exceptions import ValidationWarning
+from torchguard.typing import Dim, Tensor, bool_t, float32_t
+
+if TYPE_CHECKING:
+    from torchguard.somewhere import NotThere  # pyright: ignore[reportMissingImports]
+
+Rows = Tensor[float32_t, ("batch", 3)]
+
+
+class Pair(NamedTuple):
+    x: Rows
+    y: Tensor[bool_t, ("batch",)] | None = None
+
+
+@dataclasses.dataclass
+class Tree:
+    x: Rows
+    children: list[Tree] = dataclasses.field(default_factory=list)
+
+
+class Model(nn.Module):
+    width = 3
+
+    @tensorcheck
+    def forward(self, x: Tensor[float32_t, ("batch", Dim.width)], y: Float[torch.Tensor, "batch {self.width}"]) -> Rows:
+        return x
+
+    @tensorcheck
+    def pairs(self, pair: Pair, later: Later | None = None) -> tuple[Rows, ...]:
+        return (pair.x,)
+
+    @tensorcheck
+    def like(self, other: Model, x: Rows) -> Model:
+        return other
+
+
+@dataclasses.dataclass
+class Later:
+    z: Rows
+
+
+def test_methods():
+    Model()(torch.ones(2, 3), torch.ones(2, 3))
+    with pytest.raises(DimensionMismatchError):
+        Model()(torch.ones(2, 4), torch.ones(2, 3))
+    with pytest.raises(DimensionMismatchError):
+        Model()(torch.ones(2, 3), torch.ones(1, 3))
+
+
+def test_classes_and_what_is_defined_later():
+    x = torch.ones(2, 3)
+    Model().pairs(Pair(x), Later(x))
+    with pytest.raises(DTypeMismatchError):
+        Model().pairs(Pair(x, torch.ones(2)))
+    with pytest.raises(DimensionMismatchError) as caught:
+        Model().pairs(Pair(x), Later(torch.ones(2, 4)))
+    assert caught.value.parameter == "later.z"
+
+
+def test_a_class_that_holds_itself():
+    @tensorcheck
+    def f(tree: Tree) -> None: ...
+
+    f(Tree(torch.ones(2, 3), [Tree(torch.ones(2, 3))]))
+    with pytest.raises(DimensionMismatchError):
+        f(Tree(torch.ones(2, 3), [Tree(torch.ones(1, 3))]))
+
+
+def test_the_class_itself():
+    model = Model()
+    assert model.like(model, torch.ones(2, 3)) is model
+
+
+def test_names_of_the_place_of_definition():
+    size = 5
+    Five = Tensor[float32_t, (size,)]
+
+    class Local(nn.Module):
+        @tensorcheck
+        def forward(self, x: Five, y: Tensor[float32_t, (size, size)]) -> None: ...
+
+    Local()(torch.ones(5), torch.ones(5, 5))
+    with pytest.raises(DimensionMismatchError):
+        Local()(torch.ones(4), torch.ones(5, 5))
+
+
+def test_under_compile(compiled):
+    model = Model()
+    assert compiled(model)(torch.ones(2, 3), torch.ones(2, 3)).shape == (2, 3)
+    assert compiled(model.pairs)(Pair(torch.ones(2, 3)))[0].shape == (2, 3)
+
+
+def test_what_is_not_there_when_the_program_runs_is_not_validated_and_says_so():
+    @tensorcheck
+    def f(x: Rows, config: NotThere) -> None: ...
+
+    with pytest.warns(ValidationWarning, match="f: config: 'NotThere' cannot be looked up.* It is not validated"):
+        f(torch.ones(2, 3), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f(torch.ones(2, 3), None)
+    with pytest.raises(DimensionMismatchError):
+        f(torch.ones(2, 4), None)
+
+
+def test_under_strict_validation_it_is_an_error():
+    set_config(ErrorConfig(strict_validation=True))
+
+    @tensorcheck
+    def f(x: Rows, config: NotThere) -> None: ...
+
+    with pytest.raises(AnnotationError, match="f: config: 'NotThere' cannot be looked up"):
+        f(torch.ones(2, 3), None)
+
+
+def test_a_field_that_names_no_dtype():
+    @dataclasses.dataclass
+    class Wrong:
+        x: Tensor[float23_t, ("n",)]  # pyright: ignore[reportUndefinedVariable]
+
+    with pytest.raises(AnnotationError, match=r"f: wrong: .*Wrong.x: .*float23_t"):
+
+        @tensorcheck
+        def f(wrong: Wrong) -> None: ...
