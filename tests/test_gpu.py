@@ -7,6 +7,7 @@ from torch import nn
 from torchguard import (
     IF,
     IS,
+    DeviceMismatchError,
     ErrorConfig,
     err,
     fix,
@@ -14,6 +15,19 @@ from torchguard import (
     flag_nan_and_inf,
     flag_oob_indices,
     flags,
+    tensorcheck,
+)
+from torchguard.exceptions import CastOverflowError
+from torchguard.typing import (
+    Tensor,
+    bool_t,
+    error_t,
+    float8_e4m3fn_t,
+    float32_t,
+    int8_t,
+    type_cast,
+    uint8_t,
+    uint64_t,
 )
 
 pytestmark = [
@@ -119,3 +133,54 @@ def test_training_with_a_bad_sample(dtype, mode):
     close = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
     for p, grad in zip(net.parameters(), want, strict=True):
         torch.testing.assert_close(p.grad, grad, **close)
+
+
+def test_tensorcheck_knows_devices():
+    @tensorcheck
+    def f(x: Tensor[float32_t, ("n",), "cuda"], y: Tensor[float32_t, ("n",), "cuda:0"]) -> Tensor[float32_t, (), "cpu"]:
+        return (x + y).sum().cpu()
+
+    x = torch.ones(3, device="cuda")
+    f(x, x)
+    with pytest.raises(DeviceMismatchError) as caught:
+        f(x, x.cpu())
+    assert caught.value.parameter == "y"
+    assert ".to('cuda:0') would fit." in str(caught.value)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensorcheck_waits_for_nothing(no_sync, declared, compiled):
+    def log(x):
+        return x.log(), err.new(x)
+
+    if declared:
+        log.__annotations__["return"] = tuple[Tensor[float32_t, ("n", 2)], Tensor[error_t, ("n", "words")]]
+    log = tensorcheck(log)
+    log = torch.compile(log, fullgraph=True) if compiled else log
+    x = torch.tensor([[1.0, 2.0], [-1.0, 1.0], [0.0, 1.0]], device="cuda")
+    log(x)
+    with no_sync:
+        _, f = log(x)
+    assert [[e.code for e in flags.unpack(f, i)] for i in range(3)] == [[], [err.NAN], [err.INF]]
+
+
+def test_what_only_looks_like_flags_stays_as_it_is_on_a_gpu():
+    @tensorcheck
+    def two(x, y):
+        return x.log(), y + 0
+
+    x = torch.tensor([[1.0, 2.0], [-1.0, 1.0], [0.0, 1.0]], device="cuda")
+    ids = torch.tensor([[5, 3, 2, 9], [0, 1, 2, 3], [0, 0, 0, 0]], device="cuda")
+    for y in (ids, ids.float().repeat(1, 2)):
+        assert torch.equal(two(x, y)[1], y)
+        assert torch.equal(torch.compile(two, fullgraph=True)(x, y)[1], y)
+
+
+def test_type_cast_on_a_gpu():
+    values = torch.tensor([1, 300, -1], device="cuda")
+    assert type_cast[float32_t](values).unwrap().tolist() == [1.0, 300.0, -1.0]
+    for alias in (int8_t, uint8_t, uint64_t, bool_t):
+        assert type_cast[alias](values).is_err()
+    assert type_cast[uint64_t](values[:2]).unwrap().device.type == "cuda"
+    assert isinstance(type_cast[float8_e4m3fn_t](values.float() * 2).unwrap_err(), CastOverflowError)

@@ -220,8 +220,9 @@ def test_positional_only():
     def f(x: Rows, /, **x_too: Any) -> None: ...
 
     f(torch.ones(2, 3), x="not the tensor")
-    with pytest.raises(DimensionMismatchError):
+    with pytest.raises(DimensionMismatchError) as caught:
         f(torch.ones(2))
+    assert caught.value.parameter == "x"
 
 
 class Pair(NamedTuple):

@@ -1,8 +1,9 @@
 """What the signature of a function says about tensors, and whether a call keeps to it."""
 
 import inspect
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Any, NamedTuple
 
@@ -15,13 +16,14 @@ from torchguard.typing.scope import Scope
 from torchguard.typing.structure import Node, node_of, specs_in
 
 _NO_ARGUMENTS: dict[str, Any] = {}
+_OUT_OF_REACH = sys.maxsize  # the position of what can only be given by name
 
 
 class Declared(NamedTuple):
-    """A parameter under which tensors are declared."""
+    """A parameter under which tensors are declared: by which name and at which position it is given, if it can be."""
 
     name: str
-    kind: Any
+    key: str | None
     position: int
     node: Node
     may_be_none: bool
@@ -61,17 +63,18 @@ class Contract:
         arguments = self._by_name(args, kwargs) if self._reads_arguments else _NO_ARGUMENTS
         scope = Scope(self.name, args[0] if args else None, arguments)
         given = len(args)
-        for name, position, node, may_be_none in self._plain:
+        for name, key, position, node, may_be_none in self._plain:
             if position < given:
                 value = args[position]
-            elif name in kwargs:
-                value = kwargs[name]
+            elif key in kwargs:
+                value = kwargs[key]
             else:
                 continue
             if value is not None or not may_be_none:
                 node.check(value, scope, name)
-        for declared in self._collecting:
-            self._check_collected(declared, args, kwargs, scope)
+        for name, kind, position, node in self._collecting:
+            for path, value in self._collected(name, kind, position, args, kwargs):
+                node.check(value, scope, path)
         if self._is_late:
             scope.settle()
         if scope.findings:
@@ -90,16 +93,14 @@ class Contract:
         if scope.findings:
             raise error_of(scope)
 
-    def _check_collected(self, declared: Declared, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> None:
-        """What `*args` and `**kwargs` collect, each by itself."""
-        if declared.kind is Parameter.VAR_POSITIONAL:
-            for i, value in enumerate(args[declared.position :]):
-                declared.node.check(value, scope, f"{declared.name}[{i}]")
-        else:
-            named = {p.name for p in self.parameters if p.kind is not Parameter.POSITIONAL_ONLY}
-            for name, value in kwargs.items():
-                if name not in named:
-                    declared.node.check(value, scope, name)
+    def _collected(
+        self, name: str, kind: Any, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, Any]]:
+        """What `*args` or `**kwargs` collects, each with its path."""
+        if kind is Parameter.VAR_POSITIONAL:
+            return [(f"{name}[{i}]", value) for i, value in enumerate(args[position:])]
+        named = {p.name for p in self.parameters if p.kind is not Parameter.POSITIONAL_ONLY}
+        return [(key, value) for key, value in kwargs.items() if key not in named]
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         defaults = {p.name: p.default for p in self.parameters if p.default is not Parameter.empty}
@@ -121,28 +122,20 @@ class Contract:
             except AnnotationError as error:
                 raise AnnotationError(f"{self.name}: {name}: {error}") from None
         self.returned = nodes.get("return")
-        declared = list(self._declared(nodes))
-        collects = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-        self._collecting = [found for found in declared if found.kind in collects]
-        # What is left out cannot be given there: a position no call reaches, a name no call can use.
-        self._plain = [
-            (
-                "" if found.kind is Parameter.POSITIONAL_ONLY else found.name,
-                2**31 if found.kind is Parameter.KEYWORD_ONLY else found.position,
-                found.node,
-                found.may_be_none,
-            )
-            for found in declared
-            if found.kind not in collects
-        ]
+        self._plain: list[Declared] = []
+        self._collecting: list[tuple[str, Any, int, Node]] = []
+        for position, (name, kind, default) in enumerate((p.name, p.kind, p.default) for p in self.parameters):
+            node = nodes.get(name)
+            if node is None:
+                continue
+            if kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+                self._collecting.append((name, kind, position, node))
+                continue
+            key = None if kind is Parameter.POSITIONAL_ONLY else name
+            reach = _OUT_OF_REACH if kind is Parameter.KEYWORD_ONLY else position
+            # `mask: Tensor[...] = None` is how many write an optional argument.
+            self._plain.append(Declared(name, key, reach, node, default is None))
         self._require_sense(nodes)
-
-    def _declared(self, nodes: Mapping[str, Node | None]) -> Iterator[Declared]:
-        for position, parameter in enumerate(self.parameters):
-            node = nodes.get(parameter.name)
-            if node is not None:
-                # `mask: Tensor[...] = None` is how many write an optional argument.
-                yield Declared(parameter.name, parameter.kind, position, node, parameter.default is None)
 
     def _require_sense(self, nodes: Mapping[str, Node | None]) -> None:
         """Dims have to be readable: off `self`, and from names that some dim binds."""

@@ -78,14 +78,14 @@ def flags_at(result: Any, spots: Spots) -> tuple[Path, bool] | None:
 
 def detect(result: Any, path: Path, surely: bool, codes: Set[int], place: int) -> Any:
     """`result`, with what speaks against samples of its tensors added to the flags at `path`."""
-    f = _at(result, path)
+    f = given = _at(result, path)
     for z in _tensors_in(result):
         # What has no row for each sample tells nothing about one.
-        if z is not f and z.ndim > 0 and is_same_size(z.shape[0], f.shape[0]):
+        if z is not given and z.ndim > 0 and is_same_size(z.shape[0], given.shape[0]):
             seen = seen_in(z, place, codes)
             if seen:
                 f = push_seen(f, seen, surely=surely)
-    return _with(result, path, f)
+    return result if f is given else _with(result, path, f)
 
 
 def can_be_flags(f: Any) -> bool:
