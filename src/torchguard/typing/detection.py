@@ -128,10 +128,11 @@ def _with(value: Any, path: Path, part: Any) -> Any:
         return part
     step, *rest = path
     new = _with(_at(value, (step,)), tuple(rest), part)
+    if isinstance(value, (tuple, list)):
+        fields = getattr(value, "_fields", None)
+        at = fields.index(step) if fields and isinstance(step, str) else step
+        items = [new if i == at else item for i, item in enumerate(value)]
+        return type(value)(*items) if fields else type(value)(items)  # not _replace, which torch 2.11 cannot trace
     if dataclasses.is_dataclass(value):
         return dataclasses.replace(value, **{step: new})  # pyright: ignore[reportArgumentType, reportCallIssue]
-    if isinstance(value, Mapping):
-        return {**value, step: new}
-    if hasattr(value, "_replace"):
-        return value._replace(**{step if isinstance(step, str) else value._fields[step]: new})
-    return type(value)(new if i == step else item for i, item in enumerate(value))
+    return {**value, step: new}
