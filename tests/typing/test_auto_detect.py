@@ -3,13 +3,15 @@
 import dataclasses
 import math
 import warnings
-from typing import NamedTuple
+from collections import OrderedDict, defaultdict
+from typing import NamedTuple, TypedDict
 
 import pytest
 import torch
 from torch import nn
 
 from torchguard import (
+    DimensionMismatchError,
     ErrorConfig,
     InvalidReturnTypeError,
     Ok,
@@ -293,3 +295,174 @@ def test_super_records_once(run):
             return super().forward(x)
 
     assert codes(run(Derived())(X)[1]) == [[], [err.NAN], [err.INF]]
+
+
+def test_a_second_flags_tensor_is_no_value(run, carrier):
+    set_config(ErrorConfig(flag_dtype=carrier))
+
+    @tensorcheck
+    def two(x) -> tuple[Values, Flags, Flags]:
+        every = torch.ones(3, dtype=torch.bool, device=x.device)
+        second = err.push_many(err.new(x), [(code, 1023, every) for code in (err.NAN, err.OVERFLOW, err.INF)])
+        return x, err.new(x), second
+
+    _, first, second = run(two)(X)
+    assert codes(first) == [[], [], []]
+    assert codes(second) == [[err.NAN, err.OVERFLOW, err.INF]] * 3
+
+
+def test_samples_lie_where_the_annotation_says(run):
+    @tensorcheck
+    def states(x) -> tuple[Values, Tensor[float32_t, ("layers", "batch", 2)], Tensor[float32_t, ("tokens", 2)], Flags]:
+        hidden = torch.stack([x, x.log(), x])
+        return x, hidden, torch.full((3, 2), math.nan), err.new(x)
+
+    assert codes(run(states)(X)[-1]) == [[], [err.NAN], [err.INF]]
+
+
+def test_a_second_output_of_unknown_size(compiled):
+    @tensorcheck
+    def edges(x):
+        return x.sum(-1), (x > 0).nonzero().t()
+
+    assert torch.equal(compiled(edges)(X)[1], (X > 0).nonzero().t())
+
+
+def test_shapes_of_other_outputs_cause_no_recompile():
+    def plain(x, ids):
+        return x + 1, ids + 1
+
+    for function in (plain, tensorcheck(plain)):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        compiled = torch.compile(function, backend=counter, fullgraph=True)
+        for length in (2, 3, 5, 6, 7):
+            compiled(torch.ones(9, 2), torch.ones(9, length, dtype=torch.int64))
+        assert counter.frame_count == 2
+
+
+class Doubled(NamedTuple):
+    y: Values
+    f: Flags
+
+
+class Made(Doubled):
+    def __new__(cls, y, f=None):
+        return super().__new__(cls, y, err.new(y) if f is None else f)
+
+
+@dataclasses.dataclass
+class Counted:
+    y: Values
+    f: Flags = dataclasses.field(init=False)
+    made: int = 0
+
+    def __post_init__(self):
+        self.f, self.made = err.new(self.y), self.made + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    y: Values
+    start: dataclasses.InitVar[int]
+    f: Flags
+
+
+class Named(TypedDict):
+    y: Values
+    f: Flags
+
+
+class Listed(list):
+    def __init__(self, y, f):
+        super().__init__([y, f])
+
+
+def returning(make, annotation):
+    def function(x):
+        return make(x.log(), err.new(x))
+
+    function.__annotations__["return"] = annotation
+    return tensorcheck(function)
+
+
+@pytest.mark.parametrize(
+    ("make", "annotation"),
+    [
+        (lambda y, f: Made(y), Doubled),
+        (lambda y, f: Counted(y), Counted),
+        (lambda y, f: Frozen(y, 3, f), Frozen),
+        (lambda y, f: OrderedDict(y=y, f=f), Named),
+        (lambda y, f: defaultdict(list, y=y, f=f), Named),
+        (lambda y, f: Listed(y, f), tuple[Values, Flags]),
+    ],
+    ids=["NamedTuple", "init=False", "frozen, InitVar", "OrderedDict", "defaultdict", "list"],
+)
+def test_what_is_returned_keeps_its_kind_and_its_other_parts(make, annotation):
+    out = returning(make, annotation)(X)
+    assert type(out) is type(make(X, err.new(X)))
+    f = out["f"] if isinstance(out, dict) else out[1] if isinstance(out, (tuple, list)) else out.f
+    assert codes(f) == [[], [err.NAN], [err.INF]]
+    if isinstance(out, Counted):
+        assert out.made == 1
+
+
+def test_an_ordered_dict_in_a_graph(compiled):
+    out = compiled(returning(lambda y, f: OrderedDict(f=f, y=y), Named))(X)
+    assert type(out) is OrderedDict
+    assert list(out) == ["f", "y"]
+    assert codes(out["f"]) == [[], [err.NAN], [err.INF]]
+
+
+def test_what_cannot_be_looked_at_is_passed_over():
+    @tensorcheck
+    def odd(x):
+        return (
+            x.log().to_sparse(),
+            torch.empty(3, device="meta"),
+            torch.nested.nested_tensor([x[0], x[1], x[2]]),
+            err.new(x),
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert codes(odd(X)[-1]) == [[], [], []]
+
+
+def test_a_wrong_return_is_told_before_anything_is_recorded():
+    @tensorcheck
+    def wrong(x) -> tuple[Values, Tensor[error_t, ("batch", 4)]]:
+        return x.log(), torch.ones(3, 8)
+
+    with pytest.raises(DimensionMismatchError):
+        wrong(X)
+
+
+def test_flags_in_one_of_two_returns(run):
+    @tensorcheck
+    def either(x) -> tuple[Values, Values] | tuple[Values, Flags]:
+        return x.log(), torch.ones(3, 8)
+
+    assert torch.equal(run(either)(X)[1], torch.ones(3, 8))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_other_ways_to_a_graph_record_as_well():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    @tensorcheck
+    def log(x):
+        return x.log(), err.new(x)
+
+    for example in (torch.ones(3, 2), X):
+        assert codes(torch.jit.trace(log, (example,), check_trace=False)(X)[1]) == [[], [err.NAN], [err.INF]]
+        assert codes(make_fx(log)(example)(X)[1]) == [[], [err.NAN], [err.INF]]
+
+
+def test_detection_that_was_asked_for_of_a_declared_return_without_flags():
+    @tensorcheck(auto_detect={err.NAN})
+    def log(x) -> Values:
+        return x.log()
+
+    with pytest.warns(ValidationWarning):
+        log(X)

@@ -1,7 +1,9 @@
 """`@tensorcheck` holds functions to their annotations."""
 
 import dataclasses
-from typing import Any, Generic, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
+from collections import defaultdict, deque
+from collections.abc import Collection
+from typing import Any, Generic, Literal, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
 
 import pytest
 import torch
@@ -521,3 +523,77 @@ def test_indices():
     take(torch.ones(5, 2), torch.tensor([0, 4]))
     with pytest.raises(DTypeMismatchError):
         take(torch.ones(5, 2), torch.tensor([0.0]))
+
+
+def test_sets_deques_and_other_mappings():
+    @tensorcheck
+    def f(a: set[Mask], b: deque[Mask], c: defaultdict[str, Mask], d: Collection[Mask]) -> None: ...
+
+    mask, wrong = torch.ones(2, dtype=torch.bool), torch.ones(2)
+    f({mask}, deque([mask]), defaultdict(None, {"a": mask}), {"a": mask}.values())
+    for given in (
+        ({wrong}, deque(), {}, []),
+        (set(), deque([wrong]), {}, []),
+        (set(), deque(), {"a": wrong}, []),
+        (set(), deque(), {}, {"a": wrong}.values()),
+    ):
+        with pytest.raises(DTypeMismatchError):
+            f(*given)
+
+
+def test_unions_with_numbers_protocols_and_typed_dicts():
+    class Sized(Protocol):
+        def __len__(self) -> int: ...
+
+    @tensorcheck
+    def f(x: Rows | float, y: Rows | Sized = "", z: Rows | Keys | None = None) -> None: ...
+
+    f(2)
+    f(2.0, "text", {"x": torch.ones(2, 3)})
+    with pytest.raises(InvalidParameterError):
+        f("text")
+    with pytest.raises(DimensionMismatchError):
+        f(1.0, z=torch.ones(2))
+
+
+def test_a_literal_is_one_of_its_values():
+    @tensorcheck
+    def f(mode: Literal["a", "b"] | Mask) -> None: ...
+
+    f("b")
+    with pytest.raises(InvalidParameterError):
+        f("c")
+
+
+def test_a_field_that_was_never_set():
+    @dataclasses.dataclass
+    class Lazy:
+        x: Rows
+        y: Rows = dataclasses.field(init=False)
+
+    @tensorcheck
+    def f(lazy: Lazy) -> None: ...
+
+    f(Lazy(torch.ones(2, 3)))
+
+
+def test_self_given_by_name():
+    Encoder.forward(self=Encoder(), x=torch.ones(2, 3, 4), bias=torch.ones(1, 4))
+
+
+def test_a_type_variable_with_a_bound():
+    S = TypeVar("S", bound=Rows)
+
+    @tensorcheck
+    def f(x: S) -> S:
+        return x
+
+    with pytest.raises(DimensionMismatchError):
+        f(torch.ones(2))
+
+
+def test_a_dim_without_a_name():
+    @tensorcheck
+    def f(x: Tensor[float32_t, ("_", "_")]) -> None: ...
+
+    f(torch.ones(2, 3))

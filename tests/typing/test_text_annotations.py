@@ -137,3 +137,92 @@ def test_a_field_that_names_no_dtype():
 
         @tensorcheck
         def f(wrong: Wrong) -> None: ...
+
+
+WIDTH = 16
+
+
+def _make():
+    @tensorcheck
+    def f(x: Tensor[float32_t, ("batch", WIDTH)]) -> None: ...
+
+    return f
+
+
+def test_names_of_whoever_calls_are_not_looked_at():
+    WIDTH = 32  # noqa: F841
+    _make()(torch.ones(2, 16))
+
+
+def test_what_the_place_of_definition_held_is_let_go():
+    import gc
+    import weakref
+
+    class Big:
+        pass
+
+    def define():
+        big, size = Big(), 3
+
+        @tensorcheck
+        def f(x: Tensor[float32_t, (size,)], other: NotThere) -> None: ...
+
+        return f, weakref.ref(big)
+
+    f, big = define()
+    gc.collect()
+    assert big() is None
+    with pytest.warns(ValidationWarning):
+        f(torch.ones(3), None)
+
+
+def test_first_calls_from_many_threads():
+    import threading
+
+    size = 3
+    wrong: list[Exception] = []
+
+    def call(f, start):
+        start.wait()
+        for shape, fits in (((2, 3), True), ((2, 4), False)):
+            try:
+                f(torch.ones(shape), None)
+                if not fits:
+                    wrong.append(AssertionError("passed"))
+            except DimensionMismatchError as error:
+                if fits:
+                    wrong.append(error)
+            except AnnotationError as error:
+                wrong.append(error)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(20):
+
+            @tensorcheck
+            def f(x: Tensor[float32_t, ("batch", size)], other: NotThere) -> None: ...
+
+            start = threading.Barrier(4)
+            threads = [threading.Thread(target=call, args=(f, start)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert not wrong
+
+
+def test_text_that_cannot_be_looked_up_does_not_stop_a_graph(compiled):
+    @tensorcheck
+    def f(x: Rows, other: NotThere) -> Tensor[float23_t, ("batch",)]:  # pyright: ignore[reportUndefinedVariable]
+        return x + 1
+
+    assert compiled(f)(torch.ones(2, 3), None).shape == (2, 3)
+
+
+def test_tensors_beside_what_is_not_there():
+    @tensorcheck
+    def f(x: tuple[torch.Tensor, NotThere], n: size_t) -> Rows:  # pyright: ignore[reportUndefinedVariable]
+        return x[0]
+
+    with pytest.warns(ValidationWarning):
+        f((torch.ones(2, 3), None), 3)

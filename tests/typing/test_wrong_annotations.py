@@ -1,12 +1,15 @@
 """An annotation that makes no sense is refused where it is written, or at the first call, and is named."""
 
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated
+
 import pytest
 import torch
 from jaxtyping import Float
 from torch import nn
 
 from torchguard import AnnotationError, TorchGuardError, tensorcheck
-from torchguard.typing import Broadcast, Dim, Tensor, float32_t
+from torchguard.typing import Broadcast, Dim, Tensor, error_t, float32_t, int64_t
 
 
 @pytest.mark.parametrize(
@@ -146,3 +149,43 @@ def test_what_cannot_be_decorated():
 def test_codes_that_cannot_be_detected(codes):
     with pytest.raises(TorchGuardError, match="auto_detect is"):
         tensorcheck(auto_detect=codes)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Tensor[int64_t, ("n",), None, True], "only floats and complex numbers can require a gradient"),
+        (lambda: Tensor[error_t, ("n",)], "flags have two dims"),
+        (lambda: Tensor[float32_t, (Dim,)], "Dim alone is no size"),
+        (lambda: 2 / Dim.a, "may not be a whole number. Divide with //"),
+        (lambda: -Dim.a, "-Dim.a is no size"),
+        (lambda: Dim.a * 0.5, "Dim.a and 0.5 make no whole number"),
+        (lambda: Dim.a(), "Dim.a cannot be called"),
+        (lambda: float32_t["b"], r"write Tensor\[float32_t, \(...\)\]"),
+    ],
+)
+def test_refused_as_well(make, told):
+    with pytest.raises(AnnotationError, match=told):
+        make()
+
+
+Rows = Tensor[float32_t, ("n",)]
+
+
+@pytest.mark.parametrize(
+    "annotation", [(Rows, Rows), [Rows], {"a": Rows}, Annotated[torch.Tensor, Rows], tuple[Rows, *tuple[Rows, ...]]]
+)
+def test_a_tensor_declared_where_nobody_looks(annotation):
+    def f(x) -> None: ...
+
+    f.__annotations__["x"] = annotation
+    with pytest.raises(AnnotationError, match=r"f: x: .* holds tensors in a way @tensorcheck does not look into"):
+        tensorcheck(f)
+
+
+@pytest.mark.parametrize("annotation", [Iterator[Rows], Iterable[Rows], Callable[[Rows], Rows], type[Rows]])
+def test_what_comes_later_is_not_looked_at(annotation):
+    @tensorcheck
+    def f(x: annotation) -> None: ...
+
+    f("anything")

@@ -31,6 +31,15 @@ class Attribute:
     def __truediv__(self, other: Any) -> "Attribute":
         raise AnnotationError(f"{self!r} / {other!r} may not be a whole number. Divide with //.")
 
+    def __rtruediv__(self, other: Any) -> "Attribute":
+        raise AnnotationError(f"{other!r} / {self!r} may not be a whole number. Divide with //.")
+
+    def __neg__(self) -> "Attribute":
+        raise AnnotationError(f"-{self!r} is no size.")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Attribute":
+        raise AnnotationError(f"{self!r} cannot be called in an annotation. Give the size an attribute of its own.")
+
     def __repr__(self) -> str:
         return self.__text__
 
@@ -38,7 +47,7 @@ class Attribute:
 def _arithmetic(symbol: str, compute: Callable[[Any, Any], Any], turned: bool) -> Callable[[Any, Any], Any]:
     def combined(self: Attribute, other: Any) -> Attribute:
         if not isinstance(other, (int, Attribute)):
-            return NotImplemented
+            raise AnnotationError(f"{self!r} and {other!r} make no whole number.")
         left, right = (other, self) if turned else (self, other)
         return Attribute(
             f"{_operand(left)} {symbol} {_operand(right)}",

@@ -1,10 +1,14 @@
 """Recording NaN and Inf of what a function returns into the flags it returns."""
 
+import copy
 import dataclasses
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from torchguard import err
 from torchguard._torch import is_same_size
@@ -12,19 +16,26 @@ from torchguard.checks import seen_in
 from torchguard.errors.config import CARRIERS, get_config
 from torchguard.errors.record import push_seen
 from torchguard.exceptions import InvalidParameterError
+from torchguard.typing.dims import Named
+from torchguard.typing.nodes import Each, EachValue, Fields, Items, Node, OneOf
 from torchguard.typing.spec import TensorSpec
-from torchguard.typing.structure import Fields, Items, Node, OneOf
 
-# How to get from a value to a part of it: an index or a key, or the name of an attribute after a dot.
-Step = int | str
-Path = tuple[Step, ...]
+# How to get from a value to a part of it: indices, keys, names of attributes; None for any of them.
+Path = tuple[int | str | None, ...]
+# The same as text: Dynamo of torch 2.12 cannot compare tuples.
+_STEP, _ANY = "\n", "*"
 DETECTABLE = frozenset({err.NAN, err.INF})
 
 
 class Spots(NamedTuple):
-    """Where flags are in what a function returns: in one of these places, or else perhaps last in a tuple."""
+    """What an annotation says about the returned tensors.
 
-    declared: tuple[Path, ...]
+    `flags` is where flags may be, and whether nothing else may be there; `values` along which dim the samples lie in
+    other tensors (None: along none).
+    """
+
+    flags: tuple[tuple[Path, bool], ...]
+    values: tuple[tuple[str, int | None], ...]
     may_be_last: bool
 
 
@@ -46,79 +57,127 @@ def codes_to_detect(auto_detect: Any) -> frozenset[int]:
 
 
 def spots_of(returned: Node | None) -> Spots:
-    """Where an annotation says that flags are."""
+    """What a return annotation says about where flags and samples are."""
+    specs = list(_placed(returned))
+    flags = [(path, spec) for path, spec in specs if spec.is_flags and None not in path]
+    names = {spec.head[0].text for _, spec in flags if spec.head and isinstance(spec.head[0], Named)}
+    values = {_text(path): _dim_named(spec, names) for path, spec in specs if not spec.is_flags}
     may_be_last = returned is None or (isinstance(returned, Items) and returned.items[-1] is None)
-    return Spots(tuple(_declared_in(returned)), may_be_last)
+    return Spots(tuple((path, _text(path) not in values) for path, _ in flags), tuple(values.items()), may_be_last)
 
 
-def _declared_in(node: Node | None, path: Path = (), above: tuple[Node, ...] = ()) -> Iterator[Path]:
+def _text(path: Path) -> str:
+    return _STEP.join(_ANY if step is None else str(step) for step in path)
+
+
+def _placed(node: Node | None, path: Path = (), above: tuple[Node, ...] = ()) -> Iterator[tuple[Path, TensorSpec]]:
+    """Every declared tensor with its path."""
     if isinstance(node, TensorSpec):
-        if node.is_flags:
-            yield path
+        yield path, node
     elif isinstance(node, Items):
         for i, item in enumerate(node.items):
-            yield from _declared_in(item, (*path, i), above)
+            yield from _placed(item, (*path, i), above)
+    elif isinstance(node, (Each, EachValue)):
+        yield from _placed(node.item, (*path, None), above)
     elif isinstance(node, OneOf):
         for _, option in node.options:
-            yield from _declared_in(option, path, above)
+            yield from _placed(option, path, above)
     elif isinstance(node, Fields) and not any(node is other for other in above):
         for name, field in node.fields.items():
-            yield from _declared_in(field, (*path, name), (*above, node))
+            yield from _placed(field, (*path, name), (*above, node))
+
+
+def _dim_named(spec: TensorSpec, names: set[str]) -> int | None:
+    """Where the samples lie in a declared tensor: along the dim that is named as in the flags, else along the first."""
+    if not names or not any(isinstance(dim, Named) for dim in spec.plain_dims):
+        return 0
+    for i, dim in enumerate(spec.head):
+        if dim.text in names:
+            return i
+    for i, dim in enumerate(spec.tail):
+        if dim.text in names:
+            return i - len(spec.tail)
+    return None
 
 
 def flags_at(result: Any, spots: Spots) -> tuple[Path, bool] | None:
     """Where the flags are in what a function returned, and whether that is sure."""
-    for path in spots.declared:
-        if can_be_flags(_at(result, path)):
-            return path, True
+    for path, surely in spots.flags:
+        if _can_be_flags(_at(result, path)):
+            return path, surely
     if spots.may_be_last and type(result) is tuple and len(result) > 1 and _looks_like_flags(result[-1]):
         return (len(result) - 1,), False
     return None
 
 
-def detect(result: Any, path: Path, surely: bool, codes: Set[int], place: int) -> Any:
+def detect(result: Any, path: Path, surely: bool, spots: Spots, codes: Set[int], place: int) -> Any:
     """`result`, with what speaks against samples of its tensors added to the flags at `path`."""
     f = given = _at(result, path)
-    for z in _tensors_in(result):
+    flags = [_text(path), *(_text(other) for other, surely in spots.flags if surely)]
+    for where, z in _tensors_in(result):
+        if _text(where) in flags or not _can_be_looked_at(z, given):
+            continue
+        dim = _samples_along(_text(where), spots)
         # What has no row for each sample tells nothing about one.
-        if z is not given and z.ndim > 0 and is_same_size(z.shape[0], given.shape[0]):
-            seen = seen_in(z, place, codes)
+        if dim is not None and z.ndim > max(dim, -dim - 1) and is_same_size(z.shape[dim], given.shape[0]):
+            seen = seen_in(z.movedim(dim, 0) if dim else z, place, codes)
             if seen:
                 f = push_seen(f, seen, surely=surely)
     return result if f is given else _with(result, path, f)
 
 
-def can_be_flags(f: Any) -> bool:
+def _samples_along(where: str, spots: Spots) -> int | None:
+    steps = where.split(_STEP)
+    for path, dim in spots.values:
+        declared = path.split(_STEP)
+        if len(declared) == len(steps) and all(d in (_ANY, s) for d, s in zip(declared, steps, strict=True)):
+            return dim
+    return 0
+
+
+def _can_be_looked_at(z: Tensor, f: Tensor) -> bool:
+    can_be_bad = z.is_floating_point() or z.is_complex()
+    return can_be_bad and z.layout == torch.strided and not z.is_nested and z.device == f.device
+
+
+def _can_be_flags(f: Any) -> bool:
     return isinstance(f, Tensor) and f.ndim == 2 and f.dtype in CARRIERS and not f.requires_grad
 
 
 def _looks_like_flags(f: Any) -> bool:
-    return can_be_flags(f) and f.shape[1] == get_config().words_for(f.dtype)
+    return _can_be_flags(f) and is_same_size(f.shape[1], get_config().words_for(f.dtype))
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+# What is returned, as a tree: tuples and lists, mappings, dataclasses.
+
+
+def _tensors_in(value: Any, path: Path = (), above: tuple[Any, ...] = ()) -> Iterator[tuple[Path, Tensor]]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors_in(part)
+        yield path, value
+        return
+    if isinstance(value, Mapping):
+        parts = [*value.items()]
     elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors_in(part)
+        parts = [*zip(getattr(value, "_fields", range(len(value))), value, strict=True)]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name))
+        if any(value is other for other in above):
+            return
+        parts = [(name, getattr(value, name, None)) for name in value.__dataclass_fields__]
+    else:
+        return
+    for step, part in parts:
+        yield from _tensors_in(part, (*path, step), (*above, value))
 
 
 def _at(value: Any, path: Path) -> Any:
     """The part of a value at a path, None if there is no such part."""
     for step in path:
-        if isinstance(step, int):
-            value = value[step] if isinstance(value, (tuple, list)) and step < len(value) else None
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             value = value.get(step)
+        elif isinstance(step, int):
+            value = value[step] if isinstance(value, (tuple, list)) and step < len(value) else None
         else:
-            value = getattr(value, step, None)
+            value = getattr(value, str(step), None)
     return value
 
 
@@ -126,13 +185,34 @@ def _with(value: Any, path: Path, part: Any) -> Any:
     """A copy of a value with another part at the path."""
     if not path:
         return part
-    step, *rest = path
-    new = _with(_at(value, (step,)), tuple(rest), part)
+    new = _with(_at(value, path[:1]), path[1:], part)
+    return _traced_copy(value, path[0], new) if is_compiling() else _copy(value, path[0], new)
+
+
+def _copy(value: Any, step: Any, new: Any) -> Any:
+    """No constructor is called: it may want other arguments, or do more than construct."""
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), _items(value, step, new))
+    copied = copy.copy(value)
+    if isinstance(value, (Mapping, list)):
+        copied[step] = new
+    else:
+        object.__setattr__(copied, step, new)
+    return copied
+
+
+def _traced_copy(value: Any, step: Any, new: Any) -> Any:
+    """The same by what Dynamo of torch 2.11 can trace."""
     if isinstance(value, (tuple, list)):
-        fields = getattr(value, "_fields", None)
-        at = fields.index(step) if fields and isinstance(step, str) else step
-        items = [new if i == at else item for i, item in enumerate(value)]
-        return type(value)(*items) if fields else type(value)(items)  # not _replace, which torch 2.11 cannot trace
-    if dataclasses.is_dataclass(value):
-        return dataclasses.replace(value, **{step: new})  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return {**value, step: new}
+        items = _items(value, step, new)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) in (dict, OrderedDict, defaultdict):
+        copied = value.copy()
+        copied[step] = new
+        return copied
+    return dataclasses.replace(value, **{step: new})
+
+
+def _items(value: Any, step: Any, new: Any) -> list[Any]:
+    at = value._fields.index(step) if isinstance(step, str) else step
+    return [new if i == at else item for i, item in enumerate(value)]

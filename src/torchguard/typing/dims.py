@@ -104,9 +104,12 @@ class Formula(DimSpec):
     def __init__(self, text: str, names: frozenset[str], compute: Callable[["Scope"], Any]) -> None:
         self.text, self.names, self._compute = text, names, compute
 
-    def settles(self, size: int, scope: "Scope", seen: "Seen", from_right: int) -> bool:
+    def accepts(self, size: int, scope: "Scope") -> bool:
         expected = self.expected(scope)
         return expected is None or expected == size
+
+    def settles(self, size: int, scope: "Scope", seen: "Seen", from_right: int) -> bool:
+        return self.accepts(size, scope)
 
     def expected(self, scope: "Scope") -> int | None:
         # A name that only an argument left out would have bound says nothing about the others.

@@ -43,6 +43,9 @@ class TensorKind(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise AnnotationError(f"{cls!r} is for annotations. Make tensors with torch.")
 
+    def __getitem__(cls, item: Any) -> Any:
+        raise AnnotationError(f"{cls!r}[{item!r}]: write Tensor[{cls.dtype!r}, (...)].")
+
     def __repr__(cls) -> str:
         return repr(cls.spec or cls.dtype)
 

@@ -27,8 +27,8 @@ def error_of(scope: Scope) -> ValidationError:
     if others:
         lines += ["", f"  {len(others)} more {'does' if len(others) == 1 else 'do'} not fit:", ""]
         lines += [line for finding in others for line in _block(finding, scope)]
-    if scope.sizes or scope.rests:
-        lines += ["", f"  {', '.join(_bindings(scope))}"]
+    if bindings := ", ".join(_bindings(scope)):
+        lines += ["", f"  {bindings}"]
     return first.error("\n".join(lines), scope.function, first.path)
 
 
@@ -47,12 +47,12 @@ def _shapes(seen: Seen, scope: Scope) -> list[str]:
     if not spec.fits_rank(shape):
         found = _row([str(size) for size in shape])
         least = len(spec.head) + len(spec.tail)
-        wanted = f"{'at least ' if spec.rest else ''}{least} dims"
+        wanted = f"{'at least ' if spec.rest else ''}{_dims(least)}"
         declared = _row([dim.text for dim in spec.dims])
         width = max(len(declared), len(found))
         return [
             f"declared  {declared:<{width}}  {wanted}",
-            f"found     {found:<{width}}  {len(shape)} dims",
+            f"found     {found:<{width}}  {_dims(len(shape))}",
             f"          {'^' * len(found)}",
         ]
     columns = _columns(seen, scope.fork())
@@ -78,16 +78,16 @@ def _columns(seen: Seen, scope: Scope) -> list[tuple[str, str, str, str]]:
         columns.append((dim.text, _expected(dim, scope, seen, len(shape) - i), found, _mark(found, i in wrong)))
     if spec.rest is not None:
         middle = range(len(spec.head), len(shape) - len(spec.tail))
-        found = ", ".join(str(shape[i]) for i in middle)
+        found = ", ".join(str(shape[i]) for i in middle) or "none"
         known = scope.rests.get(spec.rest.name) if isinstance(spec.rest, NamedRest) else None
-        expected = "..." if known is None else ", ".join(str(size) for size in known[0])
+        expected = "..." if known is None else ", ".join(str(size) for size in known[0]) or "none"
         is_wrong = not spec.rest.accepts(tuple(shape[i] for i in middle), scope)
         columns.insert(len(spec.head), (spec.rest.text, expected, found, _mark(found, is_wrong)))
     return columns
 
 
 def _mark(found: str, is_wrong: bool) -> str:
-    return "^" * max(len(found), 1) if is_wrong else ""
+    return "^" * len(found) if is_wrong else ""
 
 
 def _expected(dim: DimSpec, scope: Scope, seen: Seen, from_right: int) -> str:
@@ -97,13 +97,17 @@ def _expected(dim: DimSpec, scope: Scope, seen: Seen, from_right: int) -> str:
     return "any" if size is None else f"1 or {size}" if isinstance(dim, OneOr) else str(size)
 
 
+def _dims(count: int) -> str:
+    return f"{count} dim" if count == 1 else f"{count} dims"
+
+
 def _row(texts: list[str]) -> str:
     return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
 
 
 def _bindings(scope: Scope) -> Iterator[str]:
-    """Where each name got its size: at the first tensor that has it and fits."""
-    unfit = [finding.seen for finding in scope.findings]
+    """Where each name got its size: at the first tensor that has it and fitted when it was met."""
+    unfit = [finding.seen for finding in scope.findings if not finding.binds]
     told: set[str] = set()
     for seen in scope.seen:
         spec, path, shape = seen

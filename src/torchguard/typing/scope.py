@@ -18,8 +18,18 @@ if TYPE_CHECKING:
 Seen = tuple["TensorSpec", str, tuple[int, ...]]
 
 
+def described(value: Any) -> str:
+    """What a value is, for a message."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 class Finding(NamedTuple):
-    """Something that does not fit. Findings are told in the order of the arguments: by `turn`."""
+    """Something that does not fit. Findings are told in the order of the arguments: by `turn`.
+
+    `binds` is True for a tensor that fitted when it was met, so that names have their sizes from it, and no longer
+    when all others were seen.
+    """
 
     turn: int
     error: type[ValidationError]
@@ -29,6 +39,7 @@ class Finding(NamedTuple):
     found: str
     advice: str | None = None
     seen: Seen | None = None
+    binds: bool = False
 
 
 class Scope:
@@ -60,11 +71,11 @@ class Scope:
         error = InvalidReturnTypeError if self.returning else InvalidParameterError
         self.report(error, path, "", declared, found, None)
 
-    def report_shape(self, turn: int) -> None:
+    def report_shape(self, turn: int, binds: bool = False) -> None:
         spec, path, shape = seen = self.seen[turn]
         if not any(finding.seen is seen for finding in self.findings):
             found = str(tuple(shape))
-            self.findings.append(Finding(turn, DimensionMismatchError, path, spec.text, "", found, None, seen))
+            self.findings.append(Finding(turn, DimensionMismatchError, path, spec.text, "", found, None, seen, binds))
 
     def settle(self, start: int = 0) -> None:
         """Ask the dims that had to wait until every tensor was seen, from the `start`-th tensor on."""
@@ -74,7 +85,7 @@ class Scope:
                 continue
             try:
                 if spec.fits_rank(shape) and spec.misfits(self.seen[turn], self.fork()):
-                    self.report_shape(turn)
+                    self.report_shape(turn, binds=True)
             except AnnotationError as error:
                 raise AnnotationError(f"{self.function}: {path}: {spec.text}: {error}") from error
         self.findings.sort(key=lambda finding: finding.turn)

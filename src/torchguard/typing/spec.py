@@ -7,7 +7,7 @@ import torch
 from torchguard.exceptions import AnnotationError, DeviceMismatchError, DTypeMismatchError
 from torchguard.typing.dims import DimSpec, OneOr, RestSpec
 from torchguard.typing.dtypes import ERROR, DType
-from torchguard.typing.scope import Scope, Seen
+from torchguard.typing.scope import Scope, Seen, described
 
 
 class TensorSpec:
@@ -28,6 +28,10 @@ class TensorSpec:
         if len(rests) > 1:
             raise AnnotationError(f"{text} has {len(rests)} ellipses. One is all a shape can have.")
         split = rests[0] if rests else len(dims)
+        if dtype is ERROR and not rests and len(dims) != 2:
+            raise AnnotationError(f"{text}: flags have two dims, samples and words.")
+        if requires_grad and dtype and not any(d.is_floating_point or d.is_complex for d in dtype.members):
+            raise AnnotationError(f"{text}: only floats and complex numbers can require a gradient.")
         self.text, self.dtype, self.device, self.requires_grad = text, dtype, device, requires_grad
         self.dims = dims
         self.head: tuple[Any, ...] = dims[:split]
@@ -50,12 +54,12 @@ class TensorSpec:
     def check(self, value: Any, scope: Scope, path: str) -> None:
         if not isinstance(value, torch.Tensor):
             if not isinstance(value, torch.fx.Proxy):  # a graph is being drawn: nothing is known of it
-                scope.report_kind(path, "", self.text, f"a {type(value).__name__}", "Give a torch.Tensor.")
+                scope.report_kind(path, "", self.text, described(value), "Give a torch.Tensor.")
             return
         shape = value.shape
         scope.seen.append((self, path, shape))
         if self.dtype is not None and value.dtype not in self.dtype.members:
-            advice = f".to({next(iter(self.dtype.members))}) would fit." if len(self.dtype.members) == 1 else None
+            advice = _casting(value.dtype, self.dtype)
             scope.report(DTypeMismatchError, path, self.text, self.dtype.name, str(value.dtype), advice)
         try:
             if not self._accepts(shape, scope):
@@ -64,7 +68,8 @@ class TensorSpec:
             raise AnnotationError(f"{scope.function}: {path}: {self.text}: {error}") from error
         if self.device is not None and not self._is_there(value.device):
             there, here = str(self.device), str(value.device)
-            scope.report(DeviceMismatchError, path, self.text, there, here, f".to({there!r}) would fit.")
+            advice = None if "meta" in (there, here) else f".to({there!r}) would fit."
+            scope.report(DeviceMismatchError, path, self.text, there, here, advice)
         if self.requires_grad is not None and value.requires_grad != self.requires_grad:
             self._report_grad(value.requires_grad, scope, path)
 
@@ -114,3 +119,10 @@ class TensorSpec:
         if self.rest is not None and not self.rest.accepts(tuple(shape[i] for i in middle), scope):
             wrong += middle
         return wrong
+
+
+def _casting(found: torch.dtype, declared: DType) -> str | None:
+    """The cast that would do, unless it leads to another kind of number."""
+    members = list(declared.members)
+    is_same_kind = len(members) == 1 and torch.can_cast(found, members[0])
+    return f".to({members[0]}) would fit." if is_same_kind else None

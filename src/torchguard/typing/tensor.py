@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchguard.exceptions import AnnotationError
-from torchguard.typing.attributes import Attribute
-from torchguard.typing.dims import Broadcasting, DimSpec, Exact, Named, OfSelf, RestSpec
+from torchguard.typing.attributes import Attribute, Dim
+from torchguard.typing.dims import AnySize, Broadcasting, DimSpec, Exact, Named, OfSelf, RestSpec
 from torchguard.typing.dtypes import TensorKind, dtype_of, is_dtype_name
 from torchguard.typing.spec import TensorSpec
 
@@ -61,10 +61,12 @@ def _dim_of(dim: Any) -> DimSpec | RestSpec:
         return RestSpec()
     if isinstance(dim, Broadcasting):
         return dim
+    if dim is Dim:
+        raise AnnotationError("Dim alone is no size. Name the attribute: Dim.hidden.")
     if isinstance(dim, Attribute):
         return OfSelf(repr(dim), dim.__read__)
     if isinstance(dim, str):
-        return Named(_name_of(dim))
+        return AnySize() if dim == "_" else Named(_name_of(dim))
     if isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0:
         return Exact(dim)
     if isinstance(dim, (torch.dtype, TensorKind)):

@@ -5,8 +5,7 @@ import inspect
 import sys
 import types
 import warnings
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
 from torch import nn
@@ -19,6 +18,7 @@ from torchguard.exceptions import AnnotationError, InvalidReturnTypeError, Valid
 from torchguard.locations.tracking import location_of
 from torchguard.typing.contract import Contract
 from torchguard.typing.detection import Spots, codes_to_detect, detect, flags_at, spots_of
+from torchguard.typing.hints import names_around
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,39 +55,21 @@ def tensorcheck(function: Any = None, *, auto_detect: bool | Iterable[int] | Non
       batch = 3 (dim 0 of x)
     """
     codes = codes_to_detect(auto_detect)
-    must_find = codes and auto_detect is not True
+    must_find = bool(codes) and auto_detect is not True
     if function is None:
-        return lambda later: _checked(later, codes, bool(must_find), _names_around(later))
-    return _checked(function, codes, bool(must_find), _names_around(function))
+        return lambda later: _checked(later, codes, must_find, sys._getframe(1))
+    return _checked(function, codes, must_find, sys._getframe(1))
 
 
-def _checked(function: Any, codes: frozenset[int], must_find: bool, local: Mapping[str, Any]) -> Any:
+def _checked(function: Any, codes: frozenset[int], must_find: bool, frame: types.FrameType) -> Any:
     if isinstance(function, (classmethod, staticmethod)):
-        return type(function)(_checked(function.__func__, codes, must_find, local))
+        return type(function)(_checked(function.__func__, codes, must_find, frame))
     _require_function(function)
-    contract = Contract(function, local)
-    if not contract.unresolved and not any(spots_of(contract.returned)):
-        codes = frozenset()  # what is returned is declared, and no flags are among it
-    if not codes:
-        return _validated(function, contract) if contract.declares_anything else function
-
-    @constant_in_graphs
-    def spots() -> Spots:
-        if contract.unresolved:
-            contract.complete()
-        return spots_of(contract.returned)
-
-    @functools.wraps(function)
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        found = flags_at(result, spots())
-        if found is not None:
-            return detect(result, *found, codes, _place(args, contract.name))
-        if must_find and not is_compiling():
-            _miss_flags(contract.name)
-        return result
-
-    return _validated(recording, contract) if contract.declares_anything else recording
+    contract = Contract(function, names_around(inspect.unwrap(function), frame))
+    terms = contract.terms
+    checked = _validated(function, contract) if terms.say_something else function
+    has_no_flags = not terms.unresolved and not any(spots_of(terms.returned)[::2])
+    return _recording(checked, contract, codes, must_find) if codes and (must_find or not has_no_flags) else checked
 
 
 def _validated(function: Callable[..., Any], contract: Contract) -> Callable[..., Any]:
@@ -95,7 +77,7 @@ def _validated(function: Callable[..., Any], contract: Contract) -> Callable[...
     def checked(*args: Any, **kwargs: Any) -> Any:
         if is_compiling() or is_jit_tracing():
             return function(*args, **kwargs)
-        if contract.unresolved:
+        if contract.terms.unresolved:
             contract.complete()
         scope = contract.check_arguments(args, kwargs)
         result = function(*args, **kwargs)
@@ -105,13 +87,37 @@ def _validated(function: Callable[..., Any], contract: Contract) -> Callable[...
     return checked
 
 
+def _recording(
+    function: Callable[..., Any], contract: Contract, codes: frozenset[int], must_find: bool
+) -> Callable[..., Any]:
+    @constant_in_graphs
+    def spots() -> Spots:
+        return spots_of(contract.complete(strictly=False).returned)
+
+    @functools.wraps(function)
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        known = spots()
+        found = flags_at(result, known)
+        if found is not None:
+            return detect(result, *found, known, codes, _place(args, contract.name))
+        if must_find and not is_compiling():
+            _miss_flags(contract.name)
+        return result
+
+    return recording
+
+
 def _require_function(function: Any) -> None:
     if isinstance(function, type):
         raise AnnotationError(f"tensorcheck: {function.__name__} is a class. Decorate its methods.")
     if isinstance(function, nn.Module):
         raise AnnotationError(f"tensorcheck: a {type(function).__name__} is a module. Decorate its forward.")
     if not isinstance(function, types.FunctionType):
-        raise AnnotationError(f"tensorcheck: {function!r} is no function or method.")
+        raise AnnotationError(
+            f"tensorcheck: a {type(function).__name__} is no function. Decorate the function itself, in its class and "
+            "below decorators that make something else of it."
+        )
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise AnnotationError(f"tensorcheck: {function.__qualname__} is async. Decorate the function it awaits.")
 
@@ -128,13 +134,3 @@ def _miss_flags(name: str) -> None:
     if get_config().strict_validation:
         raise InvalidReturnTypeError(told, name, "return")
     warnings.warn(told, ValidationWarning, stacklevel=4)
-
-
-def _names_around(function: Any) -> Mapping[str, Any]:
-    """The names a function's annotations could use where it is defined, in case they are text."""
-    frame, module = sys._getframe(2), getattr(inspect.unwrap(function), "__globals__", None)
-    found: list[Any] = []
-    while frame is not None and frame.f_globals is module and frame.f_locals is not frame.f_globals:
-        found.append(dict(frame.f_locals))
-        frame = frame.f_back
-    return ChainMap(*found)
