@@ -35,6 +35,8 @@ from torchguard.typing import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch's own, about its matmuls and about the graphs it captures.
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning", "ignore:The CUDA Graph is empty:UserWarning"),
 ]
 NAN, INF = float("nan"), float("inf")
 
