@@ -45,6 +45,7 @@ from torchguard.flags import ErrorFlags, UnpackedError
 from torchguard.locations import ErrorLocation, tracked
 from torchguard.result import Err, Ok, Result, as_exception, as_result, unwrap
 from torchguard.typing import tensorcheck
+from torchguard.watching import unwatch, watch
 
 if TYPE_CHECKING:
     from torchguard.errors.config import CONFIG
@@ -112,7 +113,9 @@ __all__ = [
     "set_config",
     "tensorcheck",
     "tracked",
+    "unwatch",
     "unwrap",
+    "watch",
 ]
 
 

@@ -103,13 +103,45 @@ def surely_equal(one: Sequence[int], two: Sequence[int]) -> bool:
     return len(one) == len(two) and all(statically_known_true(a == b) for a, b in pairs)
 
 
-def is_same_size(one: int, two: int) -> bool:
-    """Whether two sizes are equal; sizes that depend on values, of which a graph knows nothing, never are.
+def holds(condition: bool) -> bool:
+    """Whether a comparison of sizes holds; for sizes that depend on values, of which a graph knows nothing, never.
 
     Comparing such a size ends the trace. Its guard has to be asked for by a name of `torch.fx.experimental`.
     """
     if not torch.compiler.is_compiling():
-        return one == two
+        return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # loads sympy: only where a graph is traced
 
-    return guard_or_false(one == two)
+    return guard_or_false(condition)
+
+
+def is_surely(condition: bool) -> bool:
+    """Whether a comparison of sizes holds, in a graph for every size there may be: asking adds no guard.
+
+    The way to ask without one stands in `torch.fx.experimental`.
+    """
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy: only where a graph is traced
+
+    return statically_known_true(condition)
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass of eager mode is under way: what runs then is a checkpoint running its part again.
+
+    There is no public way to ask. Where this one is missing, quarantine and checkpoints do not go together.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def keep_side_effects_under_checkpoint() -> None:
+    """Let Dynamo trace hooks that take notes inside `torch.utils.checkpoint`, without taking them again in backward.
+
+    It is a setting of Dynamo's for the whole process. Where it is missing, a watched model with checkpoints compiles
+    with graph breaks, or with `fullgraph=True` says so.
+    """
+    import torch._dynamo  # not at import: it is heavy
+
+    if hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

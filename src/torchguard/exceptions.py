@@ -97,8 +97,16 @@ class InvalidReturnTypeError(ValidationError, TypeError):
     """What a function returned is not of the declared structure."""
 
 
+class WatchError(TorchGuardError, ValueError):
+    """A model cannot be watched that way."""
+
+
 class ValidationWarning(UserWarning):
     """Something could not be validated; an error under `ErrorConfig(strict_validation=True)`."""
+
+
+class MixedRowsWarning(UserWarning):
+    """A model has modules in which samples touch each other."""
 
 
 class LocationWarning(UserWarning):

@@ -134,3 +134,8 @@ DEFAULT_SEVERITY: Final[dict[int, int]] = {
     ErrorCode.FALLBACK_VALUE: Severity.WARN,
     ErrorCode.VALUE_CLAMPED: Severity.WARN,
 }
+
+
+def name_code(code: int, name: str) -> None:
+    """Give one of the free codes (4, 8, 12) a name for reports."""
+    _CODE_NAMES[code] = name

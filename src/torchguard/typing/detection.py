@@ -1,21 +1,18 @@
 """Recording NaN and Inf of what a function returns into the flags it returns."""
 
-import copy
-import dataclasses
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from torchguard import err
-from torchguard._torch import is_same_size
+from torchguard._torch import holds
 from torchguard.checks import seen_in
 from torchguard.errors.config import CARRIERS, get_config
 from torchguard.errors.record import push_seen
 from torchguard.exceptions import InvalidParameterError
+from torchguard.nested import part_at, tensors_in, with_parts
 from torchguard.typing.dims import Named
 from torchguard.typing.nodes import Each, EachValue, Fields, Items, Node, OneOf
 from torchguard.typing.spec import TensorSpec
@@ -114,12 +111,12 @@ def detect(result: Any, path: Path, surely: bool, spots: Spots, codes: Set[int],
     """`result`, with what speaks against samples of its tensors added to the flags at `path`."""
     f = given = _at(result, path)
     flags = [_text(path), *(_text(other) for other, surely in spots.flags if surely)]
-    for where, z in _tensors_in(result):
+    for where, z in tensors_in(result):
         if _text(where) in flags or not _can_be_looked_at(z, given):
             continue
         dim = _samples_along(_text(where), spots)
         # What has no row for each sample tells nothing about one.
-        if dim is not None and z.ndim > max(dim, -dim - 1) and is_same_size(z.shape[dim], given.shape[0]):
+        if dim is not None and z.ndim > max(dim, -dim - 1) and holds(z.shape[dim] == given.shape[0]):
             seen = seen_in(z.movedim(dim, 0) if dim else z, place, codes)
             if seen:
                 f = push_seen(f, seen, surely=surely)
@@ -145,39 +142,13 @@ def _can_be_flags(f: Any) -> bool:
 
 
 def _looks_like_flags(f: Any) -> bool:
-    return _can_be_flags(f) and is_same_size(f.shape[1], get_config().words_for(f.dtype))
-
-
-# What is returned, as a tree: tuples and lists, mappings, dataclasses.
-
-
-def _tensors_in(value: Any, path: Path = (), above: tuple[Any, ...] = ()) -> Iterator[tuple[Path, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    if isinstance(value, Mapping):
-        parts = [*value.items()]
-    elif isinstance(value, (tuple, list)):
-        parts = [*zip(getattr(value, "_fields", range(len(value))), value, strict=True)]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if any(value is other for other in above):
-            return
-        parts = [(name, getattr(value, name, None)) for name in value.__dataclass_fields__]
-    else:
-        return
-    for step, part in parts:
-        yield from _tensors_in(part, (*path, step), (*above, value))
+    return _can_be_flags(f) and holds(f.shape[1] == get_config().words_for(f.dtype))
 
 
 def _at(value: Any, path: Path) -> Any:
     """The part of a value at a path, None if there is no such part."""
     for step in path:
-        if isinstance(value, Mapping):
-            value = value.get(step)
-        elif isinstance(step, int):
-            value = value[step] if isinstance(value, (tuple, list)) and step < len(value) else None
-        else:
-            value = getattr(value, str(step), None)
+        value = part_at(value, step)
     return value
 
 
@@ -185,34 +156,7 @@ def _with(value: Any, path: Path, part: Any) -> Any:
     """A copy of a value with another part at the path."""
     if not path:
         return part
-    new = _with(_at(value, path[:1]), path[1:], part)
-    return _traced_copy(value, path[0], new) if is_compiling() else _copy(value, path[0], new)
-
-
-def _copy(value: Any, step: Any, new: Any) -> Any:
-    """No constructor is called: it may want other arguments, or do more than construct."""
-    if isinstance(value, tuple):
-        return tuple.__new__(type(value), _items(value, step, new))
-    copied = copy.copy(value)
-    if isinstance(value, (Mapping, list)):
-        copied[step] = new
-    else:
-        object.__setattr__(copied, step, new)
-    return copied
-
-
-def _traced_copy(value: Any, step: Any, new: Any) -> Any:
-    """The same by what Dynamo of torch 2.11 can trace."""
-    if isinstance(value, (tuple, list)):
-        items = _items(value, step, new)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) in (dict, OrderedDict, defaultdict):
-        copied = value.copy()
-        copied[step] = new
-        return copied
-    return dataclasses.replace(value, **{step: new})
-
-
-def _items(value: Any, step: Any, new: Any) -> list[Any]:
-    at = value._fields.index(step) if isinstance(step, str) else step
-    return [new if i == at else item for i, item in enumerate(value)]
+    step = path[0]
+    if isinstance(step, int) and hasattr(value, "_fields"):
+        step = value._fields[step]
+    return with_parts(value, {step: _with(part_at(value, path[0]), path[1:], part)})

@@ -1,0 +1,113 @@
+"""Checks put in for you: `watch(model)` watches a model nobody edited."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchguard._torch import keep_side_effects_under_checkpoint
+from torchguard.exceptions import MixedRowsWarning, WatchError
+from torchguard.watching.checks import DEFAULT, checks_of
+from torchguard.watching.choose import other_embeddings, watched_paths
+from torchguard.watching.incidents import Incident
+from torchguard.watching.shell import Eye, Root, Watch, Watched, shell_class
+
+__all__ = ["Incident", "unwatch", "watch"]
+
+_STATE = "_watch"
+
+
+def watch(
+    model: nn.Module,
+    *,
+    level: str = "modules",
+    include: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str | None = None,
+    checks: Iterable[Any] = DEFAULT,
+    quarantine: bool = False,
+    returns: str = "both",
+    batch_dim: int = 0,
+) -> Any:
+    """The model, watched: `out, f = watch(model)(x)`, compiled or not.
+
+    What is returned shares everything with the model: class, modules, parameters, attributes. The model itself goes on
+    as before. A sample that goes bad is recorded in `f` at the place where it went bad first.
+
+    Args:
+        level: watch what every module with parameters returns ("modules"), what the blocks of the model's lists of
+            modules return ("blocks"), or inputs and outputs alone ("outputs").
+        include: glob patterns of paths: of what `level` chooses, watch these alone.
+        exclude: glob patterns of paths not to watch.
+        checks: what to look for: "nan", "inf", "indices", "overflow" or ("overflow", share), "zero", "constant",
+            "saturated", or checks of your own, (name, function from (batch, values) to a mask).
+        quarantine: replace what is bad at module boundaries, in values and gradients, and the whole row in the output.
+        returns: "both" for `(out, f)`; "output" for `out`, with the flags in `guarded.flags`.
+        batch_dim: the dim of the arguments along which the samples lie.
+
+    >>> from torchguard.watching import watch
+    >>> guarded = watch(torch.nn.Linear(2, 1))
+    >>> out, f = guarded(torch.tensor([[1.0, 2.0], [float("nan"), 1.0]]))
+    >>> flags.repr(f)
+    'ErrorFlags(2 samples, 1 errors: 1xNAN @ input)'
+    """
+    _require_model(model)
+    if returns not in ("both", "output"):
+        raise WatchError(f"watch: returns is {returns!r}. Give 'both' or 'output'.")
+    looked_for = checks_of(checks)
+    chosen = watched_paths(model, level, include, exclude)
+    tables = other_embeddings(model, chosen, exclude) if looked_for.indices else []
+    state = Watch(model, ("input", *chosen, *tables, ""), looked_for, quarantine, returns, batch_dim)
+    if quarantine:
+        _warn_of_mixed_rows(model)
+    keep_side_effects_under_checkpoint()
+    model.register_forward_pre_hook(Root(state))
+    for place, path in enumerate([*chosen, *tables], start=1):
+        module, eye = model.get_submodule(path), Eye(state, place)
+        is_table = isinstance(module, nn.Embedding)
+        if path in chosen:
+            module.register_forward_hook(eye.after)
+        if looked_for.indices if is_table else quarantine:
+            module.register_forward_pre_hook(eye.before, with_kwargs=True)
+    shell = object.__new__(shell_class(type(model)))
+    object.__setattr__(shell, "__dict__", model.__dict__)
+    model.__dict__[_STATE] = state
+    return shell
+
+
+def unwatch(guarded: Any) -> nn.Module:
+    """The plain model, without a trace of having been watched."""
+    if not isinstance(guarded, Watched):
+        raise WatchError(f"unwatch: this {type(guarded).__name__} is not watched.")
+    state = guarded.__dict__.pop(_STATE)
+    for module in guarded.modules():  # pyright: ignore[reportAttributeAccessIssue]
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            owners = {key: getattr(hook, "__self__", hook) for key, hook in hooks.items()}
+            for key, owner in owners.items():
+                if isinstance(owner, (Eye, Root)) and owner.watch is state:
+                    del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+    object.__setattr__(state.model, "__dict__", guarded.__dict__)
+    return state.model
+
+
+def _require_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise WatchError(f"watch: got a {type(model).__name__}. Give an nn.Module.")
+    if hasattr(model, "_orig_mod") or isinstance(model, torch.jit.ScriptModule):
+        raise WatchError("watch: this model is compiled already. Watch first: torch.compile(watch(model)).")
+    if _STATE in model.__dict__:
+        raise WatchError(f"watch: this {type(model).__name__} is watched already. unwatch it first.")
+
+
+def _warn_of_mixed_rows(model: nn.Module) -> None:
+    mixing = [path for path, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if mixing:
+        warnings.warn(
+            f"watch: {', '.join(mixing[:5])} mix samples while training: a repaired sample goes into their mean and "
+            "variance as zeros. The others' outputs and gradients stay finite, but are not those of the batch without "
+            "it. In eval mode they are.",
+            MixedRowsWarning,
+            stacklevel=3,
+        )

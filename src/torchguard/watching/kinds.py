@@ -1,0 +1,57 @@
+"""What a look at a tensor finds: for every vector along its last dim, the worst thing it holds."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchguard.errors.codes import ErrorCode
+
+# From fine to worst: where a vector holds several, the last one counts.
+CODES = (ErrorCode.OK, ErrorCode.OUT_OF_BOUNDS, ErrorCode.NEGATIVE_IDX, ErrorCode.INF, ErrorCode.NAN)
+FINE, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(CODES))
+
+
+def evidence(z: Tensor) -> Tensor:
+    """One number for each vector of `z`, by a reduction that fuses with whatever else reads the vector.
+
+    On the CPU the largest magnitude, which is NaN if anything is: Inductor vectorises it. Elsewhere the kind itself.
+    """
+    z = _floats(z.detach())
+    if z.ndim < 2 or z.shape[-1] == 0:
+        z = z.unsqueeze(-1)
+    return z.abs().amax(-1) if z.is_cpu else _kinds(z, z.abs()).amax(-1)
+
+
+def index_evidence(ids: Tensor, size: int) -> Tensor:
+    """The same for indices into a table of that size."""
+    kinds = torch.where(ids < 0, NEGATIVE, torch.where(ids >= size, OUT_OF_BOUNDS, FINE)).to(torch.int8)
+    return kinds.amax(-1) if kinds.ndim > 1 else kinds
+
+
+def kinds_of(found: Tensor) -> Tensor:
+    """The kind that each piece of evidence speaks of."""
+    return _kinds(found, found) if found.is_floating_point() else found
+
+
+def masked_kinds(found: Tensor, nan: bool, inf: bool) -> Tensor:
+    """The evidence, as far as it was asked for."""
+    if nan and inf:
+        return found
+    kinds = kinds_of(found)
+    return torch.where(kinds == (NAN if nan else INF), kinds, FINE)
+
+
+def can_be_bad(z: Tensor) -> bool:
+    can_hold_it = z.is_floating_point() or z.is_complex()
+    return can_hold_it and z.layout == torch.strided and not z.is_nested
+
+
+def _kinds(z: Tensor, magnitude: Tensor) -> Tensor:
+    return torch.where(z != z, NAN, torch.where(magnitude == math.inf, INF, FINE)).to(torch.int8)
+
+
+def _floats(z: Tensor) -> Tensor:
+    if z.is_complex():
+        return torch.view_as_real(z).flatten(-2) if z.ndim > 1 else torch.view_as_real(z)
+    return z.to(torch.float32) if z.element_size() == 1 else z
