@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,8 @@ Step = Any
 
 def parts_of(value: Any) -> list[tuple[Step, Any]]:
     """The parts of a value that may hold tensors, each with the step that leads to it; none for anything else."""
+    if value is None or isinstance(value, (Tensor, str, int, float)):
+        return []
     if isinstance(value, Mapping):
         return [*value.items()]
     if isinstance(value, (tuple, list)):
@@ -44,18 +46,28 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """A value with `fn` applied to every tensor in it."""
     if isinstance(value, Tensor):
         return fn(value)
-    holders = [(step, part) for step, part in parts_of(value) if any(True for _ in tensors_in(part))]
-    return with_parts(value, {step: mapped(part, fn) for step, part in holders})
+    return with_parts(value, {step: mapped(part, fn) for step, part in parts_of(value) if _holds_a_tensor(part)})
 
 
-def tensors_in(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Step, ...], Tensor]]:
+def tensors_in(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[tuple[Step, ...], Tensor]]:
     """Every tensor in a value, with the steps that lead to it."""
     if isinstance(value, Tensor):
-        yield (), value
-    elif is_compiling() or not any(value is other for other in above):  # Dynamo cannot compare tuples
+        return [((), value)]
+    found = []
+    # A list, not a generator: Dynamo takes long over these. And it cannot compare tuples.
+    if is_compiling() or not any(value is other for other in above):
         for step, part in parts_of(value):
-            for steps, tensor in tensors_in(part, (*above, value)):
-                yield (step, *steps), tensor
+            found += [((step, *steps), tensor) for steps, tensor in tensors_in(part, (*above, value))]
+    return found
+
+
+def _holds_a_tensor(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    for _, part in parts_of(value):  # noqa: SIM110 (a loop is faster to trace than a generator)
+        if _holds_a_tensor(part):
+            return True
+    return False
 
 
 def _copy(value: Any, new: Mapping[Step, Any]) -> Any:

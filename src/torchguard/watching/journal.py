@@ -44,12 +44,24 @@ class Journal:
         self.dims: list[int | None] = []
         self.remarks: list[tuple[int, int, Tensor]] = []
         self._known: list[tuple[Tensor, int]] = []
+        self._spread: list[tuple[Tensor, int | None, Any]] = []
 
     def note(self, place: int, found: Tensor, dim: int | None = None) -> None:
         """Evidence at a place; its samples lie along `dim`, if that is known."""
         self.places.append(place)
         self.found.append(found)
         self.dims.append(dim)
+
+    def mark_for(self, place: int, found: Tensor, dim: int | None) -> Tensor | None:
+        """The mark of a place, shaped as the evidence. Places share one expansion, so that one sum takes all back."""
+        if self.marks is None:
+            return None
+        for known, other_dim, slices in self._spread:
+            if other_dim == dim and _alike(known, found):
+                return slices[place]
+        slices = self.batch.spread(self.marks, found.shape, dim).unbind(0)
+        self._spread.append((found, dim, slices))
+        return slices[place]
 
     def knows(self, z: Tensor, dim: int | None) -> int | None:
         """Along which dim the samples lie in a tensor, as far as that was told, now or when it was met before."""

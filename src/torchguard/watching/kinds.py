@@ -34,6 +34,15 @@ def kinds_of(found: Tensor) -> Tensor:
     return _kinds(found, found) if found.is_floating_point() else found
 
 
+def is_bad(found: Tensor) -> Tensor:
+    """Whether evidence about numbers speaks against them: few operations, since it is asked at every module."""
+    return ~(found < math.inf) if found.is_floating_point() else found != FINE
+
+
+def is_nan(found: Tensor) -> Tensor:
+    return found != found if found.is_floating_point() else found == NAN
+
+
 def masked_kinds(found: Tensor, nan: bool, inf: bool) -> Tensor:
     """The evidence, as far as it was asked for."""
     if nan and inf:

@@ -1,14 +1,19 @@
 """Replacing what is bad, so that nothing beside it is touched: not a value, not a gradient."""
 
+import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchguard.watching.kinds import FINE, NAN, evidence, kinds_of
+from torchguard._torch import in_transform, is_exporting
+from torchguard.watching.kinds import evidence, is_bad, is_nan
 
 # Marks are summed over the vectors of a sample: one NaN outweighs any number of Infs.
 NAN_MARK = 2.0**20
+# For torch's caches of compiled graphs, which know an operator by its name and arguments.
+_REVISION = zlib.crc32(b"".join((Path(__file__).parent / name).read_bytes() for name in ("kinds.py", "quarantine.py")))
 
 
 class _Repair(torch.autograd.Function):
@@ -21,7 +26,7 @@ class _Repair(torch.autograd.Function):
 
     @staticmethod
     def forward(z: Tensor, found: Tensor, mark: Tensor | None) -> Tensor:
-        return torch.where(_over(kinds_of(found) != FINE, z), 0, z)
+        return torch.where(_over(is_bad(found), z), 0, z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -31,18 +36,31 @@ class _Repair(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (found,) = ctx.saved_tensors
-        born = kinds_of(evidence(grad))
-        clean = torch.where(_over((born != FINE) | (kinds_of(found) != FINE), grad), 0, grad)
+        born = evidence(grad)
+        clean = torch.where(_over(is_bad(born) | is_bad(found), grad), 0, grad)
         return clean, None, _marks(born) if ctx.is_marked else None
 
 
 def repaired(z: Tensor, found: Tensor, mark: Tensor | None) -> Tensor:
     """`z` with zeros in the place of every vector that its evidence speaks against."""
+    # Dynamo takes long over an autograd.Function, and a large model has hundreds. As an operator it is one call, into
+    # which AOTAutograd traces.
+    if torch.compiler.is_dynamo_compiling() and not is_exporting() and not in_transform():
+        return torch.ops.torchguard.repair(z, found, mark, _REVISION)
+    return _repair(z, found, mark, _REVISION)
+
+
+def _repair(z: Tensor, found: Tensor, mark: Tensor | None, revision: int) -> Tensor:
     return _Repair.apply(z, found, mark)  # pyright: ignore[reportReturnType]
 
 
+_LIBRARY = torch.library.Library("torchguard", "FRAGMENT")
+_LIBRARY.define("repair(Tensor z, Tensor found, Tensor? mark, int revision) -> Tensor")
+_LIBRARY.impl("repair", _repair, "CompositeImplicitAutograd")
+
+
 def _marks(born: Tensor) -> Tensor:
-    return torch.where(born == NAN, NAN_MARK, (born != FINE).to(torch.float32))
+    return torch.where(is_nan(born), NAN_MARK, is_bad(born).to(torch.float32))
 
 
 def _over(bad: Tensor, z: Tensor) -> Tensor:

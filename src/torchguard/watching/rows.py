@@ -1,6 +1,6 @@
 """Which rows of the batch a tensor is about."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,19 +34,18 @@ class Batch:
                 return z.unflatten(0, (self.size, length))
         return None
 
-    def spread(self, mark: Tensor, z: Tensor, dim: int | None = None) -> Tensor:
-        """A `(batch,)` mark as one entry for each vector along the last dim of `z`."""
-        shape = z.shape[:-1] if z.ndim > 1 else z.shape
-        along = self.dim if dim is None else dim
+    def spread(self, marks: Tensor, shape: Sequence[int], dim: int | None = None) -> Tensor:
+        """`(places, batch)` marks as `(places, *shape)`, for evidence of that shape."""
+        places, along = marks.shape[0], self.dim if dim is None else dim
         if len(shape) > along and is_surely(shape[along] == self.size):
             across = [1] * len(shape)
             across[along] = self.size
-            return mark.reshape(across).expand(shape)
+            return marks.reshape(places, *across).expand(places, *shape)
         for length in self.lengths if self.dim == 0 and len(shape) > 0 else ():
             if is_surely(shape[0] == self.size * length):
-                rows = mark.reshape(self.size, *[1] * len(shape)).expand(self.size, length, *shape[1:])
-                return rows.flatten(0, 1)
-        return mark.sum().expand(shape)
+                rows = marks.reshape(places, self.size, *[1] * len(shape))
+                return rows.expand(places, self.size, length, *shape[1:]).flatten(1, 2)
+        return marks.sum(1).reshape(places, *[1] * len(shape)).expand(places, *shape)
 
 
 def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> Batch:

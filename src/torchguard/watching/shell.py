@@ -60,7 +60,7 @@ class Watch:
     def open(self, batch: Batch) -> Journal:
         marks = None
         if self.marks is not None and torch.is_grad_enabled() and holds(batch.size <= _MARKED):
-            marks = self.marks[:, : batch.size].unbind(0)
+            marks = self.marks[:, : batch.size]
         return Journal(batch, self.quarantine, marks)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,10 +188,9 @@ def _seen(value: Any, watch: Watch, journal: Journal, place: int, dim: int | Non
 def _mended(z: Tensor, journal: Journal, place: int, dim: int | None) -> Tensor:
     if not can_be_bad(z) or journal.is_clean(z):
         return z
-    marks = journal.marks if z.requires_grad else None
     dim = journal.knows(z, dim)
     found = evidence(z)
-    z = repaired(z, found, None if marks is None else journal.batch.spread(marks[place], z, dim))
+    z = repaired(z, found, journal.mark_for(place, found, dim) if z.requires_grad else None)
     journal.note(place, found, dim)
     journal.knows(z, dim)
     journal.mark_clean(z)
