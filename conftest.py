@@ -14,7 +14,7 @@ if os.environ.get("TORCHGUARD_CHECK_SHAPES"):
 import torch
 
 import torchguard
-from torchguard.errors import config
+from torchguard.errors import codes, config
 
 # Machines with a GPU may have pytest and little else; the examples of the docs run where the rest does.
 if importlib.util.find_spec("sybil"):
@@ -26,13 +26,15 @@ if importlib.util.find_spec("sybil"):
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """The default settings, a known seed, and nothing compiled."""
+    """The default settings and names of codes, a known seed, and nothing compiled."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    before = config.CONFIG
+    before, names = config.CONFIG, dict(codes._CODE_NAMES)
     torchguard.set_config(torchguard.ErrorConfig())
     yield
     torchguard.set_config(before)
+    codes._CODE_NAMES.clear()
+    codes._CODE_NAMES.update(names)
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,9 @@ def test_repr(f):
 
 
 def test_a_long_repr_is_cut():
-    f = err.push_many(err.new_t(1), [(err.NAN, place, torch.tensor([True])) for place in range(100, 116)])
-    assert flags.repr(f).endswith("NAN @ Location_111, and 4 more)")
+    places = [ErrorLocation.register(f"step {i}") for i in range(16)]
+    f = err.push_many(err.new_t(1), [(err.NAN, place, torch.tensor([True])) for place in places])
+    assert flags.repr(f).endswith("NAN @ step 11, and 4 more)")
 
 
 def test_summary(f):
