@@ -43,7 +43,11 @@ class Watch:
         self.step: Step | None = None
         self.poll = Poll()
         self.marks: Tensor | None = None
-        self.place_marks()
+        self.place_marks(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def journal_now(self) -> Journal | None:
         """The journal of the call under way. When a checkpoint runs a part again in backward, one that nobody reads."""
@@ -51,16 +55,17 @@ class Watch:
             return Journal(None, repairs=True)
         return self.journal
 
-    def place_marks(self) -> None:
+    def place_marks(self, device: torch.device) -> None:
         """Leaves, one for each place and sample, whose gradient tells of faults born in the backward pass."""
         if self.quarantine:
-            device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
             self.marks = torch.zeros(len(self.paths), _MARKED, device=device, requires_grad=True)
 
     def open(self, batch: Batch) -> Journal:
-        marks = None
-        if self.marks is not None and torch.is_grad_enabled() and holds(batch.size <= _MARKED):
-            marks = self.marks[:, : batch.size]
+        # The model may have been moved by its plain twin. A leaf cannot be made in a graph: there it does without.
+        if self.marks is not None and self.marks.device != batch.device and not torch.compiler.is_compiling():
+            self.place_marks(batch.device)
+        has_marks = self.marks is not None and self.marks.device == batch.device and torch.is_grad_enabled()
+        marks = self.marks[:, : batch.size] if has_marks and holds(batch.size <= _MARKED) else None  # pyright: ignore[reportOptionalSubscript]
         return Journal(batch, self.quarantine, marks)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,7 +74,7 @@ class Watch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.locations = tuple(self.table.locate(path).id for path in self.paths)
-        self.place_marks()
+        self.place_marks(self.device)
 
 
 class Watched:
@@ -129,7 +134,7 @@ class Watched:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         applied = super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        self._watch.place_marks()
+        self._watch.place_marks(self._watch.device)
         return applied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
