@@ -69,12 +69,13 @@ class Watch:
         return Journal(batch, self.quarantine, marks)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "journal": None, "step": None, "poll": Poll(), "marks": None}
+        where = self.marks.device if self.marks is not None else None
+        return {**self.__dict__, "journal": None, "step": None, "poll": Poll(), "marks": where}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.locations = tuple(self.table.locate(path).id for path in self.paths)
-        self.place_marks(self.device)
+        self.place_marks(state["marks"])  # of the model itself nothing may be there yet
 
 
 class Watched:
