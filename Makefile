@@ -37,7 +37,10 @@ unit: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@echo "bench: against the published torchguard 1.1.0"
 	@$(BIN)/python benchmarks/run.py
+	@echo "bench: tensorcheck against jaxtyped"
 	@$(BIN)/python benchmarks/typed.py
+	@echo "bench: watched models against plain ones"
+	@$(BIN)/python benchmarks/watched.py cpu
 
 docs: $(VENV)/.docs
 	@echo "docs: mkdocs"

@@ -8,11 +8,11 @@ import json
 import statistics
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
 from models import Gpt
+from record import environment
 
 from torchguard import flag_nan, flag_nan_and_inf
 
@@ -53,10 +53,7 @@ def main() -> None:
     x = torch.randn(8, 1024, 1024, device="cuda", dtype=torch.bfloat16)
     torch.compile(lambda x: x.sin() + 1)(x)  # the toolchain, once
     found: dict = {
-        "date": date.today().isoformat(),
-        "machine": torch.cuda.get_device_name(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
+        **environment("cuda"),
         "work": "4 GPT blocks, D=1024, T=1024, B=8, bf16, 24 checks, torch.compile(fullgraph=True)",
         "milliseconds": {},
         "compile seconds": {},

@@ -6,15 +6,14 @@ published package lives in a directory of its own and is measured by a process o
 
 import json
 import os
-import platform
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from record import HERE, RESULTS, environment
+
 PEER = HERE.parent / ".benchmark-peers" / "torchguard-1.1.0"
-RESULT = HERE / "results" / "cpu.json"
+RESULT = RESULTS / "cpu.json"
 ROUNDS = 8
 
 
@@ -115,16 +114,11 @@ def main() -> None:
 
 
 def report(rows, took) -> None:
-    import torch
-
     print(f"\n{'work':<52}{'to reach':>10}{'ours':>10}{'published':>11}")
     for name, goal, (ours, published) in rows:
         print(f"{name:<52}{goal:>10}{ours:>10.2f}{'' if published is None else f'{published:.2f}':>11}")
     found = {
-        "date": date.today().isoformat(),
-        "machine": f"{cpu_name()}, 1 thread",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **environment(),
         "shape": [32, 512],
         "slots": 16,
         "ratios": [
@@ -136,12 +130,6 @@ def report(rows, took) -> None:
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(found, indent=2) + "\n")
     print(f"\nwritten to {RESULT.relative_to(HERE.parent)}")
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

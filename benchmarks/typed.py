@@ -5,9 +5,7 @@ Three arguments and a return, in one process, one thread, the contestants taking
 
 import json
 import os
-import platform
 import timeit
-from datetime import date
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -15,7 +13,7 @@ import beartype
 import jaxtyping
 import torch
 from jaxtyping import Float, jaxtyped
-from run import HERE, cpu_name
+from record import RESULTS, environment
 
 from torchguard.typing import Tensor, float32_t, tensorcheck
 
@@ -70,16 +68,13 @@ def main() -> None:
     for name, microseconds in took.items():
         print(f"{name:<52}{'':>10}{microseconds:>10.2f} us")
     found = {
-        "date": date.today().isoformat(),
-        "machine": f"{cpu_name()}, 1 thread",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **environment(),
         "jaxtyping": jaxtyping.__version__,
         "beartype": beartype.__version__,
         "ratios": [{"work": name, "to reach": goal, "ours": ratio} for name, goal, ratio in rows],
         "microseconds": took,
     }
-    (HERE / "results" / "typing.json").write_text(json.dumps(found, indent=2) + "\n")
+    (RESULTS / "typing.json").write_text(json.dumps(found, indent=2) + "\n")
     print("\nwritten to benchmarks/results/typing.json")
 
 

@@ -9,12 +9,10 @@ import copy
 import gc
 import json
 import os
-import platform
 import statistics
 import time
 import types
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +20,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
-import torch.nn.functional as F
-from models import Mlp
-from run import HERE, cpu_name
+from models import Gpt, Mlp
+from record import RESULTS, environment
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
@@ -52,35 +49,6 @@ TARGETS = {
     },
 }
 WARM_UP = 3
-
-
-class Block(nn.Module):
-    """A GPT block: six modules with parameters."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + self.proj(h)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Gpt(nn.Module):
-    def __init__(self, blocks: int, width: int, heads: int = 16) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Stage(NamedTuple):
@@ -249,12 +217,9 @@ def as_json(found: dict) -> str:
     return text
 
 
-def about(kind: str, machine: str, work: str) -> dict:
+def about(kind: str, device: str, work: str) -> dict:
     return {
-        "date": date.today().isoformat(),
-        "machine": machine,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **environment(device),
         "torchguard": torchguard.__version__,
         "work": work,
         "targets": TARGETS[kind],
@@ -271,7 +236,7 @@ def about(kind: str, machine: str, work: str) -> dict:
 def on_cpu(options: argparse.Namespace) -> None:
     model, x = Mlp(), torch.randn(32, 512)
     work = "12 x Linear(512)+GELU, batch 32, float32, torch.compile(fullgraph=True), minima"
-    found = about("cpu", f"{cpu_name()}, 1 thread", work)
+    found = about("cpu", "cpu", work)
     stages = [Stage("inference", "inference", compiles=3), Stage("training", "training", compiles=3)]
     measure(stages, Mlp(depth=2), model, x, found, options)
 
@@ -280,11 +245,10 @@ def on_gpu(options: argparse.Namespace) -> None:
     device = torch.device(options.device)
     placed = {"device": device, "dtype": torch.bfloat16}
     x = torch.randn(options.batch, options.length, options.width, **placed)
-    model, small = (Gpt(blocks, options.width).to(**placed) for blocks in (options.blocks, 1))
+    model, small = (Gpt(blocks=blocks, width=options.width).to(**placed) for blocks in (options.blocks, 1))
     sizes = f"D={options.width}, T={options.length}, B={options.batch}"
     work = f"{options.blocks} GPT blocks, {sizes}, bf16, {6 * options.blocks} activations at level modules, "
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
-    found = about("gpu", machine, f"{work}torch.compile(fullgraph=True), medians")
+    found = about("gpu", options.device, f"{work}torch.compile(fullgraph=True), medians")
     few = (BASE, "modules")
     stages = [
         Stage("training", "training"),
@@ -299,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     cpu, gpu = kinds.add_parser("cpu"), kinds.add_parser("gpu")
-    for kind, result, rounds in ((cpu, HERE / "results" / "watched-cpu.json", 1000), (gpu, None, 60)):
+    for kind, result, rounds in ((cpu, RESULTS / "watched-cpu.json", 1000), (gpu, None, 60)):
         kind.add_argument("result", nargs="?", type=Path, default=result)
         kind.add_argument("--rounds", type=int, default=rounds)
         kind.add_argument("--only", action="append", metavar="STAGE", help="this stage alone; may be repeated")

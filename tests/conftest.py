@@ -1,6 +1,14 @@
 import pytest
 import torch
 
+from torchguard.locations.registry import registry
+
+
+@pytest.fixture(autouse=True)
+def fresh_places():
+    """No place has a name yet, whatever models an earlier test left alive."""
+    registry.__init__()
+
 
 @pytest.fixture(params=["eager", "aot_eager", "inductor"])
 def compiled(request):

@@ -95,14 +95,6 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
-def surely_equal(one: Sequence[int], two: Sequence[int]) -> bool:
-    """Whether two shapes are known to be equal without adding a guard, which would cost a recompile one day."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy: only where a graph is traced
-
-    pairs = zip(one, two, strict=False)
-    return len(one) == len(two) and all(statically_known_true(a == b) for a, b in pairs)
-
-
 def holds(condition: bool) -> bool:
     """Whether a comparison of sizes holds; for sizes that depend on values, of which a graph knows nothing, never.
 
@@ -120,11 +112,37 @@ def is_surely(condition: bool) -> bool:
 
     The way to ask without one stands in `torch.fx.experimental`.
     """
-    if not torch.compiler.is_compiling():
-        return bool(condition)
+    if not torch.compiler.is_compiling() and isinstance(condition, bool):
+        return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy: only where a graph is traced
 
     return statically_known_true(condition)
+
+
+def surely_equal(one: Sequence[int], two: Sequence[int]) -> bool:
+    """Whether two shapes are known to be equal without adding a guard, which would cost a recompile one day."""
+    return len(one) == len(two) and all(is_surely(a == b) for a, b in zip(one, two, strict=True))
+
+
+def mixes_rows(module: torch.nn.Module) -> bool:
+    """Whether samples of a batch touch each other while it trains. The base of all batch norms is private."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` or `torch.jit` made it: the former leaves nothing but the attribute of what it wraps."""
+    return hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule)
+
+
+def remove_forward_hooks(module: torch.nn.Module, is_ours: Callable[[object], bool]) -> None:
+    """Take off the forward hooks and pre-hooks whose object (of a bound method, that it is bound to) is ours.
+
+    The handles that registering gives are no way: a copy of a model has copies of the hooks, and no handles.
+    """
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, hook in hooks.items() if is_ours(getattr(hook, "__self__", hook))]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def is_in_backward() -> bool:

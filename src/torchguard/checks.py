@@ -106,9 +106,8 @@ def fix(
             [1., 2.]])
     """
     f, place = _prepared("fix", z, module, f, config)
-    values = _comparable(z)
     flagged = err.is_err(f)
-    broken = torch.zeros_like(flagged) if values is None else rows(~torch.isfinite(values))
+    broken = rows(~torch.isfinite(floats_of(z))) if _can_be_bad(z) else torch.zeros_like(flagged)
     value = fallback_like("fix", z, fallback() if callable(fallback) else fallback)
     fixed = torch.where(over_rows(flagged | broken, z), value, seal(z))
     # A row that already runs on a fallback is replaced again but not noted again: it is an echo, not an event.
@@ -166,9 +165,10 @@ def _prepared(who: str, z: Any, module: Place, f: Flags | None, config: ErrorCon
 
 def seen_in(z: Tensor, place: int, codes: Set[int]) -> list[tuple[int, int, Evidence]]:
     """What speaks against samples of `z`, as far as `codes` (NAN, INF) ask for it. Nothing where a glance tells so."""
-    values = _comparable(z)
-    nan, inf = err.NAN in codes, err.INF in codes
-    if values is None or (_is_finite(values) if inf else _is_free_of_nan(values)):
+    if not _can_be_bad(z):
+        return []
+    values, nan, inf = floats_of(z), err.NAN in codes, err.INF in codes
+    if _is_finite(values) if inf else _is_free_of_nan(values):
         return []
     if nan and inf:
         nans, infs = _nan_and_inf(values)
@@ -176,14 +176,21 @@ def seen_in(z: Tensor, place: int, codes: Set[int]) -> list[tuple[int, int, Evid
     return [(err.NAN, place, _nan(values))] if nan else [(err.INF, place, _inf(values))]
 
 
-def _comparable(z: Tensor) -> Tensor | None:
-    """`z` as floats without history, or None if its dtype can hold neither NaN nor Inf."""
-    if not (z.is_floating_point() or z.is_complex()):
-        return None
+def can_be_looked_at(z: Tensor) -> bool:
+    """Whether a tensor can hold NaN or Inf, and has its samples along a dim."""
+    return _can_be_bad(z) and z.layout == torch.strided and not z.is_nested
+
+
+def floats_of(z: Tensor) -> Tensor:
+    """`z` without history, as floats that can be compared."""
     z = z.detach()
     if z.is_complex():
         return torch.view_as_real(z).flatten(-2) if z.ndim > 1 else torch.view_as_real(z)
     return z.to(torch.float32) if z.element_size() == 1 else z
+
+
+def _can_be_bad(z: Tensor) -> bool:
+    return z.is_floating_point() or z.is_complex()
 
 
 def _is_free_of_nan(z: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """`watch(model)`: nothing is edited, and one bad sample is told from the others."""
 
 import dataclasses
+import math
 import warnings
 from typing import NamedTuple
 
@@ -163,6 +164,32 @@ def test_a_remark_is_made_where_it_comes_up_first():
     assert found(watch(Twice(), checks=("zero",))(torch.zeros(1, 3))[1]) == [[("ZERO_OUTPUT", "one.layer")]]
 
 
+def test_a_check_of_ones_own_says_what_it_means(run):
+    def spiked(values):
+        return values.amax(-1) > 100
+
+    checks = ("nan", ("spike", spiked, "the learning rate is too high"), "zero")
+    guarded = watch(Pass(), checks=checks)
+    run(guarded)(torch.tensor([[1.0, 101.0, 2.0], [NAN, 1.0, 1.0], [0.0, 0.0, 0.0]]))
+    assert [str(incident) for incident in guarded.report()] == [
+        "sample 0: SPIKE at layer: the learning rate is too high",
+        "sample 1: NAN at input, position 0, seen in 3 places",
+        "sample 2: ZERO_OUTPUT at layer",
+    ]
+
+
+def test_models_share_the_names_of_checks():
+    def never(values):
+        return values.amax(-1) > math.inf
+
+    def always(values):
+        return values.amax(-1) < math.inf
+
+    x = torch.ones(1, 3)
+    guarded = [watch(Pass(), checks=checks) for checks in ([("a", never), ("b", always)], [("b", always)])]
+    assert [found(model(x)[1]) for model in guarded] == [[[("B", "layer")]]] * 2
+
+
 def test_the_output_alone_and_the_flags_beside_it(run):
     net = Net()
     guarded = watch(net, returns="output")
@@ -298,8 +325,9 @@ def test_batch_norm_under_quarantine_is_warned_of():
         (lambda: watch(Net(), include="nope.*"), "matches no module"),
         (lambda: watch(Net(), returns="flags"), "returns is 'flags'"),
         (lambda: watch(Net(), checks=("nans",)), "checks has 'nans'"),
-        (lambda: watch(Net(), checks=(("overflow", 2.0),)), "Give a share"),
-        (lambda: watch(Net(), checks=[(f"own{i}", torch.isnan) for i in range(4)]), "room for three"),
+        (lambda: watch(Net(), checks=(("overflow", 2.0),)), "share of the largest"),
+        (lambda: watch(Net(), checks=[(f"own{i}", torch.isnan) for i in range(4)]), "no code is left for 'own3'"),
+        (lambda: watch(Net(), checks=[("", torch.isnan)]), "checks has"),
         (lambda: unwatch(Net()), "is not watched"),
         (lambda: watch(Pass())(3), "no argument is a tensor"),
         (lambda: watch(Pass())(torch.tensor(1.0)), "no argument is a tensor with a dim 0"),

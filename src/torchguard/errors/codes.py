@@ -119,6 +119,8 @@ _CODE_NAMES = {
     if name.isupper() and isinstance(value, int) and name != "OOB"
 }
 
+FREE_CODES: Final = (4, 8, 12)
+
 # A code that is missing here takes `ErrorConfig.default_severity`.
 DEFAULT_SEVERITY: Final[dict[int, int]] = {
     ErrorCode.OK: Severity.OK,
@@ -136,6 +138,13 @@ DEFAULT_SEVERITY: Final[dict[int, int]] = {
 }
 
 
-def name_code(code: int, name: str) -> None:
-    """Give one of the free codes (4, 8, 12) a name for reports."""
-    _CODE_NAMES[code] = name
+def code_named(name: str) -> int | None:
+    """The code of that name: one of the free ones gets it, and keeps it while the process lives.
+
+    None if all have other names.
+    """
+    named = {_CODE_NAMES.get(code): code for code in reversed(FREE_CODES)}
+    code = named.get(name, named.get(None))
+    if code is not None:
+        _CODE_NAMES[code] = name
+    return code

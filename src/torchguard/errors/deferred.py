@@ -10,7 +10,6 @@ The note hangs on the tensor the tracer hands around, so it needs Dynamo to pass
 are. Hence the three operators: Dynamo keeps them whole, and AOTAutograd runs the Python below when it traces.
 """
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +18,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from torchguard._torch import (
-    can_read,
-    in_transform,
-    is_exporting,
-    is_shape_only,
-    is_traced,
-    mutation_count,
-    surely_equal,
-)
+from torchguard._torch import can_read, is_shape_only, is_traced, mutation_count, surely_equal
 from torchguard.errors.config import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority
 from torchguard.errors.layout import SLOT_BITS, slot_code
 from torchguard.errors.policy import is_first_in, same_bits
@@ -42,11 +33,9 @@ from torchguard.errors.slots import (
 )
 from torchguard.errors.validate import is_intact
 from torchguard.errors.write import Evidence, raised, rows, write
+from torchguard.operators import are_kept_whole, define, revision_of
 
-# Torch's caches of compiled graphs know an operator by its name and arguments. What the operators below trace into
-# is this package's source: its checksum among the arguments keeps a later version from being served our graphs.
-_REVISION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
-
+_REVISION = revision_of(Path(__file__).parent)
 _NOTE = "_torchguard_note"
 _ANY_CODE = -1
 # Up to here a triangle of comparisons counts the errors before each check in the kernel that packs them;
@@ -80,7 +69,7 @@ class _Note:
 
 def empty(n: int, device: torch.device | str | None, dtype: torch.dtype, config: ErrorConfig) -> Flags:
     """Flags without errors."""
-    if _keep_whole():
+    if are_kept_whole():
         template = zero_flags(n, device, dtype, config)
         return torch.ops.torchguard.begin(template, _REVISION)
     return zero_flags(n, device, dtype, config)
@@ -94,7 +83,7 @@ def record(f: Flags, masks: list[Evidence], slots: list[int], config: ErrorConfi
             stays as it is.
     """
     policy, room = config.accumulation, capacity(f, config)
-    if _keep_whole():
+    if are_kept_whole():
         axes = [int(policy.priority), int(policy.order), int(policy.dedupe)]
         return torch.ops.torchguard.record(f, masks, slots, room, axes, surely, _REVISION)
     return _record(f, masks, slots, room, policy, surely)
@@ -102,15 +91,10 @@ def record(f: Flags, masks: list[Evidence], slots: list[int], config: ErrorConfi
 
 def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
     """True where a sample holds that code, or any error if none is given."""
-    return torch.ops.torchguard.rows_with(f, code, _REVISION) if _keep_whole() else _rows_with(f, code)
+    return torch.ops.torchguard.rows_with(f, code, _REVISION) if are_kept_whole() else _rows_with(f, code)
 
 
-def _keep_whole() -> bool:
-    # An exported program should hold nothing but standard operators, and `vmap` knows no rule for ours.
-    return torch.compiler.is_dynamo_compiling() and not is_exporting() and not in_transform()
-
-
-# The operators. Their bodies run eagerly too, under `torch.compile(backend="eager")`.
+# The operators.
 
 
 def _begin_op(template: Flags, revision: int) -> Flags:
@@ -157,16 +141,12 @@ def _rows_with(f: Flags, code: int) -> Bool[Tensor, " batch"]:
     return _columns(found).any(-1) if found else torch.zeros(f.shape[0], dtype=torch.bool, device=f.device)
 
 
-_LIBRARY = torch.library.Library("torchguard", "DEF")
-for _schema, _body in {
-    "begin(Tensor template, int revision) -> Tensor": _begin_op,
-    (
-        "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes, bool surely, int revision) -> Tensor"
-    ): _record_op,
-    "rows_with(Tensor f, int code, int revision) -> Tensor": _rows_with_op,
-}.items():
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_schema.split("(")[0], _body, "CompositeImplicitAutograd")
+define("begin(Tensor template, int revision) -> Tensor", _begin_op)
+define(
+    "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes, bool surely, int revision) -> Tensor",
+    _record_op,
+)
+define("rows_with(Tensor f, int code, int revision) -> Tensor", _rows_with_op)
 
 
 # Tracing: note down, pack what was noted.

@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from torchguard import err
 from torchguard._torch import holds
-from torchguard.checks import seen_in
+from torchguard.checks import can_be_looked_at, seen_in
 from torchguard.errors.config import CARRIERS, get_config
 from torchguard.errors.record import push_seen
 from torchguard.exceptions import InvalidParameterError
@@ -34,6 +33,10 @@ class Spots(NamedTuple):
     flags: tuple[tuple[Path, bool], ...]
     values: tuple[tuple[str, int | None], ...]
     may_be_last: bool
+
+    @property
+    def may_have_flags(self) -> bool:
+        return bool(self.flags) or self.may_be_last
 
 
 def codes_to_detect(auto_detect: Any) -> frozenset[int]:
@@ -110,9 +113,9 @@ def flags_at(result: Any, spots: Spots) -> tuple[Path, bool] | None:
 def detect(result: Any, path: Path, surely: bool, spots: Spots, codes: Set[int], place: int) -> Any:
     """`result`, with what speaks against samples of its tensors added to the flags at `path`."""
     f = given = _at(result, path)
-    flags = [_text(path), *(_text(other) for other, surely in spots.flags if surely)]
+    flags = [_text(path), *(_text(other) for other, is_sure in spots.flags if is_sure)]
     for where, z in tensors_in(result):
-        if _text(where) in flags or not _can_be_looked_at(z, given):
+        if _text(where) in flags or not can_be_looked_at(z) or z.device != given.device:
             continue
         dim = _samples_along(_text(where), spots)
         # What has no row for each sample tells nothing about one.
@@ -130,11 +133,6 @@ def _samples_along(where: str, spots: Spots) -> int | None:
         if len(declared) == len(steps) and all(d in (_ANY, s) for d, s in zip(declared, steps, strict=True)):
             return dim
     return 0
-
-
-def _can_be_looked_at(z: Tensor, f: Tensor) -> bool:
-    can_be_bad = z.is_floating_point() or z.is_complex()
-    return can_be_bad and z.layout == torch.strided and not z.is_nested and z.device == f.device
 
 
 def _can_be_flags(f: Any) -> bool:

@@ -45,8 +45,7 @@ class Reader:
         if hasattr(annotation, "__value__"):
             return self._alias(annotation)
         origin, args = get_origin(annotation), get_args(annotation)
-        node = self._fields(origin or annotation, args) if origin is None or not args else self._holder(origin, args)
-        node = node or self._fields(origin, args)
+        node = (self._holder(origin, args) if args else None) or self._fields(origin or annotation, args)
         if node is None and not _is_out_of_sight(origin) and _declares_a_tensor(annotation):
             raise AnnotationError(f"{annotation!r} holds tensors in a way @tensorcheck does not look into.")
         return node

@@ -68,7 +68,7 @@ def _checked(function: Any, codes: frozenset[int], must_find: bool, frame: types
     contract = Contract(function, names_around(inspect.unwrap(function), frame))
     terms = contract.terms
     checked = _validated(function, contract) if terms.say_something else function
-    has_no_flags = not terms.unresolved and not any(spots_of(terms.returned)[::2])
+    has_no_flags = not terms.unresolved and not spots_of(terms.returned).may_have_flags
     return _recording(checked, contract, codes, must_find) if codes and (must_find or not has_no_flags) else checked
 
 

@@ -4,10 +4,14 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from torchguard._torch import keep_side_effects_under_checkpoint
+from torchguard._torch import (
+    is_compiled_module,
+    keep_side_effects_under_checkpoint,
+    mixes_rows,
+    remove_forward_hooks,
+)
 from torchguard.exceptions import MixedRowsWarning, WatchError
 from torchguard.watching.checks import DEFAULT, checks_of
 from torchguard.watching.choose import other_embeddings, watched_paths
@@ -38,10 +42,10 @@ def watch(
     Args:
         level: watch what every module with parameters returns ("modules"), what the blocks of the model's lists of
             modules return ("blocks"), or inputs and outputs alone ("outputs").
-        include: glob patterns of paths: of what `level` chooses, watch these alone.
+        include: glob patterns of paths: of what `level` chooses ("outputs": of all), watch these alone.
         exclude: glob patterns of paths not to watch.
         checks: what to look for: "nan", "inf", "indices", "overflow" or ("overflow", share), "zero", "constant",
-            "saturated", or checks of your own, (name, function from (batch, values) to a mask).
+            "saturated", or checks of your own, (name, function from (batch, values) to a mask, message).
         quarantine: replace what is bad at module boundaries, in values and gradients, and the whole row in the output.
         returns: "both" for `(out, f)`; "output" for `out`, with the flags in `guarded.flags`.
         batch_dim: the dim of the arguments along which the samples lie.
@@ -82,12 +86,7 @@ def unwatch(guarded: Any) -> nn.Module:
         raise WatchError(f"unwatch: this {type(guarded).__name__} is not watched.")
     state = guarded.__dict__.pop(_STATE)
     for module in guarded.modules():  # pyright: ignore[reportAttributeAccessIssue]
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            owners = {key: getattr(hook, "__self__", hook) for key, hook in hooks.items()}
-            for key, owner in owners.items():
-                if isinstance(owner, (Eye, Root)) and owner.watch is state:
-                    del hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+        remove_forward_hooks(module, lambda hook: isinstance(hook, (Eye, Root)) and hook.watch is state)
     object.__setattr__(state.model, "__dict__", guarded.__dict__)
     return state.model
 
@@ -95,14 +94,14 @@ def unwatch(guarded: Any) -> nn.Module:
 def _require_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise WatchError(f"watch: got a {type(model).__name__}. Give an nn.Module.")
-    if hasattr(model, "_orig_mod") or isinstance(model, torch.jit.ScriptModule):
+    if is_compiled_module(model):
         raise WatchError("watch: this model is compiled already. Watch first: torch.compile(watch(model)).")
     if _STATE in model.__dict__:
         raise WatchError(f"watch: this {type(model).__name__} is watched already. unwatch it first.")
 
 
 def _warn_of_mixed_rows(model: nn.Module) -> None:
-    mixing = [path for path, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    mixing = [path for path, module in model.named_modules() if mixes_rows(module)]
     if mixing:
         warnings.warn(
             f"watch: {', '.join(mixing[:5])} mix samples while training: a repaired sample goes into their mean and "

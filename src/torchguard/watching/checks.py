@@ -1,23 +1,23 @@
 """What is looked for in what a module returns, beside NaN and Inf."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchguard.errors.codes import ErrorCode, name_code
+from torchguard.errors.codes import FREE_CODES, ErrorCode, code_named
 from torchguard.exceptions import WatchError
 
 DEFAULT = ("nan", "inf", "indices")
-_FREE_CODES = (4, 8, 12)
 
 
 class Check(NamedTuple):
     """A look at a sample's values: `(batch, values)` to `(batch,)`, True for a sample to be recorded."""
 
     code: int
-    look: Callable[[Tensor], Tensor]
+    look: Callable[..., Any]
+    message: str = ""
 
 
 class Checks(NamedTuple):
@@ -30,44 +30,45 @@ class Checks(NamedTuple):
 
 
 def checks_of(asked: Iterable[Any]) -> Checks:
-    """What `checks=` asks for: names, `("overflow", 0.9)`, or `(name, function)` for one of your own."""
+    """What `checks=` asks for: names, `("overflow", 0.9)`, or `(name, function, message)` for one of your own."""
     names, others = set(), []
     for check in asked:
-        name, setting = cast("tuple[Any, Any]", check if isinstance(check, tuple) else (check, None))
-        if callable(setting):
-            others.append(Check(_own_code(name, others), cast("Callable[[Tensor], Tensor]", setting)))
-        elif name in DEFAULT and setting is None:
-            names.add(name)
-        elif name == "overflow":
-            others.append(Check(ErrorCode.OVERFLOW, _near_overflow(0.9 if setting is None else setting)))
-        elif name in _QUALITY and setting is None:
-            others.append(Check(*_QUALITY[name]))
-        else:
-            known = ", ".join((*DEFAULT, "overflow", *_QUALITY))
-            raise WatchError(
-                f"watch: checks has {check!r}. Give one of {known}, ('overflow', share) or (name, function)."
-            )
+        match check:
+            case "nan" | "inf" | "indices":
+                names.add(check)
+            case "overflow":
+                others.append(_near_overflow(0.9))
+            case ("overflow", float() | int() as share) if 0 < share <= 1:
+                others.append(_near_overflow(share))
+            case str() if check in _QUALITY:
+                others.append(_QUALITY[check])
+            case (str() as name, look) if name and callable(look):
+                others.append(Check(_own_code(name), look))
+            case (str() as name, look, str() as message) if name and callable(look):
+                others.append(Check(_own_code(name), look, message))
+            case _:
+                known = ", ".join((*DEFAULT, "overflow", *_QUALITY))
+                raise WatchError(
+                    f"watch: checks has {check!r}. Give one of {known}, ('overflow', share of the largest number), or "
+                    "(name, function) and, if you like, a message."
+                )
     return Checks("nan" in names, "inf" in names, "indices" in names, tuple(others))
 
 
-def _own_code(name: Any, others: list[Check]) -> int:
-    taken = {check.code for check in others}
-    free = [code for code in _FREE_CODES if code not in taken]
-    if not isinstance(name, str) or not name or not free:
-        raise WatchError(f"watch: {name!r} cannot be a check. There is room for three of your own, each with a name.")
-    name_code(free[0], name.upper())
-    return free[0]
+def _own_code(name: str) -> int:
+    code = code_named(name.upper())
+    if code is None:
+        taken = ", ".join(ErrorCode.name(code) for code in FREE_CODES)
+        raise WatchError(f"watch: no code is left for {name!r}. There are three, for all models: {taken} have them.")
+    return code
 
 
-def _near_overflow(share: float) -> Callable[[Tensor], Tensor]:
-    if not 0 < share <= 1:
-        raise WatchError(f"watch: overflow at {share!r} of the largest number. Give a share, such as 0.9.")
-
+def _near_overflow(share: float) -> Check:
     def look(values: Tensor) -> Tensor:
         largest = values.abs().amax(-1)
         return (largest >= share * torch.finfo(values.dtype).max) & largest.isfinite()
 
-    return look
+    return Check(ErrorCode.OVERFLOW, look)
 
 
 def _zero(values: Tensor) -> Tensor:
@@ -85,8 +86,8 @@ def _saturated(values: Tensor) -> Tensor:
     return (magnitude.amin(-1) >= 0.99 * largest) & (largest > 0) & largest.isfinite()
 
 
-_QUALITY: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
-    "zero": (ErrorCode.ZERO_OUTPUT, _zero),
-    "constant": (ErrorCode.CONSTANT_OUTPUT, _constant),
-    "saturated": (ErrorCode.SATURATED, _saturated),
+_QUALITY = {
+    "zero": Check(ErrorCode.ZERO_OUTPUT, _zero),
+    "constant": Check(ErrorCode.CONSTANT_OUTPUT, _constant),
+    "saturated": Check(ErrorCode.SATURATED, _saturated),
 }

@@ -1,7 +1,7 @@
 """What went wrong in a call, in words."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,23 +14,35 @@ from torchguard.watching.journal import Step
 
 @dataclass(frozen=True)
 class Incident:
-    """A sample that went bad: what, where first, at which position there, and in how many places it was seen bad."""
+    """Something about a sample: what, where first, at which position there, and in how many places it was seen bad.
+
+    `position` is None, and `times` is 1, for what is no fault: overflow to come, quality, checks of your own.
+    """
 
     sample: int
     code: int
     path: str
-    position: int
+    position: int | None
     times: int
+    message: str = ""
 
     def __str__(self) -> str:
-        where = f"{self.path}, position {self.position}"
+        where = self.path if self.position is None else f"{self.path}, position {self.position}"
         passed = f", seen in {self.times} places" if self.times > 1 else ""
-        return f"sample {self.sample}: {ErrorCode.name(self.code)} at {where}{passed}"
+        message = f": {self.message}" if self.message else ""
+        return f"sample {self.sample}: {ErrorCode.name(self.code)} at {where}{passed}{message}"
 
 
-def incidents_of(step: Step, paths: tuple[str, ...], model: str) -> list[Incident]:
-    """The incidents of a step, one for each sample that went bad."""
-    return _read(_gathered(step).cpu(), paths, model)
+class Names(NamedTuple):
+    """What to call the places of a model, and what its checks have to say."""
+
+    paths: tuple[str, ...]
+    messages: dict[int, str]
+
+
+def incidents_of(step: Step, names: Names) -> list[Incident]:
+    """The incidents of a step, sample by sample: first the fault, if it went bad, then the rest."""
+    return _read(_gathered(step).cpu(), names)
 
 
 class Poll:
@@ -42,9 +54,9 @@ class Poll:
         self._event: Any = None
         self._newest: list[Incident] | None = None
 
-    def read(self, step: Step | None, paths: tuple[str, ...], model: str) -> list[Incident] | None:
+    def read(self, step: Step | None, names: Names) -> list[Incident] | None:
         if self._copy is not None and (self._event is None or self._event.query()):
-            self._newest, self._copy = _read(self._copy, paths, model), None
+            self._newest, self._copy = _read(self._copy, names), None
         if step is not None and step is not self._step and self._copy is None:
             self._step, gathered = step, _gathered(step)
             if gathered.is_cuda:
@@ -53,18 +65,20 @@ class Poll:
                 self._event = torch.cuda.Event()
                 self._event.record()
             else:
-                self._newest, self._copy = _read(gathered.cpu(), paths, model), None
+                self._newest, self._copy = _read(gathered.cpu(), names), None
         return self._newest
 
 
 def _gathered(step: Step) -> Tensor:
     code = slot_code(unpack(step.flags)[:, 0].to(torch.int64))
-    return torch.stack([code, step.origin, step.times.to(torch.int64), step.position])
+    return torch.cat([torch.stack([code, step.origin, step.times.to(torch.int64), step.position]), step.remarks])
 
 
-def _read(gathered: Tensor, paths: tuple[str, ...], model: str) -> list[Incident]:
-    return [
-        Incident(sample, code, paths[origin] or model, position, times)
-        for sample, (code, origin, times, position) in enumerate(gathered.t().tolist())
-        if origin >= 0
-    ]
+def _read(gathered: Tensor, names: Names) -> list[Incident]:
+    found = []
+    for sample, (code, origin, times, position, *remarks) in enumerate(gathered.t().tolist()):
+        if origin >= 0:
+            found.append(Incident(sample, code, names.paths[origin], position, times))
+        for place, other in (divmod(remark, 16) for remark in remarks if remark >= 0):
+            found.append(Incident(sample, other, names.paths[place], None, 1, names.messages.get(other, "")))
+    return found

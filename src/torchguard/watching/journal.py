@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchguard._torch import is_surely, mutation_count
+from torchguard._torch import mutation_count, surely_equal
 from torchguard.errors.codes import DEFAULT_SEVERITY, ErrorCode, Severity
 from torchguard.errors.config import get_config
 from torchguard.errors.layout import pack_slot
@@ -18,6 +18,7 @@ _CLEAN = "_torchguard_clean"
 # A key, from the right: kind, position (counted down), order (counted down).
 _KIND, _POSITION, _LAST, _ORDER = 0xFF, 8, (1 << 31) - 1, 40
 _SEVERITIES = tuple(DEFAULT_SEVERITY[code] for code in CODES)
+_REMARK_SEVERITIES = tuple(DEFAULT_SEVERITY.get(code, Severity.WARN) for code in range(16))
 
 
 class Step(NamedTuple):
@@ -25,12 +26,15 @@ class Step(NamedTuple):
 
     `origin` is for each sample the place where it went bad first (-1: nowhere), `times` in how many places it was seen
     bad, and `position` which vector of the origin was the first bad one, counted over the dims between batch and last.
+    `remarks` has a row for each code that is no fault: the place where it was met first, times 16, plus the code
+    (-1: nowhere).
     """
 
     flags: Flags
     origin: Tensor
     times: Tensor
     position: Tensor
+    remarks: Tensor
 
 
 class Journal:
@@ -63,11 +67,11 @@ class Journal:
         self._spread.append((found, dim, slices))
         return slices[place]
 
-    def knows(self, z: Tensor, dim: int | None) -> int | None:
+    def dim_of(self, z: Tensor, told: int | None) -> int | None:
         """Along which dim the samples lie in a tensor, as far as that was told, now or when it was met before."""
-        if dim is not None:
-            self._known.append((z, dim))
-            return dim
+        if told is not None:
+            self._known.append((z, told))
+            return told
         return next((known for other, known in self._known if other is z), None)
 
     def mark_clean(self, z: Tensor) -> None:
@@ -101,11 +105,12 @@ class Journal:
             code = torch.full_like(kind, ErrorCode.FALLBACK_VALUE)
             fallback = pack_slot(code, location, torch.full_like(kind, Severity.WARN))
             slots = torch.stack([slots, torch.where(kind == FINE, 0, fallback)], 1).flatten(0, 1)
+        remarks = self._first_remarks()
         if self.remarks:
-            slots = _moved_up(torch.cat([slots, self._remark_slots(locations)]))[: capacity(f, config)]
+            slots = _moved_up(torch.cat([slots, _slots_of(remarks, locations)]))
         place = torch.tensor([*self.places, -1], device=keys.device)[order[0]]
         position = torch.where(kind[0] == FINE, -1, _LAST - ((first[0] >> _POSITION) & _LAST))
-        return Step(pack(slots.t(), f), place, (keys > 0).sum(0), position)
+        return Step(pack(slots[: capacity(f, config)].t(), f), place, (keys > 0).sum(0), position, remarks)
 
     def _keys(self) -> Tensor:
         """A number for every piece of evidence and sample: 0 if it is fine, else the larger the earlier it was met.
@@ -114,7 +119,7 @@ class Journal:
         """
         parts, about_all = [], []
         mapped = [self.batch.rows_first(found, dim) for found, dim in zip(self.found, self.dims, strict=True)]
-        for group in self._alike(mapped):
+        for group in self._groups(mapped):
             early = torch.tensor([len(self.found) - i for i in group], device=self.batch.device) << _ORDER
             if mapped[group[0]] is None:
                 kinds = kinds_of(self.found[group[0]]).amax().to(torch.int64)
@@ -131,7 +136,7 @@ class Journal:
             parts.append(torch.where(keys > earlier, keys, 0).expand(-1, self.batch.size))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _alike(self, mapped: list[Tensor | None]) -> list[list[int]]:
+    def _groups(self, mapped: list[Tensor | None]) -> list[list[int]]:
         """Which pieces of evidence can be stacked: one kernel does for all of them."""
         groups: list[list[int]] = []
         for i, found in enumerate(mapped):
@@ -142,14 +147,21 @@ class Journal:
                 alike.append(i)
         return groups
 
-    def _remark_slots(self, locations: tuple[int, ...]) -> Tensor:
-        """Each remark where it was made first, as slots: a layer that passes on zeros is no second cause."""
-        masks = torch.stack([rows for _, _, rows in self.remarks])
-        codes = torch.tensor([code for _, code, _ in self.remarks], device=masks.device)
-        earlier = torch.ones(len(self.remarks), len(self.remarks), device=masks.device, dtype=torch.bool).tril(-1)
-        echo = (earlier & (codes == codes.unsqueeze(1))).unsqueeze(-1) & masks
-        slots = [[_slot(code, locations[place])] for place, code, _ in self.remarks]
-        return torch.where(masks & ~echo.any(1), torch.tensor(slots, device=masks.device), 0)
+    def _first_remarks(self) -> Tensor:
+        """Each remark where it was made first: a layer that passes on zeros is no second cause."""
+        firsts = [torch.full((0, self.batch.size), -1, device=self.batch.device)]
+        for code in sorted({code for _, code, _ in self.remarks}):
+            masks = torch.stack([rows for _, other, rows in self.remarks if other == code])
+            packed = torch.tensor([place * 16 + code for place, other, _ in self.remarks if other == code])
+            first = packed.to(masks.device)[masks.to(torch.int8).argmax(0)]
+            firsts.append(torch.where(masks.any(0), first, -1).unsqueeze(0))
+        return torch.cat(firsts)
+
+
+def _slots_of(remarks: Tensor, locations: tuple[int, ...]) -> Tensor:
+    place, code = remarks >> 4, remarks & 0xF
+    slots = pack_slot(code, _table(locations, place), _table(_REMARK_SEVERITIES, code))
+    return torch.where(remarks < 0, 0, slots)
 
 
 def _moved_up(slots: Tensor) -> Tensor:
@@ -163,10 +175,4 @@ def _table(values: tuple[int, ...], index: Tensor) -> Tensor:
 
 
 def _alike(one: Tensor | None, two: Tensor) -> bool:
-    if one is None or one.dtype != two.dtype or one.ndim != two.ndim:
-        return False
-    return all(is_surely(a == b) for a, b in zip(one.shape, two.shape, strict=True))
-
-
-def _slot(code: int, location: int) -> int:
-    return pack_slot(code, location, DEFAULT_SEVERITY.get(code, Severity.WARN))
+    return one is not None and one.dtype == two.dtype and surely_equal(one.shape, two.shape)

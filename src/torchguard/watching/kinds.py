@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from torchguard.checks import floats_of
 from torchguard.errors.codes import ErrorCode
 
 # From fine to worst: where a vector holds several, the last one counts.
@@ -17,7 +18,7 @@ def evidence(z: Tensor) -> Tensor:
 
     On the CPU the largest magnitude, which is NaN if anything is: Inductor vectorises it. Elsewhere the kind itself.
     """
-    z = _floats(z.detach())
+    z = floats_of(z)
     if z.ndim < 2 or z.shape[-1] == 0:
         z = z.unsqueeze(-1)
     return z.abs().amax(-1) if z.is_cpu else _kinds(z, z.abs()).amax(-1)
@@ -51,16 +52,5 @@ def masked_kinds(found: Tensor, nan: bool, inf: bool) -> Tensor:
     return torch.where(kinds == (NAN if nan else INF), kinds, FINE)
 
 
-def can_be_bad(z: Tensor) -> bool:
-    can_hold_it = z.is_floating_point() or z.is_complex()
-    return can_hold_it and z.layout == torch.strided and not z.is_nested
-
-
 def _kinds(z: Tensor, magnitude: Tensor) -> Tensor:
     return torch.where(z != z, NAN, torch.where(magnitude == math.inf, INF, FINE)).to(torch.int8)
-
-
-def _floats(z: Tensor) -> Tensor:
-    if z.is_complex():
-        return torch.view_as_real(z).flatten(-2) if z.ndim > 1 else torch.view_as_real(z)
-    return z.to(torch.float32) if z.element_size() == 1 else z

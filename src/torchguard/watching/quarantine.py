@@ -1,19 +1,17 @@
 """Replacing what is bad, so that nothing beside it is touched: not a value, not a gradient."""
 
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchguard._torch import in_transform, is_exporting
+from torchguard.operators import are_kept_whole, define, revision_of
 from torchguard.watching.kinds import evidence, is_bad, is_nan
 
 # Marks are summed over the vectors of a sample: one NaN outweighs any number of Infs.
 NAN_MARK = 2.0**20
-# For torch's caches of compiled graphs, which know an operator by its name and arguments.
-_REVISION = zlib.crc32(b"".join((Path(__file__).parent / name).read_bytes() for name in ("kinds.py", "quarantine.py")))
+_REVISION = revision_of(Path(__file__).parent)
 
 
 class _Repair(torch.autograd.Function):
@@ -43,9 +41,8 @@ class _Repair(torch.autograd.Function):
 
 def repaired(z: Tensor, found: Tensor, mark: Tensor | None) -> Tensor:
     """`z` with zeros in the place of every vector that its evidence speaks against."""
-    # Dynamo takes long over an autograd.Function, and a large model has hundreds. As an operator it is one call, into
-    # which AOTAutograd traces.
-    if torch.compiler.is_dynamo_compiling() and not is_exporting() and not in_transform():
+    # Dynamo takes long over an autograd.Function, and a large model has hundreds.
+    if are_kept_whole():
         return torch.ops.torchguard.repair(z, found, mark, _REVISION)
     return _repair(z, found, mark, _REVISION)
 
@@ -54,9 +51,7 @@ def _repair(z: Tensor, found: Tensor, mark: Tensor | None, revision: int) -> Ten
     return _Repair.apply(z, found, mark)  # pyright: ignore[reportReturnType]
 
 
-_LIBRARY = torch.library.Library("torchguard", "FRAGMENT")
-_LIBRARY.define("repair(Tensor z, Tensor found, Tensor? mark, int revision) -> Tensor")
-_LIBRARY.impl("repair", _repair, "CompositeImplicitAutograd")
+define("repair(Tensor z, Tensor found, Tensor? mark, int revision) -> Tensor", _repair)
 
 
 def _marks(born: Tensor) -> Tensor:

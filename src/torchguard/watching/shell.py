@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._torch import holds, is_in_backward
+from torchguard.checks import can_be_looked_at
 from torchguard.errors.codes import ErrorCode
 from torchguard.errors.gradient import over_rows
 from torchguard.errors.query import is_ok
@@ -15,9 +16,9 @@ from torchguard.flags import require_boundary
 from torchguard.locations.tracking import LocationTable
 from torchguard.nested import mapped, tensors_in
 from torchguard.watching.checks import Checks
-from torchguard.watching.incidents import Incident, Poll, incidents_of
+from torchguard.watching.incidents import Incident, Names, Poll, incidents_of
 from torchguard.watching.journal import Journal, Step
-from torchguard.watching.kinds import can_be_bad, evidence, index_evidence, masked_kinds
+from torchguard.watching.kinds import evidence, index_evidence, masked_kinds
 from torchguard.watching.quarantine import NAN_MARK, repaired
 from torchguard.watching.rows import Batch, batch_of
 
@@ -38,6 +39,8 @@ class Watch:
         self.quarantine, self.returns, self.batch_dim = quarantine, returns, batch_dim
         self.table = LocationTable(type(model).__name__, paths, ())
         self.locations = tuple(self.table.locate(path).id for path in paths)
+        messages = {check.code: check.message for check in checks.others}
+        self.names = Names(tuple(path or type(model).__name__ for path in paths), messages)
         self.journal: Journal | None = None
         self.was_called = False  # by the watched model, not by the plain one
         self.step: Step | None = None
@@ -126,14 +129,15 @@ class Watched:
     def report(self) -> list[Incident]:
         """What went wrong in the last call, sample by sample, with true paths: waits for the device."""
         require_boundary("report", "the flags")
-        return incidents_of(self._watch.step, self._watch.paths, type(self).__name__) if self._watch.step else []
+        return incidents_of(self._watch.step, self._watch.names) if self._watch.step else []
 
     def poll(self) -> list[Incident] | None:
         """The report of the newest call that can be had without waiting, None if there is none yet."""
         watch = self._watch
-        return watch.poll.read(watch.step, watch.paths, type(self).__name__)
+        return watch.poll.read(watch.step, watch.names)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # All of `to`, `cuda`, `half` and the like come by here. The marks are no parameter and have to follow.
         applied = super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self._watch.place_marks(self._watch.device)
         return applied
@@ -185,26 +189,26 @@ def _seen(value: Any, watch: Watch, journal: Journal, place: int, dim: int | Non
         return mapped(value, lambda z: _mended(z, journal, place, dim))
     if watch.checks.nan or watch.checks.inf:
         for _, z in tensors_in(value):
-            if can_be_bad(z):
+            if can_be_looked_at(z):
                 found = masked_kinds(evidence(z), watch.checks.nan, watch.checks.inf)
-                journal.note(place, found, journal.knows(z, dim))
+                journal.note(place, found, journal.dim_of(z, dim))
     return value
 
 
 def _mended(z: Tensor, journal: Journal, place: int, dim: int | None) -> Tensor:
-    if not can_be_bad(z) or journal.is_clean(z):
+    if not can_be_looked_at(z) or journal.is_clean(z):
         return z
-    dim = journal.knows(z, dim)
+    dim = journal.dim_of(z, dim)
     found = evidence(z)
     z = repaired(z, found, journal.mark_for(place, found, dim) if z.requires_grad else None)
     journal.note(place, found, dim)
-    journal.knows(z, dim)
+    journal.dim_of(z, dim)
     journal.mark_clean(z)
     return z
 
 
 def _remark(z: Tensor, watch: Watch, journal: Journal, place: int) -> None:
-    rows = journal.batch.rows_first(z.detach()) if can_be_bad(z) and journal.batch else None
+    rows = journal.batch.rows_first(z.detach()) if can_be_looked_at(z) and journal.batch else None
     if rows is None or rows.ndim < 2:
         return
     for check in watch.checks.others:
@@ -223,7 +227,7 @@ def _without(bad: Tensor, output: Any, batch: Batch) -> Any:
     """The output with zeros in the rows that are bad."""
 
     def blank(z: Tensor) -> Tensor:
-        if not can_be_bad(z) or z.ndim <= batch.dim or not holds(z.shape[batch.dim] == batch.size):
+        if not can_be_looked_at(z) or z.ndim <= batch.dim or not holds(z.shape[batch.dim] == batch.size):
             return z
         return torch.where(over_rows(bad, z).movedim(0, batch.dim) if batch.dim else over_rows(bad, z), 0, z)
 

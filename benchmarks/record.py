@@ -1,0 +1,27 @@
+"""Where results go, and what has to stand beside them."""
+
+import platform
+from datetime import date
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+
+def environment(device: str = "cpu") -> dict[str, str]:
+    """When, on which machine and with which versions something was measured."""
+    machine = torch.cuda.get_device_name() if device.startswith("cuda") else f"{_cpu_name()}, 1 thread"
+    return {
+        "date": date.today().isoformat(),
+        "machine": machine,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,41 @@
+"""Operators of ours: calls that Dynamo keeps whole, and that AOTAutograd traces into.
+
+What a body does while AOTAutograd runs it, Dynamo never sees. So it may hang notes on the tensors that are handed
+around, and it is traced once where Dynamo would take long.
+"""
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import library
+
+from torchguard._torch import in_transform, is_exporting
+
+_LIBRARY = library.Library("torchguard", "DEF")
+
+
+def define(schema: str, body: Callable[..., Any]) -> None:
+    """Make `torch.ops.torchguard.<name>`. Its body runs eagerly too, under `torch.compile(backend="eager")`."""
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(schema.split("(")[0], body, "CompositeImplicitAutograd")
+
+
+def revision_of(folder: Path) -> int:
+    """A checksum of the source an operator traces into, to be one of its arguments.
+
+    Torch's caches of compiled graphs know an operator by its name and arguments. This keeps a later version of ours
+    from being served graphs of an earlier one.
+    """
+    return zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))))
+
+
+def are_kept_whole() -> bool:
+    """Whether to call operators of ours: while Dynamo traces.
+
+    Not for an export, since an exported program should hold nothing but standard operators; nor under a `torch.func`
+    transform, since `vmap` knows no rule for ours.
+    """
+    return torch.compiler.is_dynamo_compiling() and not is_exporting() and not in_transform()
