@@ -129,6 +129,11 @@ def mixes_rows(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
+def is_of_torch(module: torch.nn.Module) -> bool:
+    """Whether a module's class is torch's own."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
 def is_compiled_module(module: torch.nn.Module) -> bool:
     """Whether `torch.compile` or `torch.jit` made it: the former leaves nothing but the attribute of what it wraps."""
     return hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule)

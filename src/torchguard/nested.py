@@ -46,6 +46,11 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """A value with `fn` applied to every tensor in it."""
     if isinstance(value, Tensor):
         return fn(value)
+    if type(value) is tuple:  # as most are: Dynamo takes long over what follows
+        items = []
+        for part in value:
+            items.append(mapped(part, fn))  # noqa: PERF401
+        return tuple(items)
     return with_parts(value, {step: mapped(part, fn) for step, part in parts_of(value) if _holds_a_tensor(part)})
 
 

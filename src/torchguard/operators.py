@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import library
 
-from torchguard._torch import in_transform, is_exporting
+from torchguard._torch import constant_in_graphs, in_transform, is_exporting
 
 _LIBRARY = library.Library("torchguard", "DEF")
 
@@ -38,4 +38,9 @@ def are_kept_whole() -> bool:
     Not for an export, since an exported program should hold nothing but standard operators; nor under a `torch.func`
     transform, since `vmap` knows no rule for ours.
     """
-    return torch.compiler.is_dynamo_compiling() and not is_exporting() and not in_transform()
+    return torch.compiler.is_dynamo_compiling() and _are_of_use()
+
+
+@constant_in_graphs
+def _are_of_use() -> bool:
+    return not is_exporting() and not in_transform()

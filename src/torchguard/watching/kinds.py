@@ -1,16 +1,20 @@
 """What a look at a tensor finds: for every vector along its last dim, the worst thing it holds."""
 
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchguard.checks import floats_of
 from torchguard.errors.codes import ErrorCode
+from torchguard.operators import are_kept_whole, define, revision_of
 
 # From fine to worst: where a vector holds several, the last one counts.
 CODES = (ErrorCode.OK, ErrorCode.OUT_OF_BOUNDS, ErrorCode.NEGATIVE_IDX, ErrorCode.INF, ErrorCode.NAN)
 FINE, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(CODES))
+_NOTHING = "_torchguard_nothing"
+_REVISION = revision_of(Path(__file__).parent)
 
 
 def evidence(z: Tensor) -> Tensor:
@@ -18,10 +22,28 @@ def evidence(z: Tensor) -> Tensor:
 
     On the CPU the largest magnitude, which is NaN if anything is: Inductor vectorises it. Elsewhere the kind itself.
     """
+    return torch.ops.torchguard.evidence(z, _REVISION) if are_kept_whole() else _evidence(z)
+
+
+def _evidence(z: Tensor, revision: int = 0) -> Tensor:
     z = floats_of(z)
     if z.ndim < 2 or z.shape[-1] == 0:
         z = z.unsqueeze(-1)
     return z.abs().amax(-1) if z.is_cpu else _kinds(z, z.abs()).amax(-1)
+
+
+define("evidence(Tensor z, int revision) -> Tensor", _evidence)
+
+
+def nothing_like(found: Tensor) -> Tensor:
+    """Evidence that speaks against nothing, and is known to."""
+    nothing = torch.zeros_like(found)
+    setattr(nothing, _NOTHING, True)
+    return nothing
+
+
+def says_nothing(found: Tensor) -> bool:
+    return hasattr(found, _NOTHING)
 
 
 def index_evidence(ids: Tensor, size: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchguard._torch import holds, is_in_backward
+from torchguard._torch import holds, is_in_backward, is_of_torch
 from torchguard.checks import can_be_looked_at
 from torchguard.errors.codes import ErrorCode
 from torchguard.errors.gradient import over_rows
@@ -169,7 +169,12 @@ class Eye:
             return None
         if isinstance(module, nn.Embedding) and args:
             return (_clamped(args[0], module.num_embeddings, journal, self.place), *args[1:]), kwargs
-        return _seen((args, kwargs), self.watch, journal, self.place) if journal.repairs else None
+        if not journal.repairs:
+            return None
+        # In the backward pass of one of torch's own modules nothing is born: the look at what returned into it will do.
+        stops = not is_of_torch(module)
+        args = mapped(args, lambda z: _mended(z, journal, self.place, None, stops))
+        return args, mapped(kwargs, lambda z: _mended(z, journal, self.place, None, stops)) if kwargs else kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         journal = self.watch.journal_now()
@@ -186,24 +191,23 @@ class Eye:
 def _seen(value: Any, watch: Watch, journal: Journal, place: int, dim: int | None = None) -> Any:
     """Note what the tensors in a value hold; in quarantine, the value with what is bad replaced."""
     if journal.repairs:
-        return mapped(value, lambda z: _mended(z, journal, place, dim))
+        return mapped(value, lambda z: _mended(z, journal, place, dim, stops=True))
     if watch.checks.nan or watch.checks.inf:
-        for _, z in tensors_in(value):
+        for z in [value] if isinstance(value, Tensor) else [z for _, z in tensors_in(value)]:
             if can_be_looked_at(z):
                 found = masked_kinds(evidence(z), watch.checks.nan, watch.checks.inf)
                 journal.note(place, found, journal.dim_of(z, dim))
     return value
 
 
-def _mended(z: Tensor, journal: Journal, place: int, dim: int | None) -> Tensor:
-    if not can_be_looked_at(z) or journal.is_clean(z):
+def _mended(z: Tensor, journal: Journal, place: int, dim: int | None, stops: bool) -> Tensor:
+    if not can_be_looked_at(z):
         return z
     dim = journal.dim_of(z, dim)
-    found = evidence(z)
-    z = repaired(z, found, journal.mark_for(place, found, dim) if z.requires_grad else None)
-    journal.note(place, found, dim)
+    z, found = repaired(z, journal.batch, journal.marks, place, dim, stops)
+    if found is not None:
+        journal.note(place, found, dim)
     journal.dim_of(z, dim)
-    journal.mark_clean(z)
     return z
 
 

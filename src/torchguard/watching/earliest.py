@@ -1,0 +1,104 @@
+"""Which of all the evidence of a call is the earliest, sample by sample."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchguard._torch import is_shape_only, surely_equal
+from torchguard.operators import are_kept_whole, define, revision_of
+from torchguard.watching.kinds import FINE, kinds_of, says_nothing
+from torchguard.watching.rows import Batch
+
+# A key, from the right: kind, position (counted down), order (counted down).
+KIND, POSITION, LAST, ORDER = 0xFF, 8, (1 << 31) - 1, 40
+# In the place of a dim along which samples lie: that is to be found out.
+UNTOLD = -1
+_REVISION = revision_of(Path(__file__).parent)
+
+
+def earliest(found: list[Tensor], dims: list[int], batch: Batch, most: int) -> tuple[Tensor, Tensor]:
+    """The keys of the earliest evidence against each sample, so many, and how much there is in all.
+
+    A key holds the order of the evidence, the first bad vector in it, and its kind. The larger it is the earlier the
+    evidence was met; 0 stands for none.
+    """
+    if are_kept_whole():
+        # What is asked of every piece of evidence takes Dynamo long, and a large model has hundreds.
+        size, lengths, dim = batch.size, batch.lengths, batch.dim
+        return torch.ops.torchguard.earliest(found, dims, size, lengths, dim, batch.device, most, _REVISION)
+    return _earliest(found, dims, batch, most)
+
+
+def _earliest(found: list[Tensor], dims: Sequence[int], batch: Batch, most: int) -> tuple[Tensor, Tensor]:
+    keys = _keys(found, dims, batch)
+    if most == 1:
+        return keys.amax(0, keepdim=True), (keys > 0).sum(0)
+    missing = max(0, most - keys.shape[0])
+    return F.pad(keys, (0, 0, 0, missing)).topk(most, dim=0).values, (keys > 0).sum(0)
+
+
+def _keys(found: list[Tensor], dims: Sequence[int], batch: Batch) -> Tensor:
+    """A key for every piece of evidence and sample."""
+    groups, strays = _sorted(found, dims, batch)
+    parts = []
+    for group in groups:
+        kinds = kinds_of(torch.stack([*group.values()])).to(torch.int64)
+        kinds = kinds.flatten(2) if kinds.ndim > 2 else kinds.unsqueeze(-1)
+        early = torch.tensor([[[len(found) - i]] for i in group], device=batch.device) << ORDER
+        position = (LAST - torch.arange(kinds.shape[-1], device=kinds.device)).to(torch.int64) << POSITION
+        parts.append(torch.where(kinds == FINE, 0, early | position | kinds).amax(-1))
+    if strays:
+        # About no sample in particular: about all, unless one went bad before. Then it is an echo of that.
+        kinds = torch.stack([kinds_of(found[i]).amax().to(batch.device, torch.int64) for i in strays]).unsqueeze(-1)
+        early = torch.tensor([[len(found) - i] for i in strays], device=batch.device) << ORDER
+        keys = torch.where(kinds == FINE, 0, early | (LAST << POSITION) | kinds)
+        earlier = torch.cat(parts).amax() if parts else torch.zeros_like(keys)
+        parts.append(torch.where(keys > earlier, keys, 0).expand(-1, batch.size))
+    return torch.cat(parts) if parts else torch.zeros(1, batch.size, dtype=torch.int64, device=batch.device)
+
+
+def _sorted(found: list[Tensor], dims: Sequence[int], batch: Batch) -> tuple[list[dict[int, Tensor]], list[int]]:
+    """The evidence by number: with the samples in front, in groups that can be stacked; and what is about none."""
+    groups: list[dict[int, Tensor]] = []
+    strays = []
+    for i, (one, dim) in enumerate(zip(found, dims, strict=True)):
+        if says_nothing(one):
+            continue
+        rows = batch.rows_first(one, None if dim == UNTOLD else dim)
+        if rows is None:
+            strays.append(i)
+            continue
+        for group in groups:
+            first = next(iter(group.values()))
+            if first.dtype == rows.dtype and surely_equal(first.shape, rows.shape):
+                group[i] = rows
+                break
+        else:
+            groups.append({i: rows})
+    return groups, strays
+
+
+def _earliest_op(
+    found: list[Tensor],
+    dims: Sequence[int],
+    size: int,
+    lengths: Sequence[int],
+    dim: int,
+    device: torch.device,
+    most: int,
+    revision: int,
+) -> tuple[Tensor, Tensor]:
+    if is_shape_only(found[0]):
+        keys = torch.zeros(most, size, dtype=torch.int64, device=device)
+        return keys, keys.sum(0)
+    return _earliest(found, dims, Batch(size, tuple(lengths), dim, device), most)
+
+
+define(
+    "earliest(Tensor[] found, int[] dims, SymInt size, SymInt[] lengths, int dim, Device device, int most, "
+    "int revision) -> (Tensor, Tensor)",
+    _earliest_op,
+)
