@@ -47,17 +47,28 @@ def _keys(found: list[Tensor], dims: Sequence[int], batch: Batch) -> Tensor:
     for group in groups:
         kinds = kinds_of(torch.stack([*group.values()])).to(torch.int64)
         kinds = kinds.flatten(2) if kinds.ndim > 2 else kinds.unsqueeze(-1)
-        early = torch.tensor([[[len(found) - i]] for i in group], device=batch.device) << ORDER
+        early = _counted_down(len(found), [*group], batch.device).reshape(-1, 1, 1) << ORDER
         position = (LAST - torch.arange(kinds.shape[-1], device=kinds.device)).to(torch.int64) << POSITION
         parts.append(torch.where(kinds == FINE, 0, early | position | kinds).amax(-1))
     if strays:
         # About no sample in particular: about all, unless one went bad before. Then it is an echo of that.
         kinds = torch.stack([kinds_of(found[i]).amax().to(batch.device, torch.int64) for i in strays]).unsqueeze(-1)
-        early = torch.tensor([[len(found) - i] for i in strays], device=batch.device) << ORDER
+        early = _counted_down(len(found), strays, batch.device).unsqueeze(-1) << ORDER
         keys = torch.where(kinds == FINE, 0, early | (LAST << POSITION) | kinds)
         earlier = torch.cat(parts).amax() if parts else torch.zeros_like(keys)
         parts.append(torch.where(keys > earlier, keys, 0).expand(-1, batch.size))
     return torch.cat(parts) if parts else torch.zeros(1, batch.size, dtype=torch.int64, device=batch.device)
+
+
+def _counted_down(n: int, numbers: list[int], device: torch.device) -> Tensor:
+    """`n` less each number. By ranges, of which there are few: a list would have to be copied from the host."""
+    runs: list[list[int]] = []
+    for i in numbers:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return torch.cat([torch.arange(n - first, n - last - 1, -1, device=device) for first, last in runs])
 
 
 def _sorted(found: list[Tensor], dims: Sequence[int], batch: Batch) -> tuple[list[dict[int, Tensor]], list[int]]:

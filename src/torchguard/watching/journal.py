@@ -1,5 +1,6 @@
 """What was seen in the course of one call, and the flags it comes to."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torchguard.errors.config import get_config
 from torchguard.errors.layout import pack_slot
 from torchguard.errors.record import new_t
 from torchguard.errors.slots import Flags, capacity, pack
+from torchguard.watching.constants import constant
 from torchguard.watching.earliest import KIND, LAST, ORDER, POSITION, UNTOLD, earliest
 from torchguard.watching.kinds import CODES, FINE
 from torchguard.watching.rows import Batch
@@ -74,8 +76,8 @@ class Journal:
         first, times = earliest(self.found, self.dims, self.batch, most)
         kind, order = first & KIND, len(self.places) - (first >> ORDER)
         # One more, for samples that nothing was found about.
-        location = torch.tensor([*(locations[place] for place in self.places), 0], device=first.device)[order]
-        slots = torch.where(kind == FINE, 0, pack_slot(_table(CODES, kind), location, _table(_SEVERITIES, kind)))
+        location = _at(order, [*[locations[place] for place in self.places], 0])
+        slots = torch.where(kind == FINE, 0, pack_slot(_at(kind, CODES), location, _at(kind, _SEVERITIES)))
         if self.repairs:
             code = torch.full_like(kind, ErrorCode.FALLBACK_VALUE)
             fallback = pack_slot(code, location, torch.full_like(kind, Severity.WARN))
@@ -83,7 +85,7 @@ class Journal:
         remarks = self._first_remarks()
         if self.remarks:
             slots = _moved_up(torch.cat([slots, _slots_of(remarks, locations)]))
-        place = torch.tensor([*self.places, -1], device=first.device)[order[0]]
+        place = _at(order[0], [*self.places, -1])
         position = torch.where(kind[0] == FINE, -1, LAST - ((first[0] >> POSITION) & LAST))
         return Step(pack(slots[: capacity(f, config)].t(), f), place, times, position, remarks)
 
@@ -92,15 +94,15 @@ class Journal:
         firsts = [torch.full((0, self.batch.size), -1, device=self.batch.device)]
         for code in sorted({code for _, code, _ in self.remarks}):
             masks = torch.stack([rows for _, other, rows in self.remarks if other == code])
-            packed = torch.tensor([place * 16 + code for place, other, _ in self.remarks if other == code])
-            first = packed.to(masks.device)[masks.to(torch.int8).argmax(0)]
+            packed = [place * 16 + code for place, other, _ in self.remarks if other == code]
+            first = _at(masks.to(torch.int8).argmax(0), packed)
             firsts.append(torch.where(masks.any(0), first, -1).unsqueeze(0))
         return torch.cat(firsts)
 
 
 def _slots_of(remarks: Tensor, locations: tuple[int, ...]) -> Tensor:
     place, code = remarks >> 4, remarks & 0xF
-    slots = pack_slot(code, _table(locations, place), _table(_REMARK_SEVERITIES, code))
+    slots = pack_slot(code, _at(place, locations), _at(code, _REMARK_SEVERITIES))
     return torch.where(remarks < 0, 0, slots)
 
 
@@ -110,5 +112,5 @@ def _moved_up(slots: Tensor) -> Tensor:
     return slots.gather(0, order)
 
 
-def _table(values: tuple[int, ...], index: Tensor) -> Tensor:
-    return torch.tensor(values, device=index.device)[index]
+def _at(index: Tensor, values: Sequence[int]) -> Tensor:
+    return constant(values, index.device)[index]

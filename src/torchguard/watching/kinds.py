@@ -13,6 +13,9 @@ from torchguard.operators import are_kept_whole, define, revision_of
 # From fine to worst: where a vector holds several, the last one counts.
 CODES = (ErrorCode.OK, ErrorCode.OUT_OF_BOUNDS, ErrorCode.NEGATIVE_IDX, ErrorCode.INF, ErrorCode.NAN)
 FINE, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(CODES))
+# By the size of a number: whole numbers of that size; and by these, the bits of Inf.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LEAST = {torch.int16: 0x7C00, torch.int32: 0x7F800000, torch.int64: 0x7FF0000000000000}
 _NOTHING = "_torchguard_nothing"
 _REVISION = revision_of(Path(__file__).parent)
 
@@ -20,7 +23,8 @@ _REVISION = revision_of(Path(__file__).parent)
 def evidence(z: Tensor) -> Tensor:
     """One number for each vector of `z`, by a reduction that fuses with whatever else reads the vector.
 
-    On the CPU the largest magnitude, which is NaN if anything is: Inductor vectorises it. Elsewhere the kind itself.
+    It is the largest magnitude, or its bits, of which NaN has the largest. The CPU vectorises the one, a GPU is faster
+    with the other.
     """
     return torch.ops.torchguard.evidence(z, _REVISION) if are_kept_whole() else _evidence(z)
 
@@ -29,7 +33,14 @@ def _evidence(z: Tensor, revision: int = 0) -> Tensor:
     z = floats_of(z)
     if z.ndim < 2 or z.shape[-1] == 0:
         z = z.unsqueeze(-1)
-    return z.abs().amax(-1) if z.is_cpu else _kinds(z, z.abs()).amax(-1)
+    return z.abs().amax(-1) if z.is_cpu else bits_of_largest(z)
+
+
+def bits_of_largest(z: Tensor) -> Tensor:
+    """The bits of the largest magnitude in each vector, without the sign. Inf of bfloat16 comes out as that of half."""
+    kind = _BITS[z.element_size()]
+    largest = (z.view(kind) & torch.iinfo(kind).max).amax(-1)
+    return largest - (0x7F80 - 0x7C00) if z.dtype == torch.bfloat16 else largest
 
 
 define("evidence(Tensor z, int revision) -> Tensor", _evidence)
@@ -54,16 +65,18 @@ def index_evidence(ids: Tensor, size: int) -> Tensor:
 
 def kinds_of(found: Tensor) -> Tensor:
     """The kind that each piece of evidence speaks of."""
-    return _kinds(found, found) if found.is_floating_point() else found
+    if found.dtype == torch.int8:
+        return found
+    return torch.where(is_nan(found), NAN, torch.where(is_bad(found), INF, FINE)).to(torch.int8)
 
 
 def is_bad(found: Tensor) -> Tensor:
     """Whether evidence about numbers speaks against them: few operations, since it is asked at every module."""
-    return ~(found < math.inf) if found.is_floating_point() else found != FINE
+    return ~(found < math.inf) if found.is_floating_point() else found >= _LEAST[found.dtype]
 
 
 def is_nan(found: Tensor) -> Tensor:
-    return found != found if found.is_floating_point() else found == NAN
+    return found != found if found.is_floating_point() else found > _LEAST[found.dtype]
 
 
 def masked_kinds(found: Tensor, nan: bool, inf: bool) -> Tensor:
@@ -72,7 +85,3 @@ def masked_kinds(found: Tensor, nan: bool, inf: bool) -> Tensor:
         return found
     kinds = kinds_of(found)
     return torch.where(kinds == (NAN if nan else INF), kinds, FINE)
-
-
-def _kinds(z: Tensor, magnitude: Tensor) -> Tensor:
-    return torch.where(z != z, NAN, torch.where(magnitude == math.inf, INF, FINE)).to(torch.int8)

@@ -1,0 +1,37 @@
+"""What a look at a tensor finds, against looking at every number."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchguard.watching.kinds import FINE, INF, NAN, bits_of_largest, evidence, is_bad, is_nan, kinds_of
+
+NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -2.5, 6e4, -1e-7, math.inf, -math.inf, math.nan])
+
+
+def kind_of(row):
+    if any(math.isnan(number) for number in row):
+        return NAN
+    return INF if any(math.isinf(number) for number in row) else FINE
+
+
+@pytest.mark.parametrize("look", [evidence, bits_of_largest])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@given(rows=st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=5))
+def test_the_worst_of_each_vector(look, dtype, rows):
+    found = look(torch.tensor(rows, dtype=dtype))
+    kinds = [kind_of(row) for row in rows]
+    assert kinds_of(found).tolist() == kinds
+    assert is_bad(found).tolist() == [kind != FINE for kind in kinds]
+    assert is_nan(found).tolist() == [kind == NAN for kind in kinds]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_largest_numbers_are_fine(dtype):
+    largest = torch.finfo(dtype).max
+    z = torch.tensor([[largest, -largest], [-math.inf, 0.0], [-math.nan, 0.0]], dtype=dtype)
+    assert kinds_of(bits_of_largest(z)).tolist() == [FINE, INF, NAN]
+    assert kinds_of(evidence(z)).tolist() == [FINE, INF, NAN]
