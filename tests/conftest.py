@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 
@@ -22,6 +24,22 @@ def run(request):
     if request.param == "plain":
         return lambda fn: fn
     return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
+
+
+@pytest.fixture
+def no_sync():
+    """Any wait for the device is an error."""
+
+    class Watch:
+        def __enter__(self):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch calls the mode a prototype
+                torch.cuda.set_sync_debug_mode("error")
+
+        def __exit__(self, *_):
+            torch.cuda.set_sync_debug_mode("default")
+
+    return Watch()
 
 
 @pytest.fixture(params=[torch.int64, torch.int32, torch.float32, torch.float64], ids=str)

@@ -1,7 +1,5 @@
 """What only a GPU can show: nothing waits for it, and everything gives what the CPU gives."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -39,22 +37,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning", "ignore:The CUDA Graph is empty:UserWarning"),
 ]
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture
-def no_sync():
-    """Any wait for the device is an error."""
-
-    class Watch:
-        def __enter__(self):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch calls the mode a prototype
-                torch.cuda.set_sync_debug_mode("error")
-
-        def __exit__(self, *_):
-            torch.cuda.set_sync_debug_mode("default")
-
-    return Watch()
 
 
 def work(x, config):

@@ -339,6 +339,19 @@ def test_bad_input(make, told):
         make()
 
 
+def test_a_forward_set_on_the_instance_is_watched(run):
+    """As tools do that put layers on devices, or adapters into models."""
+    model = Pass()
+    plain = model.forward
+    model.forward = lambda x: plain(x) * 2
+    guarded = watch(model)
+    x = torch.tensor([[1.0, 2.0, 3.0], [NAN, 1.0, 1.0]])
+    out, f = run(guarded)(x)
+    assert found(f) == [[], [("NAN", "input")]]
+    assert torch.equal(out[0], 2 * x[0])
+    assert torch.equal(unwatch(guarded)(x)[0], 2 * x[0])
+
+
 def test_a_call_that_fails_leaves_nothing_open():
     guarded = watch(Net())
     with pytest.raises(RuntimeError):

@@ -16,7 +16,7 @@ from torchguard.exceptions import MixedRowsWarning, WatchError
 from torchguard.watching.checks import DEFAULT, checks_of
 from torchguard.watching.choose import other_embeddings, watched_paths
 from torchguard.watching.incidents import Incident
-from torchguard.watching.shell import Eye, Root, Watch, Watched, shell_class
+from torchguard.watching.shell import Eye, Root, Watch, Watched, new_shell
 
 __all__ = ["Incident", "unwatch", "watch"]
 
@@ -74,7 +74,7 @@ def watch(
             module.register_forward_hook(eye.after)
         if looked_for.indices if is_table else quarantine:
             module.register_forward_pre_hook(eye.before, with_kwargs=True)
-    shell = object.__new__(shell_class(type(model)))
+    shell = new_shell(type(model), "forward" in model.__dict__)
     object.__setattr__(shell, "__dict__", model.__dict__)
     model.__dict__[_STATE] = state
     return shell

@@ -1,6 +1,7 @@
 """A model that watches itself: the same class, modules and parameters, and flags beside its output."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,12 +88,15 @@ class Watched:
     _watch: Watch
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watched(super().forward, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _watched(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self._watch
         journal = watch.open(batch_of(args, kwargs, watch.batch_dim))
         args, kwargs = _seen((args, kwargs), watch, journal, 0)
         watch.journal = journal
         try:
-            output = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            output = forward(*args, **kwargs)
         finally:
             watch.journal = None
         output = _seen(output, watch, journal, len(watch.paths) - 1)
@@ -143,7 +147,18 @@ class Watched:
         return applied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _new_shell, (type(self).__mro__[2],), self.__dict__
+        return new_shell, (type(self._watch.model), "forward" in self.__dict__), self.__dict__
+
+
+class WatchedOverride(Watched):
+    """The same for a model that has a `forward` of its own, set on the instance: that would come before the class's."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._watched_override
+
+    def _watched_override(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watched(self.__dict__["forward"], args, kwargs)
 
 
 class Root:
@@ -239,9 +254,10 @@ def _without(bad: Tensor, output: Any, batch: Batch) -> Any:
 
 
 @functools.cache
-def shell_class(base: type[nn.Module]) -> type[nn.Module]:
-    return type(base.__name__, (Watched, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+def _shell_class(base: type[nn.Module], watched: type[Watched]) -> type[nn.Module]:
+    return type(base.__name__, (watched, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def _new_shell(base: type[nn.Module]) -> nn.Module:
-    return object.__new__(shell_class(base))
+def new_shell(base: type[nn.Module], overrides: bool) -> nn.Module:
+    """A model of that class that watches itself, to be given a state."""
+    return object.__new__(_shell_class(base, WatchedOverride if overrides else Watched))

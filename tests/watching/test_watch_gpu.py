@@ -1,0 +1,148 @@
+"""What only a GPU can show of a watched model: nothing waits for it, and no device assert ends the run."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchguard import err, flags
+from torchguard.watching import watch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch's own, about its matmuls, the graphs it captures, and tracing a module's hooks.
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning", "ignore:The CUDA Graph is empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+NAN = float("nan")
+GOOD, BAD = [0, 2, 3], [1]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 2)
+
+    def forward(self, ids, scale):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(self.norm(x * scale[:, None, None]).sigmoid())
+
+
+def arguments(dtype):
+    ids = torch.randint(0, 10, (4, 6), device="cuda")
+    return ids, torch.ones(4, device="cuda", dtype=dtype)
+
+
+def spoiled(arguments, value=NAN):
+    ids, scale = arguments
+    scale = scale.clone()
+    scale[BAD] = value
+    return ids, scale
+
+
+def grads(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.fixture(params=["plain", "inductor", "reduce-overhead"])
+def run(request):
+    if request.param == "plain":
+        return lambda model: model
+    mode = "reduce-overhead" if request.param == "reduce-overhead" else None
+    return lambda model: torch.compile(model, fullgraph=True, mode=mode)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_the_row_and_the_place(run, dtype, quarantine):
+    guarded = watch(Net().to("cuda", dtype), quarantine=quarantine)
+    call = run(guarded)
+    good = arguments(dtype)
+    with torch.no_grad():
+        for _ in range(3):  # CUDA graphs are recorded in the second call, and run in the third
+            _, f = call(*good)
+            assert err.all_ok(f).item()
+            for value, name in ((NAN, "NAN"), (float("-inf"), "INF")):
+                _, f = call(*spoiled(good, value))
+                found = [[(e.code_name, e.location_name) for e in errors] for errors in flags.unpack_all(f)]
+                repairs = [("FALLBACK_VALUE", "input")] if quarantine else []
+                assert found == [[], [(name, "input"), *repairs], [], []]
+                assert [(i.sample, i.path) for i in guarded.report()] == [(1, "input")]
+
+
+def test_nothing_waits(run, dtype, no_sync):
+    guarded = watch(Net().to("cuda", dtype), returns="output")
+    call, good = run(guarded), arguments(dtype)
+    bad = spoiled(good)
+    with torch.no_grad():
+        for _ in range(3):
+            call(*good)
+        torch.cuda.synchronize()
+        with no_sync:
+            call(*bad)
+            guarded.poll()
+        torch.cuda.synchronize()
+        assert [str(i) for i in guarded.poll()] == ["sample 1: NAN at input, position 0, seen in 4 places"]
+
+
+def test_indices_out_of_range_end_no_run(run):
+    guarded = watch(Net().cuda())
+    ids, scale = arguments(torch.float32)
+    ids[1, 2], ids[3, 0] = 10, -1
+    with torch.no_grad():
+        _, f = run(guarded)(ids, scale)
+    torch.cuda.synchronize()
+    assert [[e.code_name for e in errors] for errors in flags.unpack_all(f)] == [
+        [],
+        ["OUT_OF_BOUNDS"],
+        [],
+        ["NEGATIVE_IDX"],
+    ]
+
+
+@pytest.mark.parametrize("mode", ["plain", "inductor"])
+def test_gradients_are_those_of_the_batch_without_the_bad_row(mode, dtype):
+    model = Net().to("cuda", dtype)
+    good = arguments(dtype)
+    model(*(z[GOOD] for z in good)).square().flatten(1).mean(1).mean().backward()
+    want = grads(model)
+    guarded = watch(model, quarantine=True)
+    call = torch.compile(guarded, fullgraph=True) if mode == "inductor" else guarded
+    out, f = call(*spoiled(good))
+    err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
+    for name, got in grads(model).items():
+        close = {"rtol": 1e-3, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 3e-3}
+        torch.testing.assert_close(got, want[name], **close)
+
+
+@pytest.mark.parametrize("mode", ["plain", "inductor"])
+def test_a_fault_born_in_the_backward_pass(mode):
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head((self.first(x) * x).sqrt())
+
+    model = Root().cuda()
+    nn.init.ones_(model.first.weight)
+    guarded = watch(model, quarantine=True)
+    x = torch.rand(4, 4, device="cuda") + 1
+    x[1] = 0
+    call = torch.compile(guarded, fullgraph=True) if mode == "inductor" else guarded
+    out, f = call(x)
+    assert err.all_ok(f).item()
+    err.mean_ok(f, out.square().mean(1)).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert err.is_err(guarded.backward_flags).tolist() == [False, True, False, False]
