@@ -41,6 +41,8 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/typed.py
 	@echo "bench: watched models against plain ones"
 	@$(BIN)/python benchmarks/watched.py cpu
+	@echo "bench: guards, whole, filtered and audited"
+	@$(BIN)/python benchmarks/guarded.py
 
 docs: $(VENV)/.docs
 	@echo "docs: mkdocs"

@@ -1,5 +1,6 @@
 """torchguard makes a `torch.compile` region safe to run and easy to see into, without breaking its graph."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchguard import err, experimental, flags
@@ -48,6 +49,7 @@ from torchguard.typing import tensorcheck
 from torchguard.watching import unwatch, watch
 
 if TYPE_CHECKING:
+    from torchguard import guards
     from torchguard.errors.config import CONFIG
 
 __version__ = "2.0.0a1"
@@ -108,6 +110,7 @@ __all__ = [
     "flag_oob_indices",
     "flags",
     "get_config",
+    "guards",
     "has_err",
     "push",
     "set_config",
@@ -123,4 +126,6 @@ def __getattr__(name: str) -> Any:
     # Looked up each time, so that `tg.CONFIG` is what `set_config` last set.
     if name == "CONFIG":
         return _config.CONFIG
+    if name == "guards":  # loaded when it is first used
+        return importlib.import_module("torchguard.guards")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

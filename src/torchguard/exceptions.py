@@ -101,6 +101,25 @@ class WatchError(TorchGuardError, ValueError):
     """A model cannot be watched that way."""
 
 
+class GuardError(TorchGuardError, ValueError):
+    """Something about guards was asked for that cannot be done."""
+
+
+class FilterError(GuardError, AssertionError):
+    """A guard filter raised, or returned something other than one bool a guard, or names what torch does not know.
+
+    Torch asserts the same of a filter; any other kind of error would come out of Dynamo as an internal one of its own.
+    """
+
+
+class StaleGuardError(TorchGuardError, AssertionError):
+    """A guard that was dropped does not hold any more."""
+
+
+class RecompileError(TorchGuardError, AssertionError):
+    """Something was compiled in a place that was to do without."""
+
+
 class ValidationWarning(UserWarning):
     """Something could not be validated; an error under `ErrorConfig(strict_validation=True)`."""
 
@@ -111,3 +130,7 @@ class MixedRowsWarning(UserWarning):
 
 class LocationWarning(UserWarning):
     """A place could not be given a name of its own."""
+
+
+class GuardWarning(UserWarning):
+    """A guard filter may not do what it says."""

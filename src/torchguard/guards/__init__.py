@@ -1,0 +1,65 @@
+"""Dynamo's guards: filter them, audit what was dropped, inspect what is there, explain recompiles."""
+
+from torchguard.guards.audit import Audit, AuditReport, Violation, audit
+from torchguard.guards.certify import Certificate, certify
+from torchguard.guards.compiling import compile
+from torchguard.guards.cost import Cost, cost
+from torchguard.guards.expect import expect_no_recompile
+from torchguard.guards.filters import (
+    Filter,
+    aot_default,
+    by_function,
+    from_source,
+    keep_all,
+    keep_portable,
+    keep_tensors,
+    named,
+    of_derived_type,
+    of_type,
+    precompile_default,
+    skip_all,
+    skip_globals,
+    skip_inbuilt_nn_modules,
+    skip_nn_modules,
+    with_value,
+)
+from torchguard.guards.inspecting import GuardInspector, Inspection, inspect
+from torchguard.guards.suggest import Suggestion, suggest
+from torchguard.guards.why import Reason, Why, why
+
+__all__ = [
+    "Audit",
+    "AuditReport",
+    "Certificate",
+    "Cost",
+    "Filter",
+    "GuardInspector",
+    "Inspection",
+    "Reason",
+    "Suggestion",
+    "Violation",
+    "Why",
+    "aot_default",
+    "audit",
+    "by_function",
+    "certify",
+    "compile",
+    "cost",
+    "expect_no_recompile",
+    "from_source",
+    "inspect",
+    "keep_all",
+    "keep_portable",
+    "keep_tensors",
+    "named",
+    "of_derived_type",
+    "of_type",
+    "precompile_default",
+    "skip_all",
+    "skip_globals",
+    "skip_inbuilt_nn_modules",
+    "skip_nn_modules",
+    "suggest",
+    "why",
+    "with_value",
+]

@@ -1,0 +1,224 @@
+"""The seam to Dynamo's guard trees, all of which is private torch: they are walked, and their leaves called.
+
+Where a name is missing, `events.missing()` says which, and what needs it refuses in words; filters need none of them.
+"""
+
+import contextlib
+import inspect
+import traceback
+import types
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+# The text by which a check of ours in Dynamo's trees is known.
+OURS = "torchguard: the guards that were dropped"
+
+
+Stack = Sequence[traceback.FrameSummary]
+
+
+class Guards:
+    """A tree of guards, and what is needed to call it."""
+
+    def __init__(self, root: Any, scope: dict[str, Any]) -> None:
+        self.root, self._scope = root, scope
+
+    def check(self, f_locals: dict[str, Any]) -> bool:
+        return self.root.check(f_locals)
+
+    def first_failing(self, f_locals: dict[str, Any]) -> str:
+        """What Dynamo itself would say: the text of the first guard that fails."""
+        return "; ".join(self.root.check_verbose(f_locals).verbose_code_parts)
+
+    def part(self, sources: Set[str]) -> "Guards":
+        """The guards on these sources alone, which have to have the ways to them among them."""
+        return Guards(self.root.clone_manager(lambda manager: manager.get_source() in sources), self._scope)
+
+    def value(self, source: str, f_locals: dict[str, Any]) -> Any:
+        """What a source such as `L['self'].k` stands for, in a call with these locals. May raise anything."""
+        from torch._dynamo.guards import _get_closure_vars
+
+        if source == "L":
+            return f_locals
+        if source == "G":
+            return self._scope["G"]
+        return eval(source, {**_get_closure_vars(), **self._scope}, {"L": f_locals})
+
+    def listen(self, hook: Callable[[dict[str, Any]], bool]) -> None:
+        """Have `hook` called with the locals of a call when all guards hold. Where it says False, they do not."""
+        self.root.add_epilogue_lambda_guard(hook, [OURS], None)
+
+
+def guards_of(wrapper: Any) -> Guards:
+    """The tree that Dynamo keeps in a wrapper."""
+    return Guards(wrapper.root, {**(wrapper.closure_vars or {}), "G": wrapper.global_scope["G"]})
+
+
+grad_mode = torch.is_grad_enabled
+# Whether autocast is on for any device: the public way is asked device by device, in every call.
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+
+
+def as_in_a_call() -> contextlib.AbstractContextManager[Any]:
+    """Undo what Dynamo does while it checks guards, switching `__torch_function__` off, which is a guard itself."""
+    return torch._C._EnableTorchFunction()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Leaf(NamedTuple):
+    """One check in a tree. `holds` calls it with a value; None if it can only be checked together with others."""
+
+    source: str
+    type: str
+    code: tuple[str, ...]
+    holds: Callable[[Any], bool] | None
+
+
+def children_of(manager: Any) -> list[Any]:
+    from torch._C._dynamo.guards import DictGuardManager
+
+    pairs = manager.get_key_value_managers().values() if isinstance(manager, DictGuardManager) else ()
+    return [*(child for pair in pairs for child in pair if child), *manager.get_child_managers()]
+
+
+def leaves_of(manager: Any) -> list[Leaf]:
+    """The checks at one node of a tree; at the root, also those that run last. Ours is none of them."""
+    from torch._C._dynamo.guards import RelationalGuard, RootGuardManager
+
+    last = manager.get_epilogue_lambda_guards() if isinstance(manager, RootGuardManager) else []
+    found = []
+    for guard in [*manager.get_leaf_guards(), *last]:
+        code = tuple(guard.verbose_code_parts())
+        holds: Any = guard if callable(guard) and not isinstance(guard, RelationalGuard) else None
+        if OURS not in code:
+            found.append(Leaf(manager.get_source(), type(guard).__name__, code, holds))
+    return found
+
+
+def entries_of(code: types.CodeType, region: int) -> list[tuple[str, Guards]]:
+    """What is compiled for a code object, with its compile id: the region's own first, then what all share."""
+    from torch._dynamo import eval_frame
+
+    entries = list(eval_frame._debug_get_cache_entry_list(code))
+    of_region = getattr(eval_frame, "_get_cache_entries_for_region", None)
+    if of_region is not None:
+        entries = [*of_region(code, region), *(of_region(code, -1) if region != -1 else ())]
+    return [(str(entry.compile_id), guards_of(entry.guard_manager)) for entry in entries if _is_alive(entry)]
+
+
+def _is_alive(entry: Any) -> bool:
+    return hasattr(entry.guard_manager, "root") and entry.guard_manager.root is not None
+
+
+class Frame(NamedTuple):
+    """The first frame of a call: its code, its locals when it starts, and where its compiled code is kept.
+
+    `cells` are the variables of enclosing functions, by source.
+    """
+
+    code: types.CodeType
+    f_locals: dict[str, Any]
+    region: int
+    cells: dict[str, types.CellType]
+
+
+def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
+    """The frame that Dynamo would look up for a call; None if this was not compiled."""
+    found = _compiled_function(compiled)
+    if found is None:
+        return None
+    inner, region = found
+    function = getattr(inner, "__func__", inner)
+    bound = inspect.signature(inner, follow_wrapped=False).bind(*args, **kwargs)
+    bound.apply_defaults()
+    f_locals = dict(bound.arguments)
+    if inspect.ismethod(inner):
+        f_locals = {function.__code__.co_varnames[0]: inner.__self__, **f_locals}
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    f_locals |= {name: cell.cell_contents for name, cell in cells.items()}
+    return Frame(function.__code__, f_locals, region, {f"L['{name}']": cell for name, cell in cells.items()})
+
+
+def compiled_code_of(compiled: Any) -> tuple[types.CodeType, int] | None:
+    """The code that Dynamo looks up for a call, and where its compiled code is kept; None if this was not compiled."""
+    found = _compiled_function(compiled)
+    return None if found is None else (getattr(found[0], "__func__", found[0]).__code__, found[1])
+
+
+def _compiled_function(compiled: Any) -> tuple[Callable[..., Any], int] | None:
+    call = compiled
+    if isinstance(compiled, nn.Module):
+        in_place = getattr(compiled, "_compiled_call_impl", None)  # what model.compile() makes
+        call = compiled.forward if hasattr(compiled, "_orig_mod") else in_place
+    inner = getattr(call, "_torchdynamo_orig_callable", None)
+    if inner is None:
+        return None
+    owner = getattr(inner, "__self__", None)
+    if isinstance(owner, nn.Module) and inner.__func__ in (nn.Module.__call__, nn.Module._call_impl):
+        inner = owner.forward  # the frames around it are torch's, which Dynamo skips
+    return inner, getattr(call, "_isolate_recompiles_id", -1)
+
+
+# What filters need: where it is missing, they do without.
+
+
+def guard_types() -> frozenset[str]:
+    """The names of all guard types: the methods in capitals of Dynamo's builder of guards, listed nowhere else.
+
+    Where the builder is missing there are none, and names of types are not checked.
+    """
+    try:
+        from torch._dynamo.guards import GuardBuilder  # not at import: it is heavy
+    except ImportError:
+        return frozenset()
+    return frozenset(name for name in vars(GuardBuilder) if name.isupper())
+
+
+def unserializable_guard_types() -> frozenset[str]:
+    """The guard types that cannot be saved, which ahead-of-time compilation drops. Missing, there are none."""
+    try:
+        from torch._dynamo.guards import CheckFunctionManager  # not at import: it is heavy
+    except ImportError:
+        return frozenset()
+    return frozenset(getattr(CheckFunctionManager, "UNSUPPORTED_SERIALIZATION_GUARD_TYPES", ()))
+
+
+def guard_sources(guard: Any) -> tuple[str, ...]:
+    """What a guard of Dynamo's is reached from: of "global", "local", "module", "closure" and "state", one or two.
+
+    A guard has a source with a chain of bases; neither is public. What cannot be told is "state".
+    """
+    chain = [getattr(guard, "originating_source", None)]
+    while (base := getattr(chain[-1], "base", None)) is not None:
+        chain.append(base)
+    root, where, name = chain[-1], getattr(getattr(guard, "source", None), "name", ""), getattr(guard, "name", "")
+    is_free = getattr(root, "is_derefed_cell_contents", False) and not getattr(root, "is_input", False)
+    told = {
+        "global": type(root).__name__ == "GlobalSource",
+        "local": "LOCAL" in where and not is_free,
+        "closure": is_free or ".__closure__" in name,
+        "module": "MODULE" in where,
+    }
+    return tuple(kind for kind, is_it in told.items() if is_it and name) or ("state",)
+
+
+def mode_options(mode: str, dynamic: bool | None) -> dict[str, object]:
+    """The options of Inductor that a mode of `torch.compile` stands for.
+
+    Torch refuses a mode beside options, and a filter travels in the options. Its docs name this function; where it
+    is missing, a mode cannot be combined with a filter, and the ImportError says so.
+    """
+    from torch._inductor import list_mode_options  # not at import: it is heavy
+
+    return dict(list_mode_options(mode, dynamic))
+
+
+def default_backend() -> object:
+    """The backend of `torch.compile` where none is given, which torch 2.13 lets one set. Before, it was Inductor."""
+    try:
+        from torch._dynamo.backends.registry import get_default_backend  # not at import: it is heavy
+    except ImportError:
+        return "inductor"
+    return get_default_backend()

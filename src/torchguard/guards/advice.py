@@ -1,0 +1,57 @@
+"""What to do about a guard that fails, in a line."""
+
+import re
+
+from torchguard.guards.tree import Failure
+
+_ATTRIBUTE_OF_MODULE = re.compile(r"^L\['self'\]")
+
+
+def advice_for(failure: Failure) -> str:
+    guard, source = failure.guard, _plain(failure.guard.source)
+    if failure.now.startswith("gone ("):
+        return f"{source} was there when this was compiled: keep it, or give it a default."
+    if guard.type == "TENSOR_MATCH":
+        return _about_tensor(source, failure.why)
+    if guard.type == "GLOBAL_STATE":
+        return "Grad mode, autocast, default dtype or number of threads changed: set them before the first call."
+    if guard.type == "TORCH_FUNCTION_MODE_STACK":
+        return "A default device or another mode came or went: enter it before the first call."
+    if guard.type == "DIMENSION_DYNAMIC_MARKING_GUARD":
+        return f"mark_dynamic was called on {source} later, or not this time: mark it in every call."
+    if guard.type in ("ID_MATCH", "WEAKREF_ALIVE", "FUNCTION_MATCH", "CLOSURE_MATCH"):
+        return f"{source} is another object now: make it once, outside the loop, and pass the same one."
+    if guard.type == "TYPE_MATCH":
+        return f"{source} has another type now: always pass the same one."
+    if "LENGTH" in guard.type or "DICT" in guard.type or "len(" in guard.code:
+        return f"{source} has other items now: keep their number and keys, or stack them into a tensor."
+    if ".size()[" in guard.code or ".stride()[" in guard.code:
+        return "A size left the range this was compiled for: mark_dynamic(x, dim, min=..., max=...), or pad to it."
+    if guard.type in ("SHAPE_ENV", "RELATION", "LAMBDA_GUARD", "SYMBOLIC_SHAPE_GUARD"):
+        return "Numbers or tensors no longer stand to each other as they did: pass them in the same relation each time."
+    if source.startswith("G["):
+        return f"{source} is a global that the code has as a constant: make it an argument, or a tensor."
+    if _ATTRIBUTE_OF_MODULE.match(guard.source):
+        return f"{source} is a constant of the compiled code: make it an argument or a buffer, or leave it as it is."
+    return f"{source} is a constant of the compiled code: pass a tensor, or torch.compiler.set_stance for odd calls."
+
+
+def _about_tensor(source: str, why: str) -> str:
+    if found := re.search(r"size mismatch at index (\d+)", why):
+        return f"torch._dynamo.mark_dynamic({source}, {found[1]}) before the first call, or compile with dynamic=True."
+    if "stride mismatch" in why:
+        return f"Pass {source}.contiguous(), or make it the same way each time."
+    if "dtype mismatch" in why:
+        return f"Cast {source} to one dtype before the call."
+    if "requires_grad mismatch" in why:
+        return f"Decide once whether {source} requires a gradient; detach it where it should not."
+    if "rank mismatch" in why:
+        return f"Give {source} the same number of dims each time."
+    if "dispatch key" in why:
+        return f"{source} is on another device, or under another mode such as inference_mode: keep to one."
+    return f"{source} differs from the tensor this was compiled for: pass the same kind each time."
+
+
+def _plain(source: str) -> str:
+    """`L['x']` as `x`."""
+    return re.sub(r"^L\['(\w+)'\]", r"\1", source)

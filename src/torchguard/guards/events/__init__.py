@@ -1,0 +1,1 @@
+"""What Dynamo does, told while it does it."""

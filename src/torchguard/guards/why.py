@@ -1,0 +1,70 @@
+"""Would a call recompile, and why?"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchguard.exceptions import GuardError
+from torchguard.guards._torch import entries_of, frame_of
+from torchguard.guards.advice import advice_for
+from torchguard.guards.audit import unobserved
+from torchguard.guards.tree import Failure, failures_of
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A guard that keeps a call from what was compiled before, and what can be done about it."""
+
+    compile_id: str
+    failure: Failure
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.failure}\n    {self.advice}"
+
+
+@dataclass(frozen=True)
+class Why:
+    """Whether a call would compile again.
+
+    `reasons` are all failing guards of all that was compiled before; empty if something fits, or nothing was compiled.
+    """
+
+    recompiles: bool
+    entries: int
+    reasons: tuple[Reason, ...]
+
+    def __bool__(self) -> bool:
+        return self.recompiles
+
+    def __str__(self) -> str:
+        if not self.recompiles:
+            return "This call runs what is compiled."
+        if not self.entries:
+            return "Nothing is compiled for this call yet: it would compile."
+        found = [f"This call would compile again: none of {self.entries} fits."]
+        for compile_id in dict.fromkeys(reason.compile_id for reason in self.reasons):
+            found.append(f"[{compile_id}]")
+            found += [f"  {reason}" for reason in self.reasons if reason.compile_id == compile_id]
+        return "\n".join(found)
+
+
+def why(compiled: Any, *args: Any, **kwargs: Any) -> Why:
+    """Whether calling `compiled` like this would compile again, and for which reasons, without running it.
+
+    It is about the frame the call starts with. Parts behind a graph break are looked up when they are reached.
+    """
+    try:
+        frame = frame_of(compiled, args, kwargs)
+    except TypeError as error:
+        raise GuardError(f"why: these arguments do not fit: {error}.") from error
+    if frame is None:
+        raise GuardError(f"why: this {type(compiled).__name__} is not compiled. Give what torch.compile returned.")
+    reasons = []
+    entries = entries_of(frame.code, frame.region)
+    with unobserved():
+        for compile_id, guards in entries:
+            failures = failures_of(guards, frame.f_locals)
+            if not failures:
+                return Why(False, len(entries), ())
+            reasons += [Reason(compile_id, failure, advice_for(failure)) for failure in failures]
+    return Why(True, len(entries), tuple(reasons))

@@ -1,0 +1,284 @@
+"""A filter makes compiled code blind to changes. The audit is not."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from torchguard.exceptions import GuardError, StaleGuardError
+from torchguard.guards.audit import audit
+from torchguard.guards.compiling import compile
+from torchguard.guards.filters import keep_portable, keep_tensors, skip_all, skip_globals, skip_inbuilt_nn_modules
+from torchguard.guards.why import why
+
+FACTOR = 2
+
+
+def scaled(x):
+    return x * FACTOR
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop, self.k = nn.Linear(3, 3), nn.Dropout(0.5), 2
+
+    def forward(self, x):
+        return self.drop(self.layer(x)) * self.k
+
+
+@pytest.fixture
+def factor():
+    """Sets the global that `scaled` reads, and sets it back."""
+
+    def set_to(value):
+        global FACTOR
+        FACTOR = value
+
+    yield set_to
+    set_to(2)
+
+
+def audited(fn, filter, backend="eager", fullgraph=True, **settings):
+    watch = audit(filter, **settings)
+    return compile(fn, filter=watch, backend=backend, fullgraph=fullgraph), watch
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_stale_result_is_told_of(factor, backend):
+    fn, watch = audited(scaled, skip_globals(), backend=backend, every=1)
+    x = torch.ones(2)
+    assert fn(x).tolist() == [2, 2]
+    factor(3)
+    assert fn(x).tolist() == [2, 2]  # stale: nobody looks at the global any more
+    (violation,) = watch.report().violations
+    assert violation.type == "EQUALS_MATCH" or "MATCH" in violation.type
+    assert "FACTOR" in violation.name
+    assert (violation.then, violation.now, violation.calls) == ("2", "3", 1)
+    assert violation.function == "scaled"
+    assert "return x * FACTOR" in violation.line
+
+
+def test_recompiling_heals(factor):
+    fn, watch = audited(scaled, skip_globals(), every=1, action="recompile")
+    x = torch.ones(2)
+    fn(x)
+    factor(3)
+    assert fn(x).tolist() == [3, 3]
+    assert fn(x).tolist() == [3, 3]
+    assert len(watch.report().violations) == 1
+
+
+def test_raising_comes_before_a_stale_result(factor):
+    fn, _ = audited(scaled, skip_globals(), every=1, action="raise")
+    x = torch.ones(2)
+    fn(x)
+    factor(3)
+    with pytest.raises(StaleGuardError, match=r"FACTOR.*2 became 3"):
+        fn(x)
+    factor(2)
+    assert fn(x).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(("answer", "result"), [(None, 2), (False, 3)])
+def test_an_action_of_ones_own(factor, answer, result):
+    told = []
+
+    def act(violations):
+        told.extend(violations)
+        return answer
+
+    fn, _ = audited(scaled, skip_globals(), every=1, action=act)
+    x = torch.ones(1)
+    fn(x)
+    factor(3)
+    assert fn(x).item() == result
+    assert [violation.now for violation in told] == ["3"]
+
+
+def test_it_looks_at_every_so_manieth_call(factor):
+    fn, watch = audited(scaled, skip_globals(), every=10)
+    x = torch.ones(1)
+    fn(x)
+    for _ in range(30):
+        fn(x)
+    report = watch.report()
+    assert (report.calls, report.checks) == (30, 3)
+    factor(3)
+    for _ in range(10):
+        fn(x)
+    (violation,) = watch.report().violations
+    assert 1 <= violation.calls <= 10
+
+
+def test_a_budget_sets_how_often_it_looks():
+    fn, watch = audited(scaled, skip_globals(), budget=0.001)
+    x = torch.ones(1)
+    for _ in range(200):
+        fn(x)
+    assert 1 <= watch.report().checks < 100
+
+
+def test_train_and_eval_are_seen_at_once():
+    model = Net().eval()
+    net, watch = audited(model, skip_inbuilt_nn_modules(), every=1000)
+    x = torch.randn(2, 3)
+    want = net(x)
+    assert torch.equal(net(x), want)
+    model.train()
+    net(x)
+    names = [violation.name for violation in watch.report().violations]
+    assert any("drop" in name and "training" in name for name in names)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
+def test_grad_mode_and_autocast_are_seen_at_once(mode):
+    call, watch = audited(lambda x: x @ x, skip_all(), every=1000)
+    x = torch.ones(2, 2)
+    call(x)
+    call(x)
+    with mode():
+        call(x)
+    assert "GLOBAL_STATE" in [violation.type for violation in watch.report().violations]
+
+
+def test_the_wrong_branch_under_dynamic_shapes():
+    def fn(x):
+        return x + 1 if x.shape[0] > 4 else x - 1
+
+    call, watch = audited(lambda x: fn(x), skip_all(), every=1, fullgraph=True)
+    assert call(torch.zeros(8))[0] == 1
+    assert call(torch.zeros(2))[0] == 1  # stale
+    assert any(violation.type == "TENSOR_MATCH" for violation in watch.report().violations)
+    call, watch = audited(fn, keep_tensors(), every=1, fullgraph=True, action="recompile")
+    x = torch.zeros(8)
+    torch._dynamo.mark_dynamic(x, 0)
+    call(x)
+    assert call(torch.zeros(2))[0] == -1
+
+
+def test_frames_behind_a_graph_break(factor):
+    def fn(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * FACTOR
+
+    call, watch = audited(fn, skip_globals(), every=1, fullgraph=False)
+    call(torch.ones(1))
+    factor(5)
+    call(torch.ones(1))
+    (violation,) = watch.report().violations
+    assert "resume" in violation.function
+    assert violation.now == "5"
+
+
+def test_closures():
+    power = 2
+
+    def fn(x):
+        return x**power
+
+    call, watch = audited(fn, keep_portable(), every=1)
+    call(torch.full((1,), 3.0))
+    power = 3
+    assert call(torch.full((1,), 3.0)).item() == 9  # stale
+    (violation,) = watch.report().violations
+    assert (violation.then, violation.now) == ("2", "3")
+
+
+def test_several_violations_are_all_told():
+    model = Net().eval()
+    net, watch = audited(model, keep_portable(), every=1)
+    x = torch.randn(2, 3)
+    net(x)
+    model.k, model.drop.p = 3, 0.25
+    model.drop.train()
+    net(x)
+    names = [violation.name for violation in watch.report().violations]
+    assert "self.k" in names
+    assert sum("drop" in name for name in names) >= 1
+
+
+def test_threads():
+    fn, watch = audited(scaled, skip_globals(), every=5)
+    x = torch.ones(1)
+    fn(x)
+    found = []
+
+    def work():
+        found.extend(fn(x).item() for _ in range(100))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {2}
+    assert watch.report().calls >= 400
+
+
+def test_nothing_is_kept_alive():
+    model = Net().eval()
+    net, watch = audited(model, skip_inbuilt_nn_modules(), every=1)
+    net(torch.randn(2, 3))
+    net(torch.randn(2, 3))
+    there = weakref.ref(model)
+    calls = watch.report().calls
+    del net, model
+    torch._dynamo.reset()
+    gc.collect()
+    assert there() is None
+    assert watch.report().calls == calls
+
+
+def test_asking_why_is_no_call():
+    fn, watch = audited(scaled, skip_globals(), every=1)
+    fn(torch.ones(1))
+    before = watch.report().calls
+    assert not why(fn, torch.ones(1))
+    assert watch.report().calls == before
+
+
+def test_a_filter_that_drops_nothing_is_not_looked_at():
+    def keep(entries):
+        return [True for _ in entries]
+
+    fn, watch = audited(scaled, keep, every=1)
+    fn(torch.ones(1))
+    fn(torch.ones(1))
+    assert watch.report().calls == 0
+
+
+def test_the_report_in_words(factor):
+    fn, watch = audited(scaled, skip_globals(), every=1)
+    fn(torch.ones(1))
+    factor(7)
+    fn(torch.ones(1))
+    text = str(watch.report())
+    assert "1 violations" in text
+    assert "2 became 7" in text
+    assert repr(watch) == "audit(skip_globals(), every=1, action='record')"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"every": 0}, "every is 0"),
+        ({"every": True}, "every is True"),
+        ({"action": "heal"}, "action is 'heal'"),
+        ({"budget": 2.0}, "budget is 2.0"),
+    ],
+)
+def test_bad_input(settings, told):
+    with pytest.raises(GuardError, match=told):
+        audit(skip_globals(), **settings)
+
+
+def test_a_torch_without_a_private_name_is_told_of_in_words(monkeypatch):
+    monkeypatch.delattr("torch._dynamo.guards._get_closure_vars")
+    with pytest.raises(GuardError, match=r"has no _get_closure_vars.*Filters work without"):
+        audit(skip_globals())
+    assert compile(scaled, filter=skip_globals(), backend="eager") is not None

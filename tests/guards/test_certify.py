@@ -1,0 +1,135 @@
+"""What a filter does to correctness, shown; and the filter that does none."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel
+
+from torchguard.exceptions import GuardError
+from torchguard.guards.certify import FINE, HARMFUL, MISSED, NOT_EXERCISED, NOT_POSSIBLE, STALE, certify
+from torchguard.guards.compiling import compile
+from torchguard.guards.filters import keep_all, keep_portable, skip_all, skip_globals, skip_inbuilt_nn_modules
+from torchguard.guards.suggest import suggest
+
+LIMIT = 3
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.k, self.unused = 2, 5
+
+    def forward(self, x):
+        if self.unused > 100:
+            x = x + 1
+        return self.drop(self.norm(self.layer(x))) * self.k + LIMIT
+
+
+def results(certificate):
+    return {outcome.change: outcome.result for outcome in certificate.outcomes}
+
+
+def test_without_dropped_guards_all_is_fine_but_late_hooks():
+    found = results(certify(Net(), torch.randn(3, 4), keep_all()))
+    assert found.pop("a late forward hook") in (FINE, MISSED)
+    assert set(found.values()) <= {FINE, NOT_POSSIBLE}
+
+
+def test_dropout_after_eval_is_harmful():
+    certificate = certify(Net(), torch.randn(3, 4), skip_inbuilt_nn_modules())
+    assert results(certificate)["eval"] == STALE
+    names = [guard.name for guard in certificate.labelled(HARMFUL)]
+    assert any("drop" in name and "training" in name for name in names)
+    assert not certificate.is_clean
+    assert "eval: stale" in str(certificate)
+
+
+def test_globals():
+    certificate = certify(Net(), torch.randn(3, 4), skip_globals())
+    assert results(certificate)["G['LIMIT'] = 4"] == STALE
+    assert {guard.name for guard in certificate.labelled(HARMFUL)} == {"G['LIMIT']"}
+    assert certificate.labelled(NOT_EXERCISED)
+    assert LIMIT == 3
+
+
+def test_a_change_without_effect_is_harmless():
+    certificate = certify(Net(), torch.randn(3, 4), keep_portable())
+    labels = {guard.name: guard.label for guard in certificate.guards}
+    assert labels["self.unused"] == "harmless"
+    assert labels["self.k"] == HARMFUL
+
+
+def test_closures():
+    power = 2
+
+    def fn(x):
+        return x**power
+
+    certificate = certify(fn, torch.randn(3), keep_portable())
+    assert results(certificate)["L['power'] = 3"] == STALE
+    assert power == 2
+
+
+def test_shapes_strides_dtypes_and_state():
+    def fn(x):
+        return x + 1 if x.shape[0] > 3 else x.contiguous() - 1
+
+    found = results(certify(fn, torch.randn(3, 4), skip_all()))
+    assert found["another batch size"] == STALE
+    assert {"other strides", "another dtype", "requires_grad", "no_grad", "autocast"} <= set(found)
+
+
+def test_changes_of_ones_own():
+    model = Net().eval()
+
+    @contextlib.contextmanager
+    def wider():
+        model.k = 7
+        yield (torch.randn(5, 4),)
+        model.k = 2
+
+    found = results(certify(model, (torch.randn(3, 4),), keep_portable(), changes={"wider": wider}))
+    assert found["wider"] == STALE
+
+
+def test_the_model_is_left_as_it_was():
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = len(model.drop._forward_hooks)
+    certify(model, torch.randn(3, 4), skip_all())
+    assert model.training
+    assert (model.k, model.unused) == (2, 5)
+    assert len(model.drop._forward_hooks) == hooks
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_fails_is_told_of():
+    with pytest.raises(GuardError, match="fails before anything is changed"):
+        certify(nn.Linear(3, 3), torch.randn(2, 4), skip_all())
+
+
+def test_the_suggested_filter_saves_and_does_no_harm():
+    model, x = Net().eval(), torch.randn(3, 4)
+    found = suggest(model, x)
+    assert found.certificate.is_clean
+    assert found.microseconds_after < found.microseconds_before
+    compiled = eval(found.code, {"guards": __import__("torchguard.guards", fromlist=["x"]), "model": model})
+    torch.testing.assert_close(compiled(x), model(x))
+    model.train()
+    assert (compiled(x) == LIMIT).any()  # what Dropout left out: it is at work
+    assert "less)" in str(found)
+
+
+def test_bert():
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=50)
+    model = BertModel(config).eval()
+    ids = torch.randint(0, 50, (2, 5))
+    found = suggest(model, ids)
+    assert found.certificate.is_clean
+    assert found.microseconds_after < 0.8 * found.microseconds_before
+    torch.testing.assert_close(
+        compile(model, filter=found.filter, backend="eager")(ids).last_hidden_state, model(ids).last_hidden_state
+    )

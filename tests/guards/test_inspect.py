@@ -1,0 +1,364 @@
+"""What was compiled, guarded and broken, as data."""
+
+import json
+import logging
+import threading
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from torchguard.exceptions import GuardError
+from torchguard.guards.inspecting import GuardInspector, inspect
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.compiler.reset()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.k = nn.Linear(3, 3), 2
+
+    def forward(self, x, flag=True):
+        return self.layer(x) * self.k if flag else x + self.k
+
+
+def compiled(fn, **options):
+    return torch.compile(fn, **{"backend": "eager", "dynamic": False, **options})
+
+
+def line_of(fn, text):
+    """The number of the line of a function that has a text in it."""
+    import inspect as of_python
+
+    lines, first = of_python.getsourcelines(fn)
+    return next(first + i for i, line in enumerate(lines) if text in line)
+
+
+def broken_in_the_middle(x):
+    y = x + 1
+    torch._dynamo.graph_break()  # here
+    return y * 2
+
+
+def test_a_frame_has_its_guards_as_a_tree():
+    with inspect() as seen:
+        compiled(Net())(torch.ones(2, 3))
+    (frame,) = seen.frames
+    assert (frame.function, frame.file, frame.cache_size) == ("Net.forward", __file__, 1)
+    assert frame.line == Net.forward.__code__.co_firstlineno
+    assert frame.seconds is not None
+    assert frame.seconds > 0
+    assert frame.guards.source == "L"
+    by_source = {(guard.source, guard.type): guard for guard in frame.guards.all_guards()}
+    assert by_source["L['self'].k", "EQUALS_MATCH"].code == "L['self'].k == 2"
+    assert len(list(frame.guards.all_guards())) == frame.guard_count > 10
+    assert not seen.graph_breaks
+    assert not seen.recompiles
+
+
+def test_a_guard_has_the_users_own_line_and_the_way_into_torch():
+    with inspect() as seen:
+        compiled(Net())(torch.ones(2, 3))
+    guard = next(g for g in seen.frames[0].guards.all_guards() if g.type == "TENSOR_MATCH" and g.source == "L['x']")
+    line = line_of(Net.forward, "self.layer(x)")
+    assert f"{__file__}:{line} in forward" in guard.line
+    assert guard.stack[0].line == line
+    assert "linear.py" in guard.stack[-1].file
+
+
+def test_a_hit_is_not_seen():
+    net = compiled(Net())
+    net(torch.ones(2, 3))
+    with inspect() as seen:
+        net(torch.ones(2, 3))
+    assert (seen.frames, seen.graph_breaks, seen.given_up) == ([], [], [])
+
+
+def test_a_recompile_has_all_failing_guards_of_everything_before():
+    model = Net()
+    net = compiled(model)
+    net(torch.ones(2, 3))
+    net(torch.ones(4, 3))
+    model.k = 5
+    with inspect() as seen:
+        net(torch.ones(2, 3, dtype=torch.float64), flag=False)
+    (frame,) = seen.recompiles
+    assert frame.cache_size == 3
+    assert len(frame.recompiled_for) == 2
+    for miss in frame.recompiled_for:
+        types = {failure.guard.type for failure in miss.failures}
+        assert {"TENSOR_MATCH", "EQUALS_MATCH", "TRUE_MATCH"} <= types
+    assert "L['self'].k == 2, but it is 5" in str(seen)
+    assert "dtype mismatch" in str(seen)
+
+
+def test_what_another_backend_compiled_is_told_as_such():
+    def fn(x):
+        return x + 1
+
+    compiled(fn)(torch.ones(2))
+    with inspect() as seen:
+        compiled(fn, backend="aot_eager")(torch.ones(2))
+    (miss,) = seen.frames[0].recompiled_for
+    assert miss.is_of_another_backend
+    assert "another backend" in str(seen)
+
+
+def test_a_graph_break_has_the_users_line_and_a_reason():
+    with inspect() as seen:
+        compiled(broken_in_the_middle)(torch.ones(2))
+    (graph_break,) = seen.graph_breaks
+    assert (graph_break.file, graph_break.line) == (__file__, line_of(broken_in_the_middle, "# here"))
+    assert "User-inserted graph break" in graph_break.reason
+    assert any("Remove" in hint for hint in graph_break.hints)
+    assert "\n" not in graph_break.reason
+    assert graph_break.compile_ids == (seen.frames[0].compile_id,)
+
+
+def test_what_comes_after_a_break_is_a_frame_of_its_own():
+    with inspect() as seen:
+        compiled(broken_in_the_middle)(torch.ones(2))
+    assert seen.frames[0].function == "broken_in_the_middle"
+    assert "resume_in_broken_in_the_middle" in seen.frames[1].function
+    assert all(frame.seconds is not None for frame in seen.frames)
+
+
+def test_several_breaks():
+    def fn(x):
+        y = x + 1
+        torch._dynamo.graph_break()  # first
+        if y.sum() > 0:  # second
+            y = y * 2
+        return y
+
+    with inspect() as seen:
+        compiled(fn)(torch.ones(2))
+    assert [b.line for b in seen.graph_breaks] == [line_of(fn, "# first"), line_of(fn, "# second")]
+    assert "branching" in seen.graph_breaks[1].reason
+
+
+def test_a_break_in_a_called_function_is_one_place_though_it_ends_two_graphs():
+    def called(x):
+        y = x + 1
+        torch._dynamo.graph_break()  # here
+        return y
+
+    def fn(x):
+        return called(x * 2) + 1  # there
+
+    with inspect() as seen:
+        compiled(fn)(torch.ones(2))
+    (graph_break,) = seen.graph_breaks
+    assert graph_break.line == line_of(called, "# here")
+    assert [place.line for place in graph_break.stack] == [line_of(fn, "# there"), line_of(called, "# here")]
+    assert len(graph_break.compile_ids) == 2
+
+
+def test_a_break_inside_torchs_code_is_at_the_line_that_called_it():
+    def fn(x):
+        return nn.utils.rnn.unpad_sequence(x, torch.tensor([2, 1]))  # here
+
+    with inspect() as seen:
+        compiled(fn)(torch.ones(2, 2))
+    graph_break = seen.graph_breaks[0]
+    assert (graph_break.file, graph_break.line) == (__file__, line_of(fn, "# here"))
+    assert "rnn.py" in graph_break.stack[-1].file
+
+
+def test_a_break_in_a_loop_leaves_the_function_uncompiled():
+    def fn(x):
+        for _ in range(2):
+            x = x + 1
+            torch._dynamo.graph_break()
+        return x
+
+    with inspect() as seen:
+        compiled(fn)(torch.ones(2))
+    assert seen.frames == []
+    assert "loop" in seen.graph_breaks[0].reason
+
+
+def test_at_the_recompile_limit_it_is_given_up(caplog):
+    net = compiled(Net())
+    with torch._dynamo.config.patch(recompile_limit=1), caplog.at_level(logging.CRITICAL), inspect() as seen:
+        net(torch.ones(2, 3))
+        net(torch.ones(4, 3))
+    assert len(seen.frames) == 1
+    (given_up,) = seen.given_up
+    assert given_up.function == "Net.forward"
+    assert "size mismatch" in str(given_up)
+    assert "not compiled" in str(seen)
+
+
+def test_json():
+    net = compiled(Net())
+    with inspect() as seen:
+        net(torch.ones(2, 3))
+        net(torch.ones(4, 3))
+        compiled(broken_in_the_middle)(torch.ones(2))
+    read = json.loads(seen.to_json(indent=1))
+    assert read == json.loads(json.dumps(seen.to_dict()))
+    assert [frame["compile_id"] for frame in read["frames"]] == [frame.compile_id for frame in seen.frames]
+    assert read["frames"][1]["recompiled_for"][0]["failures"][0]["guard"]["source"] == "L['x']"
+    assert read["graph_breaks"][0]["line"] == seen.graph_breaks[0].line
+    assert read["frames"][0]["guard_count"] == seen.frames[0].guard_count
+
+
+def test_the_terminal_view():
+    with inspect() as seen:
+        compiled(broken_in_the_middle)(torch.ones(2))
+    assert str(seen).startswith("2 compiled, 0 again, 1 graph breaks\n")
+    assert f"graph break at {__file__}:" in str(seen)
+    tree = seen.frames[0].tree().splitlines()
+    assert tree[0] == "L"
+    assert "  L['x']" in tree
+    assert any(line.startswith("    - TENSOR_MATCH") for line in tree)
+
+
+def test_nothing_is_reset_and_nothing_is_run_but_the_block():
+    ran = []
+
+    def counted(graph, inputs):
+        return lambda *args: (ran.append(1), graph(*args))[1]
+
+    net = compiled(Net(), backend=counted)
+    net(torch.ones(2, 3))
+    code = Net.forward.__code__
+    with inspect() as seen:
+        net(torch.ones(4, 3))
+        net(torch.ones(2, 3))
+    assert len(ran) == 3
+    assert len(seen.frames) == 1
+    assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(code)) == 2
+
+
+def test_blocks_in_blocks():
+    with inspect() as outer:
+        compiled(lambda x: x + 1)(torch.ones(2))
+        with inspect() as inner:
+            compiled(lambda x: x + 2)(torch.ones(2))
+        compiled(lambda x: x + 3)(torch.ones(2))
+    assert (len(outer.frames), len(inner.frames)) == (3, 1)
+    assert outer.frames[1].compile_id == inner.frames[0].compile_id
+
+
+def test_an_error_in_the_block_goes_out_and_what_was_seen_is_there():
+    with pytest.raises(KeyError), inspect() as seen:  # noqa: PT012
+        compiled(broken_in_the_middle)(torch.ones(2))
+        raise KeyError
+    assert len(seen.frames) == 2
+    compiled(lambda x: x + 1)(torch.ones(2))
+    assert len(seen.frames) == 2
+
+
+def test_no_logger_is_touched_and_nothing_is_printed(capfd):
+    log = logging.getLogger("torch.__trace")
+    compiled(lambda x: x + 1)(torch.ones(2))
+    before = (log.level, log.propagate, list(log.handlers))
+    with inspect():
+        assert (log.level, log.propagate, list(log.handlers)) == before
+        compiled(broken_in_the_middle)(torch.ones(2))
+    assert (log.level, log.propagate, list(log.handlers)) == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_other_threads_are_seen():
+    with inspect() as seen:
+        threads = [threading.Thread(target=compiled(Net()), args=(torch.ones(i + 1, 3),)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert {frame.function for frame in seen.frames} == {"Net.forward"}
+    assert len(seen.frames) == 3
+
+
+def test_times_after_a_reset_are_not_mixed_up():
+    with inspect() as seen:
+        compiled(lambda x: x + 1)(torch.ones(2))
+        torch.compiler.reset()
+        compiled(lambda x: x + 2, backend="aot_eager")(torch.ones(2))
+    first, second = seen.frames
+    assert first.compile_id == second.compile_id
+    assert first.seconds != second.seconds
+
+
+def test_more_frames_than_torch_keeps_metrics_of():
+    def fn(x):
+        return x + 1
+
+    with inspect() as seen:
+        for i in range(70):
+            code = fn.__code__.replace(co_name=f"fn_{i}")
+            compiled(types.FunctionType(code, globals()))(torch.ones(2))
+    assert len(seen.frames) == 70
+    assert all(frame.seconds is not None for frame in seen.frames)
+
+
+def test_inductor():
+    with inspect() as seen:
+        compiled(Net(), backend="inductor")(torch.ones(2, 3))
+    assert seen.frames[0].function == "Net.forward"
+    assert not seen.graph_breaks
+
+
+def test_a_real_model():
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=20, **size)).eval()
+    net = compiled(model)
+    with torch.no_grad(), inspect() as seen:
+        net(torch.ones(1, 4, dtype=torch.int64))
+        net(torch.ones(1, 5, dtype=torch.int64))
+    assert len(seen.recompiles) == len(seen.frames) / 2
+    assert "size mismatch" in str(seen.recompiles[0])
+    assert sum(frame.guard_count for frame in seen.frames) > 500
+    assert json.loads(seen.to_json())
+
+
+def test_an_inspector_runs_the_model_as_often_as_asked():
+    ran = []
+
+    def counted(graph, inputs):
+        return lambda *args: (ran.append(1), graph(*args))[1]
+
+    inspector = GuardInspector(Net(), backend=counted, dynamic=False)
+    assert ran == []
+    assert inspector.cached() == []
+    seen = inspector.run(torch.ones(2, 3))
+    assert len(ran) == 1
+    assert len(seen.frames) == 1
+    assert inspector.run(torch.ones(2, 3)).frames == []
+    assert inspector.run(torch.ones(5, 3)).frames[0].recompiled_for
+    assert len(inspector.cached()) == 2
+    assert inspector.cached()[0].guard_count > 10
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has one cache for all before 2.13")
+def test_an_inspector_leaves_what_is_compiled_already_alone():
+    model = Net()
+    net = compiled(model)
+    net(torch.ones(2, 3))
+    GuardInspector(model, dynamic=False).run(torch.ones(4, 3))
+    with inspect() as seen:
+        net(torch.ones(2, 3))
+    assert seen.frames == []
+
+
+def test_an_inspector_of_what_is_compiled_already():
+    model = Net()
+    net = compiled(model)
+    net(torch.ones(2, 3))
+    inspector = GuardInspector(net)
+    assert inspector.compiled is net
+    (frame,) = inspector.cached()
+    assert frame.function == "Net.forward"
+    model.compile(backend="eager")
+    assert len(GuardInspector(model).cached()) == 1
+    with pytest.raises(GuardError, match="Leave out backend"):
+        GuardInspector(net, backend="eager")

@@ -1,0 +1,154 @@
+"""Would it recompile, and why: all reasons, without running anything."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchguard.exceptions import GuardError
+from torchguard.guards.why import why
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.k, self.calls = nn.Linear(3, 3), 2, 0
+
+    def forward(self, x, flag=True):
+        return self.layer(x) * self.k if flag else x
+
+
+def compiled(fn, **options):
+    return torch.compile(fn, backend="eager", **options)
+
+
+def test_a_call_that_fits_has_no_reasons():
+    net = compiled(Net())
+    net(torch.ones(2, 3))
+    told = why(net, torch.ones(2, 3))
+    assert not told
+    assert told.reasons == ()
+    assert str(told) == "This call runs what is compiled."
+
+
+def test_before_the_first_call_nothing_is_compiled():
+    told = why(compiled(Net()), torch.ones(2, 3))
+    assert told
+    assert "would compile" in str(told)
+    assert told.reasons == ()
+
+
+def test_all_reasons_are_told_not_only_the_first():
+    model = Net()
+    net = compiled(model)
+    net(torch.ones(2, 3))
+    model.k = 5
+    told = why(net, torch.ones(2, 3, dtype=torch.float64, requires_grad=True), flag=False)
+    types = [reason.failure.guard.type for reason in told.reasons]
+    assert {"TENSOR_MATCH", "EQUALS_MATCH", "TRUE_MATCH"} <= set(types)
+    assert "L['self'].k == 2, but it is 5" in str(told)
+
+
+def test_asking_runs_nothing_and_compiles_nothing():
+    ran = []
+
+    def fn(x):
+        ran.append(1)
+        return x + 1
+
+    net = compiled(fn)
+    net(torch.ones(2))
+    before = len(ran)
+    torch._dynamo.utils.counters.clear()
+    assert why(net, torch.ones(3))
+    assert len(ran) == before
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        (lambda x: torch.ones(4, 3), "mark_dynamic(x, 0)"),
+        (lambda x: x.double(), "Cast x"),
+        (lambda x: torch.ones(3, 2).t(), "contiguous()"),
+        (lambda x: x.clone().requires_grad_(), "requires a gradient"),
+        (lambda x: torch.ones(2, 3, 1), "number of dims"),
+    ],
+)
+def test_advice_about_tensors(change, advice):
+    net = compiled(lambda x: x + 1, dynamic=False)
+    x = torch.ones(2, 3)
+    net(x)
+    told = why(net, change(x))
+    assert advice in " ".join(reason.advice for reason in told.reasons)
+
+
+SCALE = 2
+
+
+def test_advice_about_what_is_no_tensor():
+    global SCALE
+    power = 2
+
+    def fn(x, items, call):
+        return call(x * SCALE**power) + len(items)
+
+    def call(x):
+        return x
+
+    net = compiled(fn)
+    net(torch.ones(2), [1, 2], call)
+    told = why(net, torch.ones(2), [1], lambda x: x)
+    advice = " ".join(reason.advice for reason in told.reasons)
+    assert "items has other items" in advice
+    assert "make it once" in advice
+    SCALE = 3
+    power = 3
+    told = why(net, torch.ones(2), [1, 2], call)
+    SCALE = 2
+    assert "make it an argument" in " ".join(reason.advice for reason in told.reasons)
+    assert len(told.reasons) == 2
+
+
+def test_grad_mode():
+    net = compiled(Net())
+    net(torch.ones(2, 3))
+    with torch.no_grad():
+        told = why(net, torch.ones(2, 3))
+    assert [reason.failure.guard.type for reason in told.reasons] == ["GLOBAL_STATE"]
+    assert "Grad mode" in told.reasons[0].advice
+
+
+def test_every_entry_has_its_reasons():
+    net = compiled(Net(), dynamic=False)
+    net(torch.ones(2, 3))
+    net(torch.ones(4, 3))
+    told = why(net, torch.ones(5, 3))
+    assert told.entries == 2
+    assert {reason.compile_id for reason in told.reasons} == {"0/0", "0/1"}
+
+
+def test_a_module_of_torchs_own_and_a_method():
+    layers = compiled(nn.Sequential(nn.Linear(3, 3)), dynamic=False)
+    layers(torch.ones(2, 3))
+    assert not why(layers, torch.ones(2, 3))
+    assert "size mismatch" in str(why(layers, torch.ones(3, 3)))
+    model = Net()
+    method = compiled(model.forward, dynamic=False)
+    method(torch.ones(2, 3))
+    assert not why(method, torch.ones(2, 3))
+    assert why(method, torch.ones(3, 3))
+
+
+def test_an_attribute_that_is_gone():
+    model = Net()
+    net = compiled(model)
+    net(torch.ones(2, 3))
+    del model.k
+    assert "gone" in str(why(net, torch.ones(2, 3)))
+
+
+def test_bad_input():
+    with pytest.raises(GuardError, match="is not compiled"):
+        why(Net(), torch.ones(2, 3))
+    with pytest.raises(GuardError, match="do not fit"):
+        why(compiled(Net()), 1, 2, 3, 4)
