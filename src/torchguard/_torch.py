@@ -46,8 +46,8 @@ def is_shape_only(tensor: Tensor) -> bool:
 def mutation_count(tensor: Tensor) -> int:
     """How often `tensor` was changed in place: tells whether a note made about it still holds.
 
-    `_version` has no public name. Inference tensors have none at all: they count as never changed, and the
-    one caller never keeps notes about them because they are not traced.
+    `_version` has no public name. Inference tensors have none at all: they count as never changed, and no notes
+    are kept about them.
     """
     return 0 if tensor.is_inference() else tensor._version
 
@@ -130,8 +130,21 @@ def mixes_rows(module: torch.nn.Module) -> bool:
 
 
 def is_of_torch(module: torch.nn.Module) -> bool:
-    """Whether a module's class is torch's own."""
-    return type(module).__module__.startswith("torch.nn.")
+    """Whether a module is one of torch's own, and holds no others."""
+    return type(module).__module__.startswith("torch.nn.") and not module._modules
+
+
+def keep_static(tensor: Tensor) -> Tensor:
+    """Have Dynamo take the sizes of a tensor for constants. Else it may take one for that of a batch that is as large.
+
+    `mark_static` is documented, under a private name. Where that is missing, a model may compile once more.
+    """
+    import torch._dynamo  # not at import: it is heavy
+
+    mark_static = getattr(torch._dynamo, "mark_static", None)
+    if mark_static is not None:
+        mark_static(tensor)
+    return tensor
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:

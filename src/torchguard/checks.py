@@ -185,7 +185,8 @@ def floats_of(z: Tensor) -> Tensor:
     """`z` without history, as floats that can be compared."""
     z = z.detach()
     if z.is_complex():
-        return torch.view_as_real(z).flatten(-2) if z.ndim > 1 else torch.view_as_real(z)
+        parts = torch.view_as_real(z.resolve_conj())
+        return parts.flatten(-2) if z.ndim > 1 else parts
     return z.to(torch.float32) if z.element_size() == 1 else z
 
 

@@ -97,9 +97,23 @@ def _failing(guards: Guards, manager: Any, f_locals: dict[str, Any], above: tupl
             if leaf.holds is not None and not leaf.holds(value):
                 # Of a tensor torch tells what differs, but only from the root down.
                 why = guards.part({*way}).first_failing(f_locals) if leaf.type == "TENSOR_MATCH" else ""
-                yield Failure(_guard(leaf), "" if way == ("L",) else shown(value), why if way[-1] in why else "")
+                now = "" if way == ("L",) else shown(value)
+                for code in _untrue(guards, leaf, f_locals):
+                    yield Failure(_guard(leaf._replace(code=(code,))), now, why if way[-1] in why else "")
     for child in children_of(manager):
         yield from _failing(guards, child, f_locals, way)
+
+
+def _untrue(guards: Guards, leaf: Leaf, f_locals: dict[str, Any]) -> Iterator[str]:
+    """What of a guard does not hold: some say several things at once, such as all about sizes."""
+    found = []
+    for code in leaf.code if len(leaf.code) > 1 else ():
+        try:
+            if not guards.value(code.partition("  # ")[0].strip(), f_locals):
+                found.append(code)
+        except Exception:  # text for people, which need not be code
+            continue
+    yield from found or leaf.code[:1]
 
 
 def _guard(leaf: Leaf) -> Guard:

@@ -16,7 +16,8 @@ from torchguard.exceptions import MixedRowsWarning, WatchError
 from torchguard.watching.checks import DEFAULT, checks_of
 from torchguard.watching.choose import other_embeddings, watched_paths
 from torchguard.watching.incidents import Incident
-from torchguard.watching.shell import Eye, Root, Watch, Watched, new_shell
+from torchguard.watching.shell import NAMES, Eye, Root, Watched, masks_of, new_shell
+from torchguard.watching.state import Watch
 
 __all__ = ["Incident", "unwatch", "watch"]
 
@@ -62,13 +63,15 @@ def watch(
     looked_for = checks_of(checks)
     chosen = watched_paths(model, level, include, exclude)
     tables = other_embeddings(model, chosen, exclude) if looked_for.indices else []
-    state = Watch(model, ("input", *chosen, *tables, ""), looked_for, quarantine, returns, batch_dim)
+    paths = ("input", *chosen, *tables, "")
+    state = Watch(model, paths, looked_for, quarantine, returns, batch_dim, masks_of(model))
     if quarantine:
         _warn_of_mixed_rows(model)
     keep_side_effects_under_checkpoint()
     model.register_forward_pre_hook(Root(state))
     for place, path in enumerate([*chosen, *tables], start=1):
-        module, eye = model.get_submodule(path), Eye(state, place)
+        module = model.get_submodule(path)
+        eye = Eye(state, place, module)
         is_table = isinstance(module, nn.Embedding)
         if path in chosen:
             module.register_forward_hook(eye.after)
@@ -98,6 +101,10 @@ def _require_model(model: Any) -> None:
         raise WatchError("watch: this model is compiled already. Watch first: torch.compile(watch(model)).")
     if _STATE in model.__dict__:
         raise WatchError(f"watch: this {type(model).__name__} is watched already. unwatch it first.")
+    if own := [name for name in NAMES if hasattr(model, name)]:
+        raise WatchError(
+            f"watch: this {type(model).__name__} has a {own[0]!r} of its own, and a watched model has one, too."
+        )
 
 
 def _warn_of_mixed_rows(model: nn.Module) -> None:

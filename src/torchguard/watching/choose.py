@@ -18,6 +18,8 @@ def watched_paths(
         raise WatchError(f"watch: level is {level!r}. Give one of {', '.join(LEVELS)}.")
     modules = {path: module for path, module in model.named_modules() if path}
     chosen = {"outputs": _none, "blocks": _blocks, "modules": _with_parameters}[level](modules)
+    if level == "blocks" and isinstance(model, (nn.ModuleList, nn.Sequential)):
+        chosen = [path for path in modules if "." not in path]
     if include is not None:
         matching = _matching(modules, include, "include")
         chosen = [path for path in (chosen if level != "outputs" else modules) if path in matching]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchguard._torch import is_shape_only, surely_equal
+from torchguard._torch import is_shape_only, is_surely, surely_equal
 from torchguard.operators import are_kept_whole, define, revision_of
 from torchguard.watching.kinds import FINE, kinds_of, says_nothing
 from torchguard.watching.rows import Batch
@@ -44,6 +44,8 @@ def _keys(found: list[Tensor], dims: Sequence[int], batch: Batch) -> Tensor:
     """A key for every piece of evidence and sample."""
     groups, strays = _sorted(found, dims, batch)
     parts = []
+    if is_surely(batch.size == 0):
+        groups, strays = [], []
     for group in groups:
         kinds = kinds_of(torch.stack([*group.values()])).to(torch.int64)
         kinds = kinds.flatten(2) if kinds.ndim > 2 else kinds.unsqueeze(-1)
@@ -79,6 +81,9 @@ def _sorted(found: list[Tensor], dims: Sequence[int], batch: Batch) -> tuple[lis
         if says_nothing(one):
             continue
         rows = batch.rows_first(one, None if dim == UNTOLD else dim)
+        about = one.shape if rows is None else rows.shape[1:]
+        if any(is_surely(size == 0) for size in about):
+            continue  # nothing is there that could be bad
         if rows is None:
             strays.append(i)
             continue

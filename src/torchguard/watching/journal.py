@@ -61,12 +61,21 @@ class Journal:
             return told
         return next((known for other, known in self._known if other is z), None) if self._known else None
 
+    def is_stray(self, z: Tensor) -> bool:
+        """Whether a tensor is about no sample in particular."""
+        return self.batch is not None and not self.batch.has_rows(z.shape, self.dim_of(z, None))
+
+    def upright(self, z: Tensor) -> Tensor:
+        """A tensor whose last dim belongs to one sample: where the samples lie along it, it gets one more."""
+        is_last = self.batch is not None and z.ndim > 1 and self.batch.dim == z.ndim - 1
+        return z.unsqueeze(-1) if is_last else z
+
     def remark(self, place: int, code: int, rows: Tensor) -> None:
         """A `(batch,)` mask of samples that are no fault, but worth a warning."""
         self.remarks.append((place, code, rows))
 
-    def close(self, locations: tuple[int, ...]) -> Step:
-        """The step, for places that have these location ids."""
+    def close(self, locations: Tensor) -> Step:
+        """The step, for places that have these location ids, and 0 behind them."""
         if not self.found:
             self.note(0, torch.zeros(self.batch.size, dtype=torch.int8, device=self.batch.device))
         config = get_config()
@@ -75,8 +84,8 @@ class Journal:
         most = min(capacity(f, config) // 2, len(self.found)) if self.repairs else 1
         first, times = earliest(self.found, self.dims, self.batch, most)
         kind, order = first & KIND, len(self.places) - (first >> ORDER)
-        # One more, for samples that nothing was found about.
-        location = _at(order, [*[locations[place] for place in self.places], 0])
+        places = _at(order, [*self.places, -1])  # one more, for samples that nothing was found about
+        location = (locations if locations.device == places.device else locations.to(places.device))[places]
         slots = torch.where(kind == FINE, 0, pack_slot(_at(kind, CODES), location, _at(kind, _SEVERITIES)))
         if self.repairs:
             code = torch.full_like(kind, ErrorCode.FALLBACK_VALUE)
@@ -85,9 +94,8 @@ class Journal:
         remarks = self._first_remarks()
         if self.remarks:
             slots = _moved_up(torch.cat([slots, _slots_of(remarks, locations)]))
-        place = _at(order[0], [*self.places, -1])
         position = torch.where(kind[0] == FINE, -1, LAST - ((first[0] >> POSITION) & LAST))
-        return Step(pack(slots[: capacity(f, config)].t(), f), place, times, position, remarks)
+        return Step(pack(slots[: capacity(f, config)].t(), f), places[0], times, position, remarks)
 
     def _first_remarks(self) -> Tensor:
         """Each remark where it was made first: a layer that passes on zeros is no second cause."""
@@ -100,9 +108,9 @@ class Journal:
         return torch.cat(firsts)
 
 
-def _slots_of(remarks: Tensor, locations: tuple[int, ...]) -> Tensor:
+def _slots_of(remarks: Tensor, locations: Tensor) -> Tensor:
     place, code = remarks >> 4, remarks & 0xF
-    slots = pack_slot(code, _at(place, locations), _at(code, _REMARK_SEVERITIES))
+    slots = pack_slot(code, locations.to(place.device)[place], _at(code, _REMARK_SEVERITIES))
     return torch.where(remarks < 0, 0, slots)
 
 

@@ -30,8 +30,10 @@ def evidence(z: Tensor) -> Tensor:
 
 
 def _evidence(z: Tensor, revision: int = 0) -> Tensor:
-    z = floats_of(z)
-    if z.ndim < 2 or z.shape[-1] == 0:
+    ndim, z = z.ndim, floats_of(z)
+    if ndim == 0:
+        z = z.reshape(-1)
+    elif z.ndim < 2 or z.shape[-1] == 0:
         z = z.unsqueeze(-1)
     return z.abs().amax(-1) if z.is_cpu else bits_of_largest(z)
 

@@ -30,7 +30,7 @@ class _Repair(torch.autograd.Function):
 
     @staticmethod
     def forward(z: Tensor, found: Tensor, mark: Tensor | None, stops: bool) -> Tensor:
-        return torch.where(_over(is_bad(found), z), 0, z)
+        return _without(is_bad(found), z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -43,7 +43,7 @@ class _Repair(torch.autograd.Function):
         born = evidence(grad)
         bad = is_bad(born)
         mark = torch.where(is_nan(born), NAN_MARK, bad.to(torch.float32)) if ctx.is_marked else None
-        return torch.where(_over(bad, grad), 0, grad), None, mark, None
+        return _without(bad, grad), None, mark, None
 
 
 def repaired(
@@ -71,13 +71,23 @@ def repaired(
 def _repair(
     z: Tensor, batch: Batch | None, marks: Tensor | None, place: int, dim: int | None, stops: bool
 ) -> tuple[Tensor, Tensor | None]:
-    if getattr(z, _CLEAN, None) == mutation_count(z):
+    if _is_clean(z, stops):
         return z, None
     found = evidence(z)
     mark = _slices(marks, batch, found, dim)[place] if marks is not None and batch is not None else None
     z = _Repair.apply(z, found, mark, stops)  # pyright: ignore[reportAssignmentType]
-    setattr(z, _CLEAN, mutation_count(z))  # on the tensor: a checkpoint hands it in again, much later
+    _note_clean(z, stops)
     return z, found
+
+
+def _note_clean(z: Tensor, stops: bool) -> None:
+    if not z.is_inference():  # of these nobody counts the changes
+        setattr(z, _CLEAN, (mutation_count(z), stops))  # on the tensor: a checkpoint hands it in again, much later
+
+
+def _is_clean(z: Tensor, stops: bool) -> bool:
+    changes, stopped = getattr(z, _CLEAN, (None, False))
+    return changes is not None and changes == mutation_count(z) and (stopped or not stops)
 
 
 def _slices(marks: Tensor, batch: Batch, found: Tensor, dim: int | None) -> tuple[Tensor, ...]:
@@ -106,7 +116,11 @@ def _repair_op(
         return z.clone(), evidence(z)
     batch = Batch(size, tuple(lengths), along, z.device)
     mended, found = _repair(z, batch, marks, place, dim, stops)
-    return (z.view_as(z), nothing_like(evidence(z))) if found is None else (mended, found)
+    if found is not None:
+        return mended, found
+    same = z.view_as(z)  # an operator may not return what it was given
+    _note_clean(same, stops=True)
+    return same, nothing_like(evidence(z))
 
 
 define(
@@ -116,5 +130,11 @@ define(
 )
 
 
-def _over(bad: Tensor, z: Tensor) -> Tensor:
-    return bad.unsqueeze(-1) if z.ndim > bad.ndim else bad
+def _without(bad: Tensor, z: Tensor) -> Tensor:
+    """`z` with zeros in the place of bad vectors."""
+    return blanked(bad.unsqueeze(-1) if z.ndim > bad.ndim else bad, z)
+
+
+def blanked(bad: Tensor, z: Tensor) -> Tensor:
+    """`z` with zeros where a mask says so; it keeps its strides, by which kernels are chosen."""
+    return torch.where(bad, 0, z).to(z.dtype) if z.ndim < 4 else z.clone().masked_fill_(bad, 0)

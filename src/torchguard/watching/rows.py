@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard._torch import is_surely
+from torchguard._torch import holds, is_surely
 from torchguard.exceptions import WatchError
 from torchguard.nested import tensors_in
 
@@ -24,27 +24,53 @@ class Batch:
     def rows_first(self, z: Tensor, dim: int | None = None) -> Tensor | None:
         """`z` with one row for each sample in front, None if it has none; along `dim`, if that is known."""
         z = z if z.device == self.device else z.to(self.device)
-        if dim is not None:
-            return z.movedim(dim, 0) if z.ndim > dim else None
-        if z.ndim > self.dim and is_surely(z.shape[self.dim] == self.size):
-            return z if self.dim == 0 else z.movedim(self.dim, 0)
-        for length in self.lengths if self.dim == 0 and z.ndim > 0 else ():
-            # As reshape flattens: the samples lie one behind another.
-            if is_surely(z.shape[0] == self.size * length):
-                return z.unflatten(0, (self.size, length))
+        along = self.dim if dim is None else dim
+        if z.ndim <= along:
+            return None
+        z = z.movedim(along, 0) if along else z
+        if is_surely(z.shape[0] == self.size):
+            return z
+        length = self._flattened(z.shape[0], along)
+        return z.unflatten(0, (self.size, length)) if length is not None else None
+
+    def has_rows(self, shape: Sequence[int], dim: int | None = None) -> bool:
+        """Whether a tensor of that shape has a row for each sample."""
+        along = self.dim if dim is None else dim
+        if len(shape) <= along:
+            return False
+        return is_surely(shape[along] == self.size) or self._flattened(shape[along], along) is not None
+
+    def _flattened(self, size: int, along: int) -> int | None:
+        """How many entries a sample has along a dim of that size, as reshape flattens: one sample behind another."""
+        for length in self.lengths if along == 0 else ():
+            if is_surely(size == self.size * length):
+                return length
         return None
+
+    def over(self, rows: Tensor, z: Tensor, dim: int | None = None) -> Tensor | None:
+        """`(batch,)` rows, shaped to go with `z`; None if that has none."""
+        along = self.dim if dim is None else dim
+        if z.ndim <= along:
+            return None
+        if not holds(z.shape[along] == self.size):
+            length = self._flattened(z.shape[along], along)
+            if length is None:
+                return None
+            rows = rows.unsqueeze(-1).expand(-1, length).flatten()
+        return rows.reshape([-1 if i == along else 1 for i in range(z.ndim)])
 
     def spread(self, marks: Tensor, shape: Sequence[int], dim: int | None = None) -> Tensor:
         """`(places, batch)` marks as `(places, *shape)`, for evidence of that shape."""
         places, along = marks.shape[0], self.dim if dim is None else dim
-        if len(shape) > along and is_surely(shape[along] == self.size):
-            across = [1] * len(shape)
-            across[along] = self.size
-            return marks.reshape(places, *across).expand(places, *shape)
-        for length in self.lengths if self.dim == 0 and len(shape) > 0 else ():
-            if is_surely(shape[0] == self.size * length):
-                rows = marks.reshape(places, self.size, *[1] * len(shape))
-                return rows.expand(places, self.size, length, *shape[1:]).flatten(1, 2)
+        if len(shape) > along:
+            length = 1
+            if not is_surely(shape[along] == self.size):
+                length = self._flattened(shape[along], along)
+            if length is not None:
+                rows = marks.unsqueeze(-1).expand(places, self.size, length).flatten(1, 2)
+                return rows.reshape(places, *(-1 if i == along else 1 for i in range(len(shape)))).expand(
+                    places, *shape
+                )
         return marks.sum(1).reshape(places, *[1] * len(shape)).expand(places, *shape)
 
 

@@ -1,0 +1,106 @@
+"""How a model is watched, and what is known of its calls."""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchguard._torch import holds, is_in_backward, keep_static
+from torchguard.errors.query import is_ok
+from torchguard.locations.tracking import LocationTable
+from torchguard.watching.checks import Checks
+from torchguard.watching.incidents import Names, Poll
+from torchguard.watching.journal import Journal, Step
+from torchguard.watching.rows import Batch
+
+# So many samples of a batch can be told apart when a fault is born in the backward pass.
+_MARKED = 4_096
+
+
+class Watch:
+    """How a model is watched, the journal of the call under way, and what the last call came to.
+
+    Places are numbered: the input, the watched modules in the order of the model, the output.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        paths: tuple[str, ...],
+        checks: Checks,
+        quarantine: bool,
+        returns: str,
+        batch_dim: int,
+        masks: tuple[int, ...],
+    ) -> None:
+        self.model, self.paths, self.checks, self.masks = model, paths, checks, masks
+        self.quarantine, self.returns, self.batch_dim = quarantine, returns, batch_dim
+        self.table = LocationTable(type(model).__name__, paths, ())
+        messages = {check.code: check.message for check in checks.others}
+        self.names = Names(tuple(path or type(model).__name__ for path in paths), messages)
+        self.journal: Journal | None = None
+        self.was_called = False  # by the watched model, not by the plain one
+        self.step: Step | None = None
+        self.poll = Poll()
+        self.place(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def journal_now(self) -> Journal | None:
+        """The journal of the call under way. When a checkpoint runs a part again in backward, one that nobody reads."""
+        if self.journal is None and self.quarantine and self.was_called and is_in_backward():
+            return Journal(None, repairs=True)
+        return self.journal
+
+    def place(self, device: torch.device) -> None:
+        """Make the tensors that a call needs, on a device.
+
+        `locations` are the ids of the places, and 0: a tensor, since ids as constants would be compiled anew for every
+        model. `marks` are leaves, one for each place and sample, whose gradient tells of faults born in the backward
+        pass.
+        """
+        self.ids = tuple(self.table.locate(path).id for path in self.paths)
+        self.locations = keep_static(torch.tensor([*self.ids, 0], device=device))
+        self.marks: Tensor | None = None
+        self.born: Tensor | None = None
+        if self.quarantine:
+            self.marks = keep_static(torch.zeros(len(self.paths), _MARKED, device=device, requires_grad=True))
+            me = weakref.ref(self)
+            self.marks.register_post_accumulate_grad_hook(lambda marks: _gather(me(), marks))
+
+    def open(self, batch: Batch) -> Journal:
+        # The model may have been moved by its plain twin. A leaf cannot be made in a graph: there it does without.
+        if self.locations.device != batch.device and not torch.compiler.is_compiling():
+            self.place(batch.device)
+        has_marks = self.marks is not None and self.marks.device == batch.device and torch.is_grad_enabled()
+        marks = self.marks[:, : batch.size] if has_marks and holds(batch.size <= _MARKED) else None  # pyright: ignore[reportOptionalSubscript]
+        return Journal(batch, self.quarantine, marks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "journal": None, "step": None, "poll": Poll(), "device": self.locations.device}
+        for name in ("ids", "locations", "marks", "born"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        device = state.pop("device")  # of the model itself nothing may be there yet
+        self.__dict__.update(state)
+        self.place(device)
+
+
+def _gather(watch: Watch | None, marks: Tensor) -> None:
+    """A backward pass has reached the marks: keep what was born in it, for samples that were fine before it."""
+    grad, marks.grad = marks.grad, None
+    if watch is None or watch.step is None or grad is None:
+        return
+    flags = watch.step.flags
+    born = grad[:, : flags.shape[0]] * is_ok(flags)
+    if watch.born is not None:
+        widest = max(born.shape[1], watch.born.shape[1])
+        born, before = (F.pad(one, (0, widest - one.shape[1])) for one in (born, watch.born))
+        born = torch.maximum(born, before)
+    watch.born = born
