@@ -43,7 +43,7 @@ class Watched:
             output = forward(*args, **kwargs)
         finally:
             watch.journal = None
-        output = _seen(output, watch, journal, len(watch.paths) - 1)
+        output = _put_out(self, output, watch, journal, len(watch.paths) - 1)
         watch.step = journal.close(watch.locations)
         if watch.quarantine:
             output = _without(watch.step.origin >= 0, output, journal)
@@ -130,12 +130,7 @@ class Eye:
         journal = self.watch.journal_now()
         if journal is None:
             return None
-        is_rnn = isinstance(module, nn.RNNBase)  # whose states have the layers first, then the samples
-        if is_rnn:
-            states = _seen(output[1], self.watch, journal, self.place, dim=1)
-            output = _seen(output[0], self.watch, journal, self.place), states
-        else:
-            output = _seen(output, self.watch, journal, self.place)
+        output = _put_out(module, output, self.watch, journal, self.place)
         for _, z in tensors_in(output) if self.watch.checks.others else ():
             _remark(z, self.watch, journal, self.place)
         return output
@@ -167,6 +162,14 @@ def _taken_in(
     for name, value in kwargs.items():
         named[name] = value if _is_mask(name) else _seen(value, watch, journal, place, None, stops, True)
     return tuple(seen), named
+
+
+def _put_out(module: Any, output: Any, watch: Watch, journal: Journal, place: int) -> Any:
+    """What a module puts out, looked at, and in quarantine mended."""
+    if isinstance(module, nn.RNNBase):  # whose states have the layers first, then the samples
+        states = _seen(output[1], watch, journal, place, dim=1)
+        return _seen(output[0], watch, journal, place), states
+    return _seen(output, watch, journal, place)
 
 
 @constant_in_graphs
