@@ -33,7 +33,7 @@ class Watched:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         watch = self._watch
-        forward = self.__dict__["forward"] if "forward" in self.__dict__ else super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        forward = watch.own_forward or super().forward  # pyright: ignore[reportAttributeAccessIssue]
         if watch.journal is not None:  # it calls itself
             return forward(*args, **kwargs)
         journal = watch.open(batch_of(args, kwargs, watch.batch_dim))

@@ -40,6 +40,7 @@ class Watch:
         self.table = LocationTable(type(model).__name__, paths, ())
         messages = {check.code: check.message for check in checks.others}
         self.names = Names(tuple(path or type(model).__name__ for path in paths), messages)
+        self.own_forward = model.__dict__.get("forward")  # set on the instance, as tools do
         self.journal: Journal | None = None
         self.was_called = False  # by the watched model, not by the plain one
         self.step: Step | None = None
