@@ -102,6 +102,27 @@ def test_an_action_of_ones_own(factor, answer, result):
     assert [violation.now for violation in told] == ["3"]
 
 
+def test_an_action_that_raises_is_heard(factor):
+    def act(violations):
+        raise RuntimeError("stop here")
+
+    fn, _ = audited(scaled, skip_globals(), every=1, action=act)
+    fn(torch.ones(1))
+    factor(3)
+    with pytest.raises(RuntimeError, match="stop here"):
+        fn(torch.ones(1))
+
+
+def test_a_stale_call_that_runs_eagerly_leaves_no_error_for_later(factor):
+    fn, _ = audited(scaled, skip_globals(), every=1, action="raise", fullgraph=False)
+    fn(torch.ones(1))
+    factor(3)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        assert fn(torch.ones(1)).item() == 3
+    factor(2)
+    assert fn(torch.ones(2)).tolist() == [2, 2]
+
+
 def test_it_looks_at_every_so_manieth_call(factor):
     fn, watch = audited(scaled, skip_globals(), every=10)
     x = torch.ones(1)

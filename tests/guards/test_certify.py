@@ -109,6 +109,50 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_arguments_that_are_numbers():
+    found = results(certify(lambda x, k: x * k, (torch.randn(3), 2), skip_all()))
+    assert found["k = 3"] == STALE
+
+
+def test_results_are_compared_in_every_part():
+    def fn(x):
+        return x * 2, 3 if torch.is_grad_enabled() else 4
+
+    assert results(certify(fn, torch.randn(3), skip_all()))["no_grad"] == STALE
+    assert certify(lambda x: {"a": x, "b": None, "c": x.numpy() * 2}, torch.randn(3), keep_all()).is_clean
+
+
+def test_arguments_gradients_and_the_random_state_are_left_as_they_were():
+    def fn(x):
+        x.add_(1)
+        return x * 2
+
+    x, state = torch.zeros(3), torch.get_rng_state()
+    found = results(certify(fn, x, keep_all()))
+    assert MISSED not in found.values()
+    assert not x.any()
+    assert torch.equal(torch.get_rng_state(), state)
+    model = nn.Linear(3, 3)
+    model(torch.ones(1, 3)).sum().backward()
+    certify(model, torch.ones(1, 3), keep_all())
+    assert model.weight.grad.dtype == torch.float32
+
+
+def test_guards_on_arguments_are_kept():
+    def fn(x, mask=None):
+        return x * 2 if mask is None else x * mask
+
+    x = torch.randn(3)
+    fast = compile(fn, filter=suggest(fn, x).filter, backend="eager")
+    fast(x)
+    assert torch.equal(fast(x, torch.zeros(3)), torch.zeros(3))
+
+
+def test_nothing_to_suggest_for_what_is_not_compiled():
+    with pytest.raises(GuardError, match="compiled nothing"):
+        suggest(lambda x: None, torch.randn(3))
+
+
 def test_a_model_that_fails_is_told_of():
     with pytest.raises(GuardError, match="fails before anything is changed"):
         certify(nn.Linear(3, 3), torch.randn(2, 4), skip_all())

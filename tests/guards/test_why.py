@@ -139,6 +139,50 @@ def test_a_module_of_torchs_own_and_a_method():
     assert why(method, torch.ones(3, 3))
 
 
+def test_a_method_decorated_in_its_class():
+    class Scale:
+        @torch.compile(backend="eager", dynamic=False)
+        def apply(self, *args):
+            return args[0] * 2
+
+    scale = Scale()
+    scale.apply(torch.ones(2))
+    assert not why(scale.apply, torch.ones(2))
+    assert why(scale.apply, torch.ones(3))
+
+
+def test_a_variable_that_is_not_set_yet():
+    def make():
+        def fn(x, n):
+            return x * 2 if n == 0 else later(x)
+
+        net = compiled(fn)
+        net(torch.ones(2), 0)
+        told = why(net, torch.ones(2), 0)
+        later = None
+        return told, later
+
+    assert not make()[0]
+
+
+def test_dynamo_gives_up_in_the_end():
+    net = compiled(lambda x, text: x + len(text))
+    for i in range(torch._dynamo.config.recompile_limit + 1):
+        net(torch.ones(2), "a" * i)
+    told = why(net, torch.ones(2), "b" * 30)
+    assert told.gave_up
+    assert not told
+    assert "runs eagerly" in str(told)
+
+
+def test_a_size_out_of_range_is_named():
+    net = compiled(lambda x: x + 1, dynamic=True)
+    net(torch.ones(4))
+    told = why(net, torch.ones(1))
+    assert "size()[0]" in str(told)
+    assert "mark_dynamic" in told.reasons[0].advice
+
+
 def test_an_attribute_that_is_gone():
     model = Net()
     net = compiled(model)

@@ -5,6 +5,7 @@ Where a name is missing, `events.missing()` says which, and what needs it refuse
 
 import contextlib
 import inspect
+import sys
 import traceback
 import types
 from collections.abc import Callable, Sequence, Set
@@ -115,13 +116,14 @@ def _is_alive(entry: Any) -> bool:
 class Frame(NamedTuple):
     """The first frame of a call: its code, its locals when it starts, and where its compiled code is kept.
 
-    `cells` are the variables of enclosing functions, by source.
+    `cells` are the variables of enclosing functions, and `arguments` the names of arguments, by source.
     """
 
     code: types.CodeType
     f_locals: dict[str, Any]
     region: int
     cells: dict[str, types.CellType]
+    arguments: dict[str, str]
 
 
 def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
@@ -131,14 +133,19 @@ def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fr
         return None
     inner, region = found
     function = getattr(inner, "__func__", inner)
-    bound = inspect.signature(inner, follow_wrapped=False).bind(*args, **kwargs)
+    owner = (inner.__self__,) if inspect.ismethod(inner) else ()
+    bound = inspect.signature(function, follow_wrapped=False).bind(*owner, *args, **kwargs)
     bound.apply_defaults()
     f_locals = dict(bound.arguments)
-    if inspect.ismethod(inner):
-        f_locals = {function.__code__.co_varnames[0]: inner.__self__, **f_locals}
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells = {
+        name: cell
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        if cell != types.CellType()  # an empty one: the variable is not set yet
+    }
+    arguments = {f"L['{name}']": name for name in f_locals}
     f_locals |= {name: cell.cell_contents for name, cell in cells.items()}
-    return Frame(function.__code__, f_locals, region, {f"L['{name}']": cell for name, cell in cells.items()})
+    of_source = {f"L['{name}']": cell for name, cell in cells.items()}
+    return Frame(function.__code__, f_locals, region, of_source, arguments)
 
 
 def compiled_code_of(compiled: Any) -> tuple[types.CodeType, int] | None:
@@ -155,10 +162,27 @@ def _compiled_function(compiled: Any) -> tuple[Callable[..., Any], int] | None:
     inner = getattr(call, "_torchdynamo_orig_callable", None)
     if inner is None:
         return None
+    if inspect.ismethod(call) and not inspect.ismethod(inner):  # a method of a class, decorated there
+        inner = types.MethodType(inner, call.__self__)
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, nn.Module) and inner.__func__ in (nn.Module.__call__, nn.Module._call_impl):
         inner = owner.forward  # the frames around it are torch's, which Dynamo skips
     return inner, getattr(call, "_isolate_recompiles_id", -1)
+
+
+def recompile_limit() -> int:
+    """How often Dynamo compiles a function before it gives up. Where the setting is missing, it never does."""
+    import torch._dynamo.config as config
+
+    return getattr(config, "recompile_limit", sys.maxsize)
+
+
+def without_limits() -> contextlib.AbstractContextManager[Any]:
+    """Compile as often as it takes: a trial should not use up what Dynamo grants a function in all."""
+    import torch._dynamo.config as config
+
+    named = ("accumulated_recompile_limit", "recompile_limit")
+    return config.patch({name: 2**20 for name in named if hasattr(config, name)})  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # What filters need: where it is missing, they do without.

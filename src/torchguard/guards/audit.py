@@ -11,7 +11,7 @@ from typing import Any
 
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._torch import Guards, any_autocast, as_in_a_call, grad_mode
-from torchguard.guards.events._torch import Built, install, is_explaining, require
+from torchguard.guards.events._torch import Built, install, is_explaining, raise_instead, require
 from torchguard.guards.filters import Filter, by_function
 from torchguard.guards.tree import Failure, failures_of, shown
 
@@ -85,16 +85,11 @@ class Audit:
         self._gone = [0, 0, 0]  # calls, checks and dropped guards of shadows whose compiled code is gone
         self._lock = threading.RLock()
         self._decided = threading.local()
-        self._pending: list[Violation] = []
 
     def __repr__(self) -> str:
         return f"audit({self.filter!r}, every={self.every}, action={self.action!r})"
 
     def __call__(self, entries: Sequence[Any]) -> list[bool]:
-        with self._lock:
-            pending, self._pending = self._pending, []
-        if pending:
-            raise StaleGuardError("\n".join(["Compiled code rests on what is no longer true:", *map(str, pending)]))
         kept = self.filter(entries)
         self._decided.dropped = [_Dropped(entry) for entry, keep in zip(entries, kept, strict=True) if not keep]
         return kept
@@ -114,14 +109,14 @@ class Audit:
             return AuditReport(tuple(self._violations.values()), *map(sum, zip(*counts, strict=True)))
 
     def found(self, violations: list[Violation]) -> bool:
-        """Tell of violations; whether the compiled code may run all the same."""
+        """Tell of violations; whether the compiled code may run all the same. May raise."""
         with self._lock:
             for one in violations:
                 self._violations.setdefault((one.compile_id, one.function, one.name, one.type, one.now), one)
-            if self.action == "raise":
-                self._pending = violations
         if callable(self.action):
             return self.action(violations) is not False
+        if self.action == "raise":
+            raise StaleGuardError("\n".join(["Compiled code rests on what is no longer true:", *map(str, violations)]))
         return self.action == "record"
 
 
@@ -152,6 +147,7 @@ class _Shadow:
         self.last_held = 0  # the number of the last call for which all held
         self.next = 1
         self.allowed = True
+        self.error: Exception | None = None
         self.state: Any = None
         self.started = time.perf_counter()
 
@@ -164,6 +160,8 @@ class _Shadow:
         if _observing.off:
             return True
         if is_explaining():
+            if self.error is not None:
+                raise_instead(self.error)
             return self.allowed
         self.counts[0] += 1
         self.state = state
@@ -173,12 +171,16 @@ class _Shadow:
     def _look(self, f_locals: dict[str, Any], call: int) -> bool:
         self.counts[1] += 1
         start = time.perf_counter()
+        self.allowed, self.error = True, None
         if self.full.check(f_locals):
             self.last_held, self.next = call, call + self._pause(start)
             return True
         violations = [self._violation(failure, call) for failure in failures_of(self.full, f_locals)]
         self.next = call + (self._pause(start) if self.audit.action == "record" else 1)
-        self.allowed = self.audit.found(violations)
+        try:
+            self.allowed = self.audit.found(violations)
+        except Exception as error:  # Dynamo would swallow it here, and does not where it recompiles
+            self.allowed, self.error = False, error
         return self.allowed
 
     def _pause(self, start: float) -> int:

@@ -18,8 +18,8 @@ from torchguard.guards.compiling import compile
 from torchguard.guards.events._torch import counting_builds
 from torchguard.guards.explaining import describe
 from torchguard.guards.filters import Filter, by_function
-from torchguard.guards.perturb import Change, change_of_cell, change_of_value, usual_changes
-from torchguard.nested import tensors_in
+from torchguard.guards.perturb import Change, change_of_argument, change_of_cell, change_of_value, usual_changes
+from torchguard.nested import mapped, parts_of
 
 HARMFUL, HARMLESS, NOT_EXERCISED = "harmful", "harmless", "not exercised"
 FINE, STALE, MISSED, NOT_POSSIBLE = "fine", "stale", "missed by Dynamo as well", "not possible in eager mode"
@@ -98,8 +98,9 @@ def certify(
     filter = filter if isinstance(filter, Filter) else by_function(filter)
     trial = _Trial(model, given, filter, backend)
     own = [_own_change(name, made, given) for name, made in (changes or {}).items()]
-    everything = [*usual_changes(model, *given), *trial.changes_of_values(), *own]
-    outcomes = tuple(trial.outcome_of(change) for change in everything)
+    with _torch.without_limits():
+        everything = [*usual_changes(model, *given), *trial.changes_of_values(), *own]
+        outcomes = tuple(trial.outcome_of(change) for change in everything)
     return Certificate(repr(filter), tuple(trial.labelled(outcomes)), outcomes)
 
 
@@ -170,6 +171,8 @@ class _Trial:
             cell = frame.cells.get(source)
             if cell is not None:
                 change = change_of_cell(source, cell, self.given)
+            elif source in frame.arguments:
+                change = change_of_argument(self.model, frame.arguments[source], entry.value, self.given)
             else:
                 evaluate = functools.partial(compiled[0][1].value, f_locals=frame.f_locals)
                 change = change_of_value(source, entry.value, evaluate, self.given)
@@ -194,17 +197,20 @@ class _Trial:
         return Outcome(change.name, (MISSED if is_missed else STALE) if is_stale else FINE, violated)
 
     def _run(self, call: Callable[..., Any], arguments: Any) -> Any:
-        """The result, or the exception; what a run leaves in buffers is undone."""
+        """The result, or the exception; what a run leaves in arguments, parameters and buffers is undone."""
         kept = _tensors_of(self.model)
-        torch.manual_seed(0)
+        args, kwargs = mapped(arguments, lambda z: z.detach().clone().requires_grad_(z.requires_grad))
         try:
-            return call(*arguments[0], **arguments[1])
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return call(*args, **kwargs)
         except Exception as error:  # a result like any other, to be compared
             return error
         finally:
             with torch.no_grad():
                 for tensor, value in kept:
-                    tensor.copy_(value)
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
 
     def labelled(self, outcomes: Sequence[Outcome]) -> list[LabelledGuard]:
         harmful = {key for outcome in outcomes if outcome.result == STALE for key in outcome.violated}
@@ -221,19 +227,25 @@ class _Trial:
 
 
 def _tensors_of(model: Any) -> list[tuple[Tensor, Tensor]]:
-    return [(buffer, buffer.clone()) for buffer in model.buffers()] if isinstance(model, nn.Module) else []
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
 def _equal(one: Any, two: Any) -> bool:
-    """Whether two results have equal tensors in the same places."""
+    """Whether two results are equal, part by part."""
     if isinstance(one, Exception) or isinstance(two, Exception):
         return False
-    left, right = tensors_in(one), tensors_in(two)
-    if not left and not right:
-        return bool(one == two)
-    return len(left) == len(right) and all(
-        way == other and _equal_tensors(a, b) for (way, a), (other, b) in zip(left, right, strict=True)
-    )
+    if isinstance(one, Tensor) or isinstance(two, Tensor):
+        return isinstance(one, Tensor) and isinstance(two, Tensor) and _equal_tensors(one, two)
+    left, right = parts_of(one), parts_of(two)
+    if left or right:
+        same = len(left) == len(right) and type(one) is type(two)
+        return same and all(a == b and _equal(x, y) for (a, x), (b, y) in zip(left, right, strict=True))
+    if hasattr(one, "__array__") and hasattr(two, "__array__"):
+        return _equal(torch.as_tensor(one), torch.as_tensor(two))
+    # What cannot be compared counts as equal if it is of one kind.
+    is_comparable = type(one).__eq__ is not object.__eq__
+    return bool(one == two) if is_comparable else type(one) is type(two)
 
 
 def _equal_tensors(one: Tensor, two: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import inspect
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -93,6 +94,20 @@ def _setter(source: str, evaluate: Callable[[str], Any]) -> Callable[[Any], None
     return None
 
 
+def change_of_argument(model: Any, name: str, value: Any, given: Arguments) -> Change | None:
+    """Another value for an argument."""
+    other = _other_value(value)
+    function = model.forward if isinstance(model, nn.Module) else model
+    try:
+        bound = inspect.signature(function).bind(*given[0], **given[1])
+    except (TypeError, ValueError):  # not everything that can be called says how
+        return None
+    if other is None or name not in inspect.signature(function).parameters:
+        return None
+    bound.arguments[name] = other
+    return Change(f"{name} = {other!r}", lambda: contextlib.nullcontext((bound.args, bound.kwargs)))
+
+
 def change_of_cell(name: str, cell: types.CellType, given: Arguments) -> Change | None:
     """Another value for a variable of an enclosing function."""
     value = cell.cell_contents
@@ -158,6 +173,8 @@ def _as_double(model: nn.Module, given: Arguments) -> Iterator[Arguments]:
     finally:
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             value.data = value.data.to(before[name])
+            if value.grad is not None:
+                value.grad.data = value.grad.data.to(before[name])
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torchguard.exceptions import GuardError
 from torchguard.guards import _torch
 from torchguard.guards.certify import HARMFUL, Certificate, Changes, LabelledGuard, certify
 from torchguard.guards.compiling import compile
-from torchguard.guards.filters import KINDS, Filter, from_source, keep_all, named, of_type, skip_all
+from torchguard.guards.filters import Filter, from_source, keep_all, named, of_type, skip_all
 
 # With more exceptions than this a filter is no longer read by anybody: the type is kept then.
 _MOST_EXCEPTIONS = 4
@@ -42,13 +42,12 @@ def suggest(
 ) -> Suggestion:
     """The filter that drops the most guards of which none was ever seen to do harm.
 
-    All guards are tried as in `certify`, with the changes of your own that you name. Guards on tensors that are
-    arguments, and on the state of torch, are kept in any case: they cost little, and guard against what comes most
-    often.
+    All guards are tried as in `certify`, with the changes of your own that you name. Guards on arguments and on the
+    state of torch are kept in any case: they cost little, and guard against what comes most often.
     """
     settings = {"kwargs": kwargs, "changes": state_changes, "backend": backend}
     tried = certify(model, inputs, skip_all(), **settings)
-    drop = {kind: _droppable(kind, tried.guards) for kind in KINDS if kind != "state"}
+    drop = {kind: _droppable(kind, tried.guards) for kind in ("module", "global", "closure")}
     filter = _filter(drop)
     certificate = certify(model, inputs, filter, **settings)
     while not certificate.is_clean and any(drop.values()):
@@ -67,8 +66,6 @@ def _droppable(kind: str, guards: tuple[LabelledGuard, ...]) -> dict[str, tuple[
     found = {}
     here = [guard for guard in guards if kind in guard.sources]
     for name in dict.fromkeys(guard.type for guard in here):
-        if name == "TENSOR_MATCH" and kind == "local":
-            continue
         harmful = [guard.name for guard in here if guard.type == name and guard.label == HARMFUL]
         exceptions = tuple(sorted({f"*{_last_step(one)}" for one in harmful}))
         if len(exceptions) <= _MOST_EXCEPTIONS:
@@ -92,8 +89,7 @@ def _filter(drop: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Filter:
             dropped = one if dropped is None else dropped | one
     if dropped is None:
         return keep_all()
-    # The kinds overlap: what is reached from an argument may be an attribute of a module.
-    return ~dropped | (of_type("TENSOR_MATCH") & from_source("local") & ~from_source("module"))
+    return ~dropped
 
 
 def _as_code(filter: Filter) -> str:
@@ -108,5 +104,8 @@ def _microseconds(
     frame = _torch.frame_of(compiled, args, kwargs)
     if frame is None:
         raise GuardError("suggest: the model cannot be compiled as it is. Give a module or a function.")
-    ((_, guards), *_) = _torch.entries_of(frame.code, frame.region)
+    compiled_before = _torch.entries_of(frame.code, frame.region)
+    if not compiled_before:
+        raise GuardError("suggest: Dynamo compiled nothing for this call, so there are no guards to drop.")
+    guards = compiled_before[0][1]
     return min(timeit.repeat(lambda: guards.check(frame.f_locals), number=50, repeat=9)) / 50 * 1e6

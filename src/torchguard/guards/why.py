@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchguard.exceptions import GuardError
-from torchguard.guards._torch import entries_of, frame_of
+from torchguard.guards._torch import entries_of, frame_of, recompile_limit
 from torchguard.guards.advice import advice_for
 from torchguard.guards.audit import unobserved
 from torchguard.guards.tree import Failure, failures_of
@@ -27,20 +27,24 @@ class Why:
     """Whether a call would compile again.
 
     `reasons` are all failing guards of all that was compiled before; empty if something fits, or nothing was compiled.
+    Dynamo gives up on a function that it compiled often: such a call runs eagerly.
     """
 
     recompiles: bool
     entries: int
     reasons: tuple[Reason, ...]
+    gave_up: bool = False
 
     def __bool__(self) -> bool:
         return self.recompiles
 
     def __str__(self) -> str:
-        if not self.recompiles:
+        if not self.recompiles and not self.gave_up:
             return "This call runs what is compiled."
         if not self.entries:
             return "Nothing is compiled for this call yet: it would compile."
+        if self.gave_up:
+            return f"None of {self.entries} fits, and Dynamo compiles a function no more often: this call runs eagerly."
         found = [f"This call would compile again: none of {self.entries} fits."]
         for compile_id in dict.fromkeys(reason.compile_id for reason in self.reasons):
             found.append(f"[{compile_id}]")
@@ -67,4 +71,5 @@ def why(compiled: Any, *args: Any, **kwargs: Any) -> Why:
             if not failures:
                 return Why(False, len(entries), ())
             reasons += [Reason(compile_id, failure, advice_for(failure)) for failure in failures]
-    return Why(True, len(entries), tuple(reasons))
+    gave_up = len(entries) >= recompile_limit()
+    return Why(not gave_up, len(entries), tuple(reasons), gave_up)

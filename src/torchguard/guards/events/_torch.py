@@ -242,11 +242,14 @@ def _telling(original: Callable[..., str]) -> Callable[..., str]:
             missed = Missed(code, str(given["compile_id"]), current_compile_id(), guards_of(wrapper), f_locals, is_same)
             for listener in tuple(_recompiling):
                 listener(missed)
-        _thread.is_explaining = True
+        _thread.is_explaining, _thread.error = True, None
         try:
-            return original(wrapper, code, f_locals, *args, **kwargs)
+            reason = original(wrapper, code, f_locals, *args, **kwargs)
         finally:
             _thread.is_explaining = False
+        if _thread.error is not None:
+            raise _thread.error
+        return reason
 
     return get_guard_fail_reason
 
@@ -277,3 +280,8 @@ def _telling_of_breaks(original: Callable[..., None]) -> Callable[..., None]:
 def is_explaining() -> bool:
     """Whether Dynamo checks guards a second time, to tell why they failed."""
     return getattr(_thread, "is_explaining", False)
+
+
+def raise_instead(error: Exception) -> None:
+    """Raise an error in the place of compiling again, while `is_explaining`."""
+    _thread.error = error
