@@ -8,7 +8,7 @@ from torch import nn
 
 from torchguard.exceptions import FilterError, GuardError, GuardWarning
 from torchguard.guards import compiling
-from torchguard.guards.compiling import compile
+from torchguard.guards.compiling import compile, entries
 from torchguard.guards.filters import (
     by_function,
     from_source,
@@ -526,3 +526,10 @@ def test_a_module_stays_a_module():
     compiled = compile(model, filter=keep_all(), backend="eager")
     assert isinstance(compiled, nn.Module)
     torch.testing.assert_close(compiled(X), 2 * X)
+
+
+def test_the_guards_of_a_call_can_be_explained():
+    found = entries(double, torch.ones(2))
+    told = skip_all().explain(found)
+    assert len(told.dropped) == len(found) > 0
+    assert any(guard.type == "TENSOR_MATCH" and guard.name == "x" for guard in told.dropped)

@@ -2,7 +2,7 @@
 
 from torchguard.guards.audit import Audit, AuditReport, Violation, audit
 from torchguard.guards.certify import Certificate, certify
-from torchguard.guards.compiling import compile
+from torchguard.guards.compiling import compile, entries
 from torchguard.guards.cost import Cost, cost
 from torchguard.guards.expect import expect_no_recompile
 from torchguard.guards.filters import (
@@ -45,6 +45,7 @@ __all__ = [
     "certify",
     "compile",
     "cost",
+    "entries",
     "expect_no_recompile",
     "from_source",
     "inspect",

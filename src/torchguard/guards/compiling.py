@@ -4,13 +4,14 @@ import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
 
 from torchguard.exceptions import GuardError, GuardWarning
 from torchguard.guards import _torch
+from torchguard.guards.explaining import Entry
 from torchguard.guards.filters import Filter, FilterFunction, by_function
 
 C = TypeVar("C", bound=Callable)
@@ -48,6 +49,18 @@ def compile(model: Any = None, *, filter: FilterFunction | None = None, **torch_
         return torch.compile(model, **{**kwargs, "options": options})
 
     return compile_one if model is None else compile_one(model)
+
+
+def entries(model: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Entry]:
+    """The guards of a call as a filter is shown them, for `Filter.explain`: it is compiled, and called once."""
+    found: list[Entry] = []
+
+    def keep_and_note(shown: Sequence[Entry]) -> list[bool]:
+        found.extend(shown)
+        return [True] * len(shown)
+
+    compile(model, filter=keep_and_note, backend="eager")(*args, **kwargs)
+    return found
 
 
 def _without_traps(filter: Any, given: dict[str, Any]) -> tuple[FilterFunction | None, dict[str, Any]]:
