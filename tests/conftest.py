@@ -26,6 +26,14 @@ def run(request):
     return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
 
 
+@pytest.fixture(params=["plain", "aot_eager"])
+def run_light(request):
+    """As `run`, without the backends that take long."""
+    if request.param == "plain":
+        return lambda fn: fn
+    return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
+
+
 @pytest.fixture
 def no_sync():
     """Any wait for the device is an error."""

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import library
+from torch import library as operators
 
 from torchguard._torch import constant_in_graphs, in_transform, is_exporting
 
-_LIBRARY = library.Library("torchguard", "DEF")
+_OURS = operators.Library("torchguard", "DEF")
 
 
 def define(schema: str, body: Callable[..., Any]) -> None:
     """Make `torch.ops.torchguard.<name>`. Its body runs eagerly too, under `torch.compile(backend="eager")`."""
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(schema.split("(")[0], body, "CompositeImplicitAutograd")
+    _OURS.define(schema)
+    _OURS.impl(schema.split("(")[0], body, "CompositeImplicitAutograd")
 
 
 def revision_of(folder: Path) -> int:

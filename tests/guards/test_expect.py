@@ -13,11 +13,6 @@ from torchguard.exceptions import GuardError, RecompileError
 from torchguard.guards.expect import expect_no_recompile
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch.compiler.reset()
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

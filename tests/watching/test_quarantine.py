@@ -135,14 +135,6 @@ def assert_quarantined(guarded, model, good, bad, expected, why):
     assert_close(grads(model), want, why)
 
 
-@pytest.fixture(params=["plain", "aot_eager"])
-def run_light(request):
-    """As `run`, without the backends that take long."""
-    if request.param == "plain":
-        return lambda fn: fn
-    return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
-
-
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def dtype(request):
     return request.param

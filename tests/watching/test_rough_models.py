@@ -32,13 +32,6 @@ def told(guarded):
     return [str(incident) for incident in guarded.report()]
 
 
-@pytest.fixture(params=["plain", "aot_eager"])
-def run_light(request):
-    if request.param == "plain":
-        return lambda fn: fn
-    return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
-
-
 def encoder():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+# What advice names.
+MARK_DYNAMIC, LIST_MODE_OPTIONS = "torch._dynamo.mark_dynamic", "torch._inductor.list_mode_options"
 # The text by which a check of ours in Dynamo's trees is known.
 OURS = "torchguard: the guards that were dropped"
 

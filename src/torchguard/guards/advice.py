@@ -2,6 +2,7 @@
 
 import re
 
+from torchguard.guards._torch import MARK_DYNAMIC
 from torchguard.guards.tree import Failure
 
 _ATTRIBUTE_OF_MODULE = re.compile(r"^L\['self'\]")
@@ -38,7 +39,7 @@ def advice_for(failure: Failure) -> str:
 
 def _about_tensor(source: str, why: str) -> str:
     if found := re.search(r"size mismatch at index (\d+)", why):
-        return f"torch._dynamo.mark_dynamic({source}, {found[1]}) before the first call, or compile with dynamic=True."
+        return f"{MARK_DYNAMIC}({source}, {found[1]}) before the first call, or compile with dynamic=True."
     if "stride mismatch" in why:
         return f"Pass {source}.contiguous(), or make it the same way each time."
     if "dtype mismatch" in why:

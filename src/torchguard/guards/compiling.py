@@ -70,7 +70,7 @@ def _without_traps(filter: Any, given: dict[str, Any]) -> tuple[FilterFunction |
     if mode is not None and options is not None:
         raise GuardError(
             f"compile: torch takes a mode or options, and got mode={mode!r} and options. "
-            "Leave the mode out and write what it stands for into the options: torch._inductor.list_mode_options()."
+            f"Leave the mode out and write what it stands for into the options: {_torch.LIST_MODE_OPTIONS}()."
         )
     options = None if options is None else dict(options)
     inside = options.pop("guard_filter_fn", None) if options else None

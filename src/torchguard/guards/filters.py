@@ -4,6 +4,7 @@ A filter is what `torch.compile(options={"guard_filter_fn": ...})` takes. Every 
 that the compiled function no longer notices.
 """
 
+import abc
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ _NOT_PRECOMPILED_WITHIN = ("ID_MATCH", "DICT_VERSION")
 FilterFunction = Callable[[Sequence[Entry]], Sequence[bool]]
 
 
-class Filter:
+class Filter(abc.ABC):
     """Says of each guard whether to keep it. `a & b` keeps what both keep, `a | b` what either does, `~a` the rest.
 
     As with `and` and `or`, the right side is only asked about what the left side leaves open.
@@ -38,9 +39,9 @@ class Filter:
         entries = list(entries)
         return self._answer(entries, [True] * len(entries))
 
+    @abc.abstractmethod
     def _answer(self, entries: list[Entry], asked: list[bool]) -> list[bool]:
         """True for each guard that is asked about and to be kept."""
-        raise NotImplementedError
 
     def explain(self, entries: Sequence[Entry]) -> Explanation:
         """What it makes of these guards, in words."""
@@ -290,7 +291,7 @@ def aot_default() -> Filter:
 
 
 def precompile_default() -> Filter:
-    """Drop what `torch._dynamo.config.caching_precompile` drops, after any other filter: what holds for a process."""
+    """Drop what Dynamo's setting `caching_precompile` drops, after any other filter: what holds for a process."""
 
     def keeps(entry: Entry) -> bool:
         within = any(type in _NOT_PRECOMPILED_WITHIN for type in entry.derived_guard_types)
