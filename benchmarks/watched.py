@@ -249,7 +249,7 @@ def on_gpu(options: argparse.Namespace) -> None:
     sizes = f"D={options.width}, T={options.length}, B={options.batch}"
     work = f"{options.blocks} GPT blocks, {sizes}, bf16, {6 * options.blocks} activations at level modules, "
     found = about("gpu", options.device, f"{work}torch.compile(fullgraph=True), medians")
-    few = (BASE, "modules")
+    few = (BASE, "modules", "modules + quarantine")
     stages = [
         Stage("training", "training"),
         Stage("inference", "inference"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.watching.kinds import FINE, INF, NAN, bits_of_largest, evidence, is_bad, is_nan, kinds_of
+from torchguard.watching.kinds import FINE, INF, NAN, bits_of_largest, evidence, is_bad, is_nan, kinds_of, raised
 
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -2.5, 6e4, -1e-7, math.inf, -math.inf, math.nan])
 
@@ -35,3 +35,12 @@ def test_the_largest_numbers_are_fine(dtype):
     z = torch.tensor([[largest, -largest], [-math.inf, 0.0], [-math.nan, 0.0]], dtype=dtype)
     assert kinds_of(bits_of_largest(z)).tolist() == [FINE, INF, NAN]
     assert kinds_of(evidence(z)).tolist() == [FINE, INF, NAN]
+
+
+@pytest.mark.parametrize("look", [evidence, bits_of_largest])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@given(rows=st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=5))
+def test_what_reaches_a_limit_counts_as_inf(look, dtype, rows):
+    found = raised(look(torch.tensor(rows, dtype=dtype)), 2.0, dtype)
+    kinds = [max(kind_of(row), INF if any(abs(number) >= 2 for number in row) else FINE) for row in rows]
+    assert kinds_of(found).tolist() == kinds

@@ -179,6 +179,18 @@ class TestOneBadSampleCostsOneSample:
         err.mean_ok(f, per_sample(out)).backward()
         assert all((grad == 0).all() for grad in grads(model).values())
 
+    @pytest.mark.parametrize(
+        "norm", [nn.LayerNorm(8), nn.RMSNorm(8), nn.GroupNorm(2, 6)], ids=lambda norm: type(norm).__name__
+    )
+    @pytest.mark.parametrize("size", [1e19, 1e30, 3e38])
+    def test_numbers_whose_squares_overflow_in_a_norm(self, run_light, norm, size, dtype):
+        model = nn.Sequential(nn.Identity(), copy.deepcopy(norm), nn.Linear(8, 2), nn.Flatten()).to(dtype)
+        x = torch.randn(BATCH, 6, 8).to(dtype)
+        bad = x.clone()
+        bad[BAD, 2] = size * x[BAD, 2].sign()
+        guarded = run_light(watch(model, quarantine=True))
+        assert_quarantined(guarded, model, (x,), (bad,), "INF @ 1", "norm")
+
     def test_a_row_with_two_faults_keeps_both(self):
         """A repaired row is fine again: what goes wrong later is another fault."""
         x, s = good_arguments(torch.float32)

@@ -146,3 +146,50 @@ def test_a_fault_born_in_the_backward_pass(mode):
     err.mean_ok(f, out.square().mean(1)).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
     assert err.is_err(guarded.backward_flags).tolist() == [False, True, False, False]
+
+
+class Wide(nn.Module):
+    """Vectors so long that a GPU looks at them in pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 4096), nn.Linear(4096, 2)
+
+    def forward(self, x):
+        return self.down(self.up(x).log())
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["tokens", "flattened"])
+def test_the_token_of_a_long_vector(run, dtype, flat):
+    model = Wide().to("cuda", dtype)
+    nn.init.zeros_(model.up.weight)
+    nn.init.ones_(model.up.bias)
+    x = torch.zeros(4, 6, 16, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        model.up.weight[3000] = 1  # in the third piece, and nowhere else
+        x[1, 4], x[2, 5] = -1, NAN
+        shape = nn.Sequential(nn.Flatten(0, 1), model, nn.Unflatten(0, (4, 6))) if flat else model
+        guarded = watch(shape, quarantine=True)
+        run(guarded)(x)
+    found = [(i.sample, i.path.split(".")[-1], i.position) for i in guarded.report()]
+    assert found[0] == (1, "down", 4)
+    assert found[1][0] == 2
+    assert found[1][2] == 5
+
+
+@pytest.mark.parametrize("mode", ["plain", "inductor"])
+def test_gradients_through_long_vectors(mode):
+    model = Wide().cuda()
+    nn.init.uniform_(model.up.weight, 0.1, 0.2)
+    nn.init.ones_(model.up.weight[:1024].detach())
+    x = torch.rand(4, 6, 16, device="cuda") + 1
+    model(x[GOOD]).square().flatten(1).mean(1).mean().backward()
+    want = grads(model)
+    x[BAD, 2] = 1e38  # overflows in the first piece of the vector
+    guarded = watch(model, quarantine=True)
+    call = torch.compile(guarded, fullgraph=True) if mode == "inductor" else guarded
+    out, f = call(x)
+    assert err.is_err(f).tolist() == [False, True, False, False]
+    err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
+    for name, got in grads(model).items():
+        torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)

@@ -45,14 +45,16 @@ class Journal:
         self.places: list[int] = []
         self.found: list[Tensor] = []
         self.dims: list[int] = []
+        self.ranks: list[int] = []
         self.remarks: list[tuple[int, int, Tensor]] = []
         self._known: list[tuple[Tensor, int]] = []
 
-    def note(self, place: int, found: Tensor, dim: int | None = None) -> None:
-        """Evidence at a place; its samples lie along `dim`, if that is known."""
+    def note(self, place: int, found: Tensor, dim: int | None = None, rank: int = 0) -> None:
+        """Evidence at a place, about a tensor of that rank; its samples lie along `dim`, if that is known."""
         self.places.append(place)
         self.found.append(found)
         self.dims.append(UNTOLD if dim is None else dim)
+        self.ranks.append(rank)
 
     def dim_of(self, z: Tensor, told: int | None) -> int | None:
         """Along which dim the samples lie in a tensor, as far as that was told, now or when it was met before."""
@@ -82,7 +84,7 @@ class Journal:
         f = new_t(self.batch.size, self.batch.device, config)
         # A row that was repaired is fine again: what comes next is another fault, not an echo.
         most = min(capacity(f, config) // 2, len(self.found)) if self.repairs else 1
-        first, times = earliest(self.found, self.dims, self.batch, most)
+        first, times = earliest(self.found, self.dims, self.ranks, self.batch, most)
         kind, order = first & KIND, len(self.places) - (first >> ORDER)
         places = _at(order, [*self.places, -1])  # one more, for samples that nothing was found about
         location = (locations if locations.device == places.device else locations.to(places.device))[places]

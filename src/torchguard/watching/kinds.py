@@ -1,6 +1,7 @@
-"""What a look at a tensor finds: for every vector along its last dim, the worst thing it holds."""
+"""What a look at a tensor finds: for every vector along its last dim, or piece of one, the worst thing it holds."""
 
 import math
+import struct
 from pathlib import Path
 
 import torch
@@ -17,11 +18,15 @@ FINE, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(CODES))
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEAST = {torch.int16: 0x7C00, torch.int32: 0x7F800000, torch.int64: 0x7FF0000000000000}
 _NOTHING = "_torchguard_nothing"
+# A GPU keeps so many numbers in its registers while it looks at them, and need not read them again to replace them.
+_LONGEST, _SHORTEST = 1_024, 256
 _REVISION = revision_of(Path(__file__).parent)
 
 
 def evidence(z: Tensor) -> Tensor:
     """One number for each vector of `z`, by a reduction that fuses with whatever else reads the vector.
+
+    On a GPU, one for each of the equal pieces of a long vector: these come last in the shape.
 
     It is the largest magnitude, or its bits, of which NaN has the largest. The CPU vectorises the one, a GPU is faster
     with the other.
@@ -30,12 +35,23 @@ def evidence(z: Tensor) -> Tensor:
 
 
 def _evidence(z: Tensor, revision: int = 0) -> Tensor:
-    ndim, z = z.ndim, floats_of(z)
+    ndim, is_complex, z = z.ndim, z.is_complex(), floats_of(z)
     if ndim == 0:
         z = z.reshape(-1)
     elif z.ndim < 2 or z.shape[-1] == 0:
         z = z.unsqueeze(-1)
-    return z.abs().amax(-1) if z.is_cpu else bits_of_largest(z)
+    if z.is_cpu:
+        return z.abs().amax(-1)
+    pieces = _pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
+    return bits_of_largest(z.unflatten(-1, (pieces, -1)) if pieces > 1 else z)
+
+
+def _pieces(width: int) -> int:
+    """In how many equal pieces to look at a vector."""
+    if not isinstance(width, int) or width <= _LONGEST:
+        return 1
+    fewest, most = -(-width // _LONGEST), width // _SHORTEST
+    return next((pieces for pieces in range(fewest, most + 1) if width % pieces == 0), 1)
 
 
 def bits_of_largest(z: Tensor) -> Tensor:
@@ -79,6 +95,21 @@ def is_bad(found: Tensor) -> Tensor:
 
 def is_nan(found: Tensor) -> Tensor:
     return found != found if found.is_floating_point() else found > _LEAST[found.dtype]
+
+
+def raised(found: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
+    """The evidence, of which what reaches a limit counts as Inf."""
+    if found.is_floating_point():
+        return torch.where(found >= limit, math.inf, found)
+    return torch.where(found >= _bits_of(limit, dtype), torch.clamp(found, min=_LEAST[found.dtype]), found)
+
+
+def _bits_of(number: float, dtype: torch.dtype) -> int:
+    """As `bits_of_largest` gives them, for a number that is not half."""
+    if dtype == torch.float64:
+        return struct.unpack("<q", struct.pack("<d", number))[0]
+    bits = struct.unpack("<i", struct.pack("<f", number))[0]
+    return bits if dtype == torch.float32 else (bits >> 16) - (0x7F80 - 0x7C00)
 
 
 def masked_kinds(found: Tensor, nan: bool, inf: bool) -> Tensor:

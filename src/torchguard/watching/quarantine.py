@@ -1,5 +1,6 @@
 """Replacing what is bad, so that nothing beside it is touched: not a value, not a gradient."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,19 @@ from torch import Tensor
 
 from torchguard._torch import is_shape_only, mutation_count, surely_equal
 from torchguard.operators import are_kept_whole, define, revision_of
-from torchguard.watching.kinds import evidence, is_bad, is_nan, nothing_like
+from torchguard.watching.kinds import evidence, is_bad, is_nan, nothing_like, raised
 from torchguard.watching.rows import Batch
 
 # Marks are summed over the vectors of a sample: one NaN outweighs any number of Infs.
 NAN_MARK = 2.0**20
 _REVISION = revision_of(Path(__file__).parent)
-# What is remembered on a tensor: that it was just repaired; slices of its expansion.
+# The largest square that does not overflow; of half it never does.
+_LARGEST = {
+    torch.bfloat16: torch.finfo(torch.float32).max,
+    torch.float32: torch.finfo(torch.float32).max,
+    torch.float64: torch.finfo(torch.float64).max,
+}
+# What is remembered on a tensor: how it was just repaired; slices of its expansion.
 _CLEAN, _SLICES = "_torchguard_clean", "_torchguard_slices"
 
 
@@ -47,7 +54,13 @@ class _Repair(torch.autograd.Function):
 
 
 def repaired(
-    z: Tensor, batch: Batch | None, marks: Tensor | None, place: int, dim: int | None, stops: bool
+    z: Tensor,
+    batch: Batch | None,
+    marks: Tensor | None,
+    place: int,
+    dim: int | None,
+    stops: bool,
+    limit: float = math.inf,
 ) -> tuple[Tensor, Tensor | None]:
     """`z` with zeros in the place of every bad vector, and the evidence; None if `z` was repaired just before.
 
@@ -55,39 +68,56 @@ def repaired(
         batch: None where the batch is not known: a checkpoint runs its part again.
         marks: `(places, batch)`, leaves whose gradient tells of faults born in the backward pass.
         stops: whether to have a look at the gradient too.
+        limit: how large a number has to be to count as bad.
     """
     if batch is None or not stops or not z.requires_grad:
         marks = None
     if are_kept_whole():
         # Dynamo takes long over an autograd.Function, and a large model has hundreds.
         size, lengths, along = (0, (), 0) if marks is None or batch is None else (batch.size, batch.lengths, batch.dim)
-        return torch.ops.torchguard.repair(z, marks, place, size, lengths, along, dim, stops, _REVISION)
+        return torch.ops.torchguard.repair(z, marks, place, size, lengths, along, dim, stops, limit, _REVISION)
     if torch.compiler.is_compiling():
-        found = evidence(z)
+        found = _found(z, limit)
         return _Repair.apply(z, found, None, stops), found  # pyright: ignore[reportReturnType]
-    return _repair(z, batch, marks, place, dim, stops)
+    return _repair(z, batch, marks, place, dim, stops, limit)
 
 
 def _repair(
-    z: Tensor, batch: Batch | None, marks: Tensor | None, place: int, dim: int | None, stops: bool
+    z: Tensor, batch: Batch | None, marks: Tensor | None, place: int, dim: int | None, stops: bool, limit: float
 ) -> tuple[Tensor, Tensor | None]:
-    if _is_clean(z, stops):
+    before = _evidence_before(z, stops)
+    if before is not None and limit == math.inf:
         return z, None
-    found = evidence(z)
+    found = _found(z, limit) if before is None else raised(torch.where(is_bad(before), 0, before), limit, z.dtype)
     mark = _slices(marks, batch, found, dim)[place] if marks is not None and batch is not None else None
-    z = _Repair.apply(z, found, mark, stops)  # pyright: ignore[reportAssignmentType]
-    _note_clean(z, stops)
-    return z, found
+    mended: Tensor = _Repair.apply(z, found, mark, stops)  # pyright: ignore[reportAssignmentType]
+    _note_clean(mended, stops, found)
+    return mended, found
 
 
-def _note_clean(z: Tensor, stops: bool) -> None:
+def _found(z: Tensor, limit: float) -> Tensor:
+    found = evidence(z)
+    return found if limit == math.inf else raised(found, limit, z.dtype)
+
+
+def limit_of(dtype: torch.dtype, squares: int) -> float:
+    """The largest number of which so many squares can be summed; they are summed in single precision at least."""
+    if not squares or dtype not in _LARGEST:
+        return math.inf
+    return math.sqrt(_LARGEST[dtype] / squares)
+
+
+def _note_clean(z: Tensor, stops: bool, found: Tensor) -> None:
     if not z.is_inference():  # of these nobody counts the changes
-        setattr(z, _CLEAN, (mutation_count(z), stops))  # on the tensor: a checkpoint hands it in again, much later
+        setattr(
+            z, _CLEAN, (mutation_count(z), stops, found)
+        )  # on the tensor: a checkpoint hands it in again, much later
 
 
-def _is_clean(z: Tensor, stops: bool) -> bool:
-    changes, stopped = getattr(z, _CLEAN, (None, False))
-    return changes is not None and changes == mutation_count(z) and (stopped or not stops)
+def _evidence_before(z: Tensor, stops: bool) -> Tensor | None:
+    """The evidence by which a tensor was repaired, if it was and did not change since."""
+    changes, stopped, found = getattr(z, _CLEAN, (None, False, None))
+    return found if changes is not None and changes == mutation_count(z) and (stopped or not stops) else None
 
 
 def _slices(marks: Tensor, batch: Batch, found: Tensor, dim: int | None) -> tuple[Tensor, ...]:
@@ -110,28 +140,33 @@ def _repair_op(
     along: int,
     dim: int | None,
     stops: bool,
+    limit: float,
     revision: int,
 ) -> tuple[Tensor, Tensor]:
     if is_shape_only(z):
         return z.clone(), evidence(z)
     batch = Batch(size, tuple(lengths), along, z.device)
-    mended, found = _repair(z, batch, marks, place, dim, stops)
+    mended, found = _repair(z, batch, marks, place, dim, stops, limit)
     if found is not None:
         return mended, found
     same = z.view_as(z)  # an operator may not return what it was given
-    _note_clean(same, stops=True)
-    return same, nothing_like(evidence(z))
+    before = evidence(z)
+    _note_clean(same, True, before)
+    return same, nothing_like(before)
 
 
 define(
     "repair(Tensor z, Tensor? marks, int place, SymInt size, SymInt[] lengths, int along, int? dim, bool stops, "
-    "int revision) -> (Tensor, Tensor)",
+    "float limit, int revision) -> (Tensor, Tensor)",
     _repair_op,
 )
 
 
 def _without(bad: Tensor, z: Tensor) -> Tensor:
-    """`z` with zeros in the place of bad vectors."""
+    """`z` with zeros in the place of bad vectors, or of bad pieces of them."""
+    if bad.ndim == z.ndim > 1 and bad.shape[-1] != z.shape[-1]:
+        pieces = z.unflatten(-1, (bad.shape[-1], -1))
+        return torch.where(bad.unsqueeze(-1), 0, pieces).to(z.dtype).flatten(-2)
     return blanked(bad.unsqueeze(-1) if z.ndim > bad.ndim else bad, z)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import re
 import types
 from typing import Any
@@ -18,12 +19,14 @@ from torchguard.nested import mapped, tensors_in
 from torchguard.watching.incidents import Incident, incidents_of
 from torchguard.watching.journal import Journal
 from torchguard.watching.kinds import evidence, index_evidence, masked_kinds
-from torchguard.watching.quarantine import NAN_MARK, blanked, repaired
+from torchguard.watching.quarantine import NAN_MARK, blanked, limit_of, repaired
 from torchguard.watching.rows import batch_of
 from torchguard.watching.state import Watch
 
 # Arguments that hold -Inf by right.
 _MASK = re.compile("mask|bias", re.IGNORECASE)
+# Modules that square what they are given, and sum so many squares where they do not say how many.
+_SQUARING, _SQUARES = re.compile("norm", re.IGNORECASE), 2**20
 
 
 class Watched:
@@ -111,7 +114,7 @@ class Eye:
     """The hooks of one watched module. They sleep unless the watched model is being called."""
 
     def __init__(self, watch: Watch, place: int, module: nn.Module) -> None:
-        self.watch, self.place, self.masks = watch, place, masks_of(module)
+        self.watch, self.place, self.masks, self.squares = watch, place, masks_of(module), squares_of(module)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         journal = self.watch.journal_now()
@@ -124,7 +127,8 @@ class Eye:
         if not journal.repairs:
             return None
         # A gradient that goes bad in one of torch's own is stopped where it returns to what the module before put out.
-        return _taken_in(args, kwargs, self.watch, journal, self.place, self.masks, stops=not is_of_torch(module))
+        stops = not is_of_torch(module)
+        return _taken_in(args, kwargs, self.watch, journal, self.place, self.masks, stops, self.squares)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         journal = self.watch.journal_now()
@@ -145,6 +149,13 @@ def masks_of(module: nn.Module) -> tuple[int, ...]:
     return tuple(i for i, name in enumerate(names) if _MASK.search(name))
 
 
+def squares_of(module: nn.Module) -> int:
+    """How many squares of what it is given a module sums: a fault born there would be in its own gradient."""
+    if not _SQUARING.search(type(module).__name__):
+        return 0
+    return math.prod(getattr(module, "normalized_shape", (_SQUARES,)))
+
+
 def _taken_in(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -153,14 +164,15 @@ def _taken_in(
     place: int,
     masks: tuple[int, ...],
     stops: bool,
+    squares: int = 0,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments as they go into a module: looked at, and in quarantine mended. Masks are taken as they are."""
     seen = []
     for i, value in enumerate(args):
-        seen.append(value if i in masks else _seen(value, watch, journal, place, None, stops, True))
+        seen.append(value if i in masks else _seen(value, watch, journal, place, None, stops, True, squares))
     named = {}
     for name, value in kwargs.items():
-        named[name] = value if _is_mask(name) else _seen(value, watch, journal, place, None, stops, True)
+        named[name] = value if _is_mask(name) else _seen(value, watch, journal, place, None, stops, True, squares)
     return tuple(seen), named
 
 
@@ -185,27 +197,31 @@ def _seen(
     dim: int | None = None,
     stops: bool = True,
     is_argument: bool = False,
+    squares: int = 0,
 ) -> Any:
     """Note what the tensors in a value hold; in quarantine, the value with what is bad replaced."""
     if journal.repairs:
-        return mapped(value, lambda z: _mended(z, journal, place, dim, stops, is_argument))
+        return mapped(value, lambda z: _mended(z, journal, place, dim, stops, is_argument, squares))
     if watch.checks.nan or watch.checks.inf:
         for z in [value] if isinstance(value, Tensor) else [z for _, z in tensors_in(value)]:
             if can_be_looked_at(z) and not (is_argument and journal.is_stray(z)):
-                found = masked_kinds(evidence(journal.upright(z)), watch.checks.nan, watch.checks.inf)
-                journal.note(place, found, journal.dim_of(z, dim))
+                looked_at = journal.upright(z)
+                found = masked_kinds(evidence(looked_at), watch.checks.nan, watch.checks.inf)
+                journal.note(place, found, journal.dim_of(z, dim), looked_at.ndim)
     return value
 
 
-def _mended(z: Tensor, journal: Journal, place: int, dim: int | None, stops: bool, is_argument: bool) -> Tensor:
+def _mended(
+    z: Tensor, journal: Journal, place: int, dim: int | None, stops: bool, is_argument: bool, squares: int
+) -> Tensor:
     # What is about no sample goes into a module as it is: a table, or a mask that all share.
     if not can_be_looked_at(z) or (is_argument and journal.is_stray(z)):
         return z
     dim = journal.dim_of(z, dim)
     looked_at = journal.upright(z)
-    mended, found = repaired(looked_at, journal.batch, journal.marks, place, dim, stops)
+    mended, found = repaired(looked_at, journal.batch, journal.marks, place, dim, stops, limit_of(z.dtype, squares))
     if found is not None:
-        journal.note(place, found, dim)
+        journal.note(place, found, dim, looked_at.ndim)
     mended = mended if looked_at is z else mended.squeeze(-1)
     journal.dim_of(mended, dim)
     return mended
