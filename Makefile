@@ -43,6 +43,8 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/watched.py cpu
 	@echo "bench: guards, whole, filtered and audited"
 	@$(BIN)/python benchmarks/guarded.py
+	@echo "bench: compiling while it is captured"
+	@$(BIN)/python benchmarks/captured.py
 
 docs: $(VENV)/.docs
 	@echo "docs: mkdocs"

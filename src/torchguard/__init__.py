@@ -1,6 +1,7 @@
 """torchguard makes a `torch.compile` region safe to run and easy to see into, without breaking its graph."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from torchguard import err, experimental, flags
@@ -49,7 +50,7 @@ from torchguard.typing import tensorcheck
 from torchguard.watching import unwatch, watch
 
 if TYPE_CHECKING:
-    from torchguard import guards
+    from torchguard import artifacts, guards
     from torchguard.errors.config import CONFIG
 
 __version__ = "2.0.0a1"
@@ -98,6 +99,7 @@ __all__ = [
     "UnpackedError",
     "ValidationError",
     "__version__",
+    "artifacts",
     "as_exception",
     "as_result",
     "err",
@@ -122,10 +124,17 @@ __all__ = [
 ]
 
 
+_LOADED_ON_USE = ("artifacts", "guards")
+
+
 def __getattr__(name: str) -> Any:
     # Looked up each time, so that `tg.CONFIG` is what `set_config` last set.
     if name == "CONFIG":
         return _config.CONFIG
-    if name == "guards":  # loaded when it is first used
-        return importlib.import_module("torchguard.guards")
+    if name in _LOADED_ON_USE:
+        return importlib.import_module(f"torchguard.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if os.environ.get("TORCHGUARD_CAPTURE"):
+    importlib.import_module("torchguard.artifacts")  # which starts to capture, if that is what it says

@@ -120,6 +120,14 @@ class RecompileError(TorchGuardError, AssertionError):
     """Something was compiled in a place that was to do without."""
 
 
+class ArtifactError(TorchGuardError, ValueError):
+    """An artifact cannot be read, written or compared that way."""
+
+
+class NoSuchArtifactError(ArtifactError, LookupError):
+    """An artifact, or a file of one, was asked for that is not there."""
+
+
 class ValidationWarning(UserWarning):
     """Something could not be validated; an error under `ErrorConfig(strict_validation=True)`."""
 

@@ -1,0 +1,85 @@
+"""What capturing adds to compiling: `python benchmarks/captured.py [RESULT.json]`.
+
+BERT-base with random weights on `aot_eager`, compiled anew each time, forward and backward: the first call and its
+backward pass, captured and not, in turns, one thread. The least of the rounds counts, and the share of both. What is
+done when the block ends (nothing here, without Graphviz and exports) is in neither.
+"""
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import transformers
+from record import RESULTS, environment
+from transformers import BertConfig, BertModel
+
+import torchguard
+from torchguard import artifacts
+
+ROUNDS = 7
+TARGET = 1.30
+PLAIN, CAPTURED = "not captured", "captured"
+
+
+def train(model: Any, inputs: dict[str, torch.Tensor]) -> None:
+    model(**inputs).last_hidden_state.sum().backward()
+
+
+def measure(model: BertModel, inputs: dict[str, torch.Tensor], found: dict[str, Any]) -> None:
+    compiling = dict.fromkeys((PLAIN, CAPTURED), float("inf"))
+    for i in range(ROUNDS):
+        for name in (PLAIN, CAPTURED)[:: 1 if i % 2 else -1]:
+            torch._dynamo.reset()
+            gc.collect()
+            with tempfile.TemporaryDirectory() as root:
+                compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+                with artifacts.capture(root) if name == CAPTURED else nullcontext() as captured:
+                    start = time.perf_counter()
+                    train(compiled, inputs)
+                    compiling[name] = min(compiling[name], time.perf_counter() - start)
+                if captured is not None:
+                    (one,) = captured.artifacts
+                    assert one.state == "whole", one
+                    assert not captured.problems, captured.problems
+                    found["bytes"] = one.size
+                    found["nodes"] = {graph["name"]: graph["nodes"] for graph in one.manifest()["graphs"]}
+    assert set(found["nodes"]) == {"dynamo", "forward", "backward"}, found["nodes"]
+    found["compile seconds"] = compiling
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", nargs="?", type=Path, default=RESULTS / "artifacts.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = BertModel(BertConfig()).train()
+    inputs = {"input_ids": torch.randint(0, 1000, (1, 16)), "attention_mask": torch.ones(1, 16, dtype=torch.int64)}
+    found: dict[str, Any] = {
+        **environment(),
+        "transformers": transformers.__version__,
+        "torchguard": torchguard.__version__,
+        "work": f"BertModel, 12 layers of 768, training, aot_eager, forward and backward; the least of {ROUNDS}",
+    }
+    measure(model, inputs, found)
+    share = found["compile seconds"][CAPTURED] / found["compile seconds"][PLAIN]
+    found["ratios"] = [{"work": "compiling, captured / not", "to reach": TARGET, "ours": share}]
+    print(f"compiling, captured / not: {share:.3f}, to reach: <= {TARGET:.2f}")
+    print("seconds: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in found["compile seconds"].items()))
+    print(f"{found['nodes']} nodes, {artifacts.shown_size(found['bytes'])}")
+    options.result.parent.mkdir(exist_ok=True)
+    options.result.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"\nwritten to {options.result}")
+
+
+if __name__ == "__main__":
+    main()

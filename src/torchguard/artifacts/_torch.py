@@ -1,0 +1,258 @@
+"""The seam to what compiles: Dynamo's call of a backend, AOTAutograd's compilers, Inductor's code, caches of graphs.
+
+Three private functions of torch are wrapped, which costs nothing where nobody listens. Where one is missing,
+`missing()` says in words what cannot be captured, and the rest works without.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import fx
+
+
+class Begun(NamedTuple):
+    """A frame whose graph is about to be given to a backend."""
+
+    compile_id: str
+    function: str
+    file: str
+    line: int
+    backend: str
+
+
+class Listener(Protocol):
+    """What is told of a compilation. Nothing of it may raise."""
+
+    def compiling(self, begun: Begun, graph: fx.GraphModule) -> contextlib.AbstractContextManager[object]:
+        """Around the call of a backend."""
+        ...
+
+    def lowering(self) -> Callable[[str, fx.GraphModule], contextlib.AbstractContextManager[object]] | None:
+        """When AOTAutograd is about to compile, in the thread of `compiling`: what to call around each compiler.
+
+        It is called with "forward", "backward" or "inference", the backward possibly much later in another thread.
+        """
+        ...
+
+    def wrote_code(self, code: str) -> None:
+        """Inductor has written code, in the thread of what compiles."""
+        ...
+
+
+_listener: Listener | None = None
+_lock = threading.Lock()
+_is_installed = False
+_COMPILERS = {"forward": "fw_compiler", "backward": "bw_compiler", "inference": "inference_compiler"}
+
+
+def missing() -> tuple[str, ...]:
+    """What cannot be captured on this torch, in words; empty if all can be."""
+    found = [
+        ("graphs of Dynamo", _dynamo_owner(), "_call_user_compiler"),
+        ("forward and backward graphs", _aot_owner(), "aot_stage2_compile"),
+        ("output code", _inductor_owner(), "save_output_code"),
+    ]
+    absent = [(what, name) for what, owner, name in found if not hasattr(owner, name)]
+    if not absent and not _takes_compilers(_aot_owner().aot_stage2_compile):
+        absent = [
+            ("forward and backward graphs", "aot_stage2_compile(fw_compiler=, bw_compiler=, inference_compiler=)")
+        ]
+    return tuple(f"{what}: torch {torch.__version__} has no {name}" for what, name in absent)
+
+
+def _takes_compilers(function: Callable[..., Any]) -> bool:
+    return {*_COMPILERS.values()} <= {*inspect.signature(function).parameters}
+
+
+def listen(listener: Listener | None) -> None:
+    """Tell a listener of everything that is compiled from now on; None ends it."""
+    global _listener, _is_installed
+    _listener = listener
+    with _lock:
+        if _is_installed or listener is None:
+            return
+        _is_installed = True
+        for owner, name, wrap in (
+            (_dynamo_owner(), "_call_user_compiler", _telling_of_frames),
+            (_aot_owner(), "aot_stage2_compile", _telling_of_graphs),
+            (_inductor_owner(), "save_output_code", _telling_of_code),
+        ):
+            if hasattr(owner, name):
+                setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def _dynamo_owner() -> Any:
+    from torch._dynamo.output_graph import OutputGraph  # not at import: it is heavy
+
+    return OutputGraph
+
+
+def _aot_owner() -> Any:
+    import torch._functorch.aot_autograd as owner  # every way into AOTAutograd looks the function up here
+
+    return owner
+
+
+def _inductor_owner() -> Any:
+    from torch._inductor.graph import GraphLowering  # not at import: it is heavy
+
+    return GraphLowering
+
+
+def _telling_of_frames(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call_user_compiler(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if (listener := _listener) is None:
+            return original(self, gm, *args, **kwargs)
+        with listener.compiling(_begun(self), gm), without_graph_caches():
+            return original(self, gm, *args, **kwargs)
+
+    return call_user_compiler
+
+
+def _begun(output_graph: Any) -> Begun:
+    from torch._guards import CompileContext
+
+    code = getattr(getattr(output_graph, "root_tx", None), "f_code", None)
+    return Begun(
+        str(CompileContext.current_compile_id()),
+        getattr(code, "co_qualname", ""),
+        getattr(code, "co_filename", ""),
+        getattr(code, "co_firstlineno", 0),
+        backend_name(getattr(output_graph, "compiler_fn", None)),
+    )
+
+
+def backend_name(backend: Any) -> str:
+    """What a backend is called: as it was given to `torch.compile`, which wraps it up to three times."""
+    while (inside := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inside
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
+    return str(name or type(backend).__name__)
+
+
+def _telling_of_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    if not _takes_compilers(original):
+        return original
+
+    @functools.wraps(original)
+    def aot_stage2_compile(*args: Any, **kwargs: Any) -> Any:
+        around = _listener.lowering() if _listener is not None else None
+        if around is None:
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        # One that is not given is the forward's, as torch has it.
+        given.arguments |= {
+            name: _told(kind, given.arguments.get(name) or given.arguments["fw_compiler"], around)
+            for kind, name in _COMPILERS.items()
+        }
+        return original(*given.args, **given.kwargs)
+
+    return aot_stage2_compile
+
+
+def _told(kind: str, compiler: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compiler, updated=())
+    def compile(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        with around(kind, gm), without_graph_caches():
+            return compiler(gm, example_inputs)
+
+    return compile
+
+
+def _telling_of_code(original: Callable[[str], None] | None) -> Callable[[str], None]:
+    """Torch calls this, where it is set, with all code that Inductor writes: its own tests set it."""
+
+    def save_output_code(code: str) -> None:
+        if original is not None:
+            original(code)
+        if _listener is not None:
+            _listener.wrote_code(code)
+
+    return save_output_code
+
+
+@contextlib.contextmanager
+def without_graph_caches() -> Iterator[None]:
+    """Compile every graph, in this thread: what comes from a cache of graphs is not compiled, and never seen.
+
+    The caches of kernels stay on. Settings are per thread, so they are set around each compilation. On torch 2.11 they
+    are not: what another thread has switched off already is left to it, and so is not left off for good.
+    """
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    with contextlib.ExitStack() as stack:
+        for config, names in (
+            (functorch, ("enable_autograd_cache", "enable_remote_autograd_cache", "force_autograd_cache")),
+            (inductor, ("fx_graph_cache", "fx_graph_remote_cache")),
+        ):
+            if settings := {name: False for name in names if getattr(config, name, False) is not False}:
+                stack.enter_context(config.patch(settings))  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+
+
+def settings() -> dict[str, str]:
+    """The settings of Dynamo, AOTAutograd and Inductor that shape what is compiled; those torch knows."""
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    wanted = (
+        ("dynamo", dynamo, _DYNAMO_SETTINGS),
+        ("functorch", functorch, _FUNCTORCH_SETTINGS),
+        ("inductor", inductor, _INDUCTOR_SETTINGS),
+    )
+    return {
+        f"{of}.{name}": str(getattr(config, name))
+        for of, config, names in wanted
+        for name in names
+        if hasattr(config, name)
+    }
+
+
+_DYNAMO_SETTINGS = (
+    "assume_static_by_default",
+    "automatic_dynamic_shapes",
+    "capture_dynamic_output_shape_ops",
+    "capture_scalar_outputs",
+    "optimize_ddp",
+    "recompile_limit",
+    "specialize_float",
+    "specialize_int",
+    "suppress_errors",
+)
+_FUNCTORCH_SETTINGS = (
+    "activation_memory_budget",
+    "functionalize_rng_ops",
+    "treat_parameters_as_free_to_save",
+)
+_INDUCTOR_SETTINGS = (
+    "cpp_wrapper",
+    "epilogue_fusion",
+    "fallback_random",
+    "freezing",
+    "layout_optimization",
+    "max_autotune",
+    "pattern_matcher",
+)
+
+
+def is_restart(error: BaseException) -> bool:
+    """Whether Dynamo starts over with a frame: it says so by an exception."""
+    from torch._dynamo import exc
+
+    return isinstance(error, getattr(exc, "RestartAnalysis", ()))
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[object]:
+    """Make tensors without memory: weights are inputs of a graph, and may be larger than what is left of it."""
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode()

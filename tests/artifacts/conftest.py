@@ -1,0 +1,15 @@
+import pytest
+import torch
+
+from torchguard import artifacts
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A directory with two whole artifacts."""
+    root = tmp_path / "kept"
+    with artifacts.capture(root):
+        compiled = torch.compile(lambda x: torch.sin(x) + 1, backend="eager", dynamic=False)
+        compiled(torch.ones(2))
+        compiled(torch.ones(3))
+    return root

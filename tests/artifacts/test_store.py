@@ -1,0 +1,261 @@
+"""Artifacts on disk are listed, read and removed, and nothing else is, whoever wrote what lies there."""
+
+import json
+import os
+import shutil
+from datetime import timedelta
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchguard import artifacts
+from torchguard.artifacts import Store
+
+OUTSIDE = "not to be read, and not to be removed"
+
+
+@pytest.fixture
+def one(kept):
+    return Store(kept).find()
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A directory beside the artifacts, with a file in it."""
+    directory = tmp_path / "outside"
+    directory.mkdir()
+    (directory / "precious.txt").write_text(OUTSIDE)
+    return directory
+
+
+def again(artifact):
+    """The same artifact, looked at anew."""
+    return next(one for one in Store(artifact.path.parent) if one.path == artifact.path)
+
+
+def change_manifest(artifact, **changes):
+    path = artifact.path / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+class TestList:
+    def test_newest_first(self, kept):
+        new, old = Store(kept)
+        assert (new.state, old.state) == ("whole", "whole")
+        assert new.created > old.created
+        assert new.id > old.id
+        assert [one.manifest()["compile_id"] for one in (new, old)] == ["0/1", "0/0"]
+        assert new.size == sum(path.stat().st_size for path in new.path.iterdir())
+
+    def test_nothing_where_there_is_nothing(self, tmp_path):
+        assert list(Store(tmp_path / "never made")) == []
+
+    def test_the_place_is_an_argument_or_the_environment_or_debug_artifacts(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("TORCHGUARD_ARTIFACTS", raising=False)
+        assert Store().root == tmp_path / "debug_artifacts"
+        monkeypatch.setenv("TORCHGUARD_ARTIFACTS", "elsewhere")
+        assert Store().root == tmp_path / "elsewhere"
+        assert Store("here").root == tmp_path / "here"
+
+    def test_what_is_not_torchguards_is_foreign(self, kept):
+        (kept / "notes").mkdir()
+        (kept / "readme.txt").write_text("a file is nothing to list")
+        foreign = [one for one in Store(kept) if one.state == "foreign"]
+        assert [(one.id, one.problem) for one in foreign] == [("notes", "its name is none of torchguard's")]
+
+    def test_a_directory_that_merely_has_a_fitting_name_is_foreign(self, one):
+        for path in one.path.iterdir():
+            path.unlink()
+        (one.path / "thesis.tex").write_text(OUTSIDE)
+        assert again(one).state == "foreign"
+        assert Store(one.path.parent).clean(keep=0)
+        assert (one.path / "thesis.tex").read_text() == OUTSIDE
+
+    @pytest.mark.parametrize(
+        ("damage", "problem"),
+        [
+            (lambda path: (path / "manifest.json").write_bytes(b"\x00\xff\x80"), "no JSON"),
+            (lambda path: (path / "manifest.json").write_text('{"marker": "torchguard art'), "no JSON"),
+            (lambda path: (path / "manifest.json").write_text("[" * 100_000), "no JSON"),
+            (lambda path: (path / "manifest.json").write_text("[]"), "not written by torchguard"),
+            (lambda path: (path / "manifest.json").unlink(), "is missing"),
+            (lambda path: os.truncate(path / "manifest.json", 1 << 30), "larger than"),
+            (lambda path: os.truncate(path / "dynamo.py", 3), "dynamo.py has 3 bytes"),
+            (lambda path: (path / "guards.json").unlink(), "guards.json: No such file"),
+        ],
+        ids=["binary", "truncated", "deep", "another", "no manifest", "huge", "file cut short", "file missing"],
+    )
+    def test_what_is_damaged_is_corrupt(self, one, damage, problem):
+        damage(one.path)
+        assert again(one).state == "corrupt"
+        assert problem in again(one).problem
+
+    def test_what_a_later_torchguard_wrote_is_not_read(self, one):
+        change_manifest(one, schema=99)
+        assert again(one).problem == "manifest.json has schema 99, and this torchguard reads 1."
+
+    def test_names_that_drive_a_terminal_are_written_out(self, kept):
+        (kept / "\x1b[2Jgone\nline").mkdir()
+        (found,) = [one for one in Store(kept) if one.state == "foreign"]
+        assert found.id == "\\x1b[2Jgone line"
+
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+    @given(content=st.binary(max_size=300))
+    def test_any_bytes_for_a_manifest_are_listed(self, one, content):
+        (one.path / "manifest.json").write_bytes(content)
+        assert again(one).state == "corrupt"
+
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+    @given(data=st.data())
+    def test_any_json_for_a_manifest_is_listed_and_harms_nothing(self, one, outside, data):
+        anything = st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+            max_leaves=8,
+        )
+        names = st.sampled_from(
+            ["files", "graphs", "id", "created", "notes", "line", "schema", "marker", "waiting_for"]
+        )
+        changes = data.draw(st.dictionaries(names, anything, max_size=4))
+        original = (one.path / "manifest.json").read_bytes()
+        try:
+            change_manifest(one, **changes)
+            found = again(one)
+            assert found.state in ("whole", "corrupt")
+            assert (found.state == "whole") == (found.problem == "")
+        finally:
+            (one.path / "manifest.json").write_bytes(original)
+        assert (outside / "precious.txt").exists()
+
+
+class TestFind:
+    def test_by_id_or_the_start_of_it(self, kept):
+        new, old = Store(kept)
+        assert Store(kept).find(new.id) == Store(kept).find(new.id[:-1]) == new
+        assert Store(kept).find(old.id) == old
+
+    def test_without_an_id_the_newest_whole_one(self, kept):
+        new, old = Store(kept)
+        (new.path / "manifest.json").unlink()
+        assert Store(kept).find() == old
+
+    def test_says_what_there_is(self, kept):
+        with pytest.raises(artifacts.NoSuchArtifactError, match=r"There is no artifact 'nothing' in .* which has 2"):
+            Store(kept).find("nothing")
+        with pytest.raises(LookupError, match=r"any of 2 .* Write more of the id"):
+            Store(kept).find("20")
+        with pytest.raises(LookupError, match="no whole artifact"):
+            Store(kept / "empty").find()
+
+
+class TestRead:
+    def test_what_the_manifest_names(self, one):
+        assert "sin" in one.read_text("dynamo.py")
+        assert one.read_json("dynamo.json")["kind"] == "dynamo"
+        assert "guards.json" in one.files
+
+    @pytest.mark.parametrize(
+        "name", ["nothing.py", "../outside/precious.txt", "/etc/passwd", "manifest.json", "", "\x00"]
+    )
+    def test_nothing_else(self, one, outside, name):
+        with pytest.raises(artifacts.NoSuchArtifactError, match="has no file"):
+            one.read_text(name)
+
+    @pytest.mark.parametrize("name", ["../../outside/precious.txt", "/etc/passwd", "..", ".torchguard", "a/b", "x\n"])
+    def test_a_manifest_that_names_what_lies_elsewhere_is_corrupt(self, one, outside, name):
+        about = {"bytes": len(OUTSIDE), "sha256": "0" * 64}
+        change_manifest(one, files={name: about})
+        assert again(one).state == "corrupt"
+        with pytest.raises(artifacts.ArtifactError, match="no name of a file"):
+            one.read_text(name)
+
+    def test_no_link_is_followed_to_a_file(self, one, outside):
+        (one.path / "dynamo.py").unlink()
+        (one.path / "dynamo.py").symlink_to(outside / "precious.txt")
+        assert again(one).problem == "dynamo.py is no plain file"
+        with pytest.raises(artifacts.ArtifactError, match=r"dynamo\.py cannot be read"):
+            one.read_text("dynamo.py")
+
+    def test_no_link_is_followed_to_a_manifest(self, one, tmp_path):
+        shutil.move(one.path / "manifest.json", tmp_path / "manifest.json")
+        (one.path / "manifest.json").symlink_to(tmp_path / "manifest.json")
+        assert again(one).state == "corrupt"
+
+    def test_no_link_is_followed_to_an_artifact(self, one, kept, tmp_path):
+        shutil.move(one.path, tmp_path / "moved")
+        one.path.symlink_to(tmp_path / "moved")
+        assert (again(one).state, again(one).problem) == ("foreign", "it is no directory")
+        with pytest.raises(artifacts.ArtifactError, match="cannot be opened"):
+            one.read_text("dynamo.py")
+        Store(kept).clean(keep=0)
+        assert (tmp_path / "moved" / "manifest.json").exists()
+        assert one.path.is_symlink()
+
+    def test_a_pipe_is_not_waited_for(self, one):
+        (one.path / "manifest.json").unlink()
+        os.mkfifo(one.path / "manifest.json")
+        assert again(one).problem == "manifest.json is no plain file."
+
+    def test_what_was_changed_is_an_error(self, one):
+        text = (one.path / "dynamo.py").read_text()
+        (one.path / "dynamo.py").write_text(text.replace("sin", "cos"))
+        with pytest.raises(artifacts.ArtifactError, match="cut short or changed"):
+            one.read_text("dynamo.py")
+
+
+class TestClean:
+    def test_keeps_the_newest(self, kept):
+        new, old = Store(kept)
+        (removal,) = Store(kept).clean(keep=1)
+        assert (removal.artifact, removal.why) == (old, "beyond the newest 1")
+        assert list(Store(kept)) == [new]
+
+    def test_removes_what_is_old(self, kept):
+        assert Store(kept).clean(older_than=timedelta(days=1)) == []
+        assert len(Store(kept).clean(older_than=timedelta(0))) == 2
+        assert list(kept.iterdir()) == []
+
+    def test_removes_what_is_too_large_the_oldest_first(self, kept):
+        new, old = Store(kept)
+        assert [one.artifact for one in Store(kept).clean(max_bytes=new.size + old.size - 1)] == [old]
+        assert [one.artifact for one in Store(kept).clean(max_bytes=0)] == [new]
+
+    def test_a_dry_run_removes_nothing(self, kept):
+        assert len(Store(kept).clean(keep=0, dry_run=True)) == 2
+        assert len(list(Store(kept))) == 2
+
+    def test_without_a_rule_nothing_whole_goes(self, kept):
+        assert Store(kept).clean() == []
+
+    def test_what_is_corrupt_goes_as_the_rest_does(self, kept, one):
+        (one.path / "manifest.json").write_text("?")
+        Store(kept).clean(keep=0)
+        assert list(kept.iterdir()) == []
+
+    def test_a_file_of_the_users_stays(self, kept, one):
+        (one.path / "notes.txt").write_text(OUTSIDE)
+        Store(kept).clean(keep=0)
+        assert [path.name for path in one.path.iterdir()] == ["notes.txt"]
+        assert again(one).state == "foreign"
+
+    def test_what_is_foreign_stays(self, kept, outside):
+        (kept / "notes").mkdir()
+        (kept / "link").symlink_to(outside)
+        Store(kept).clean(keep=0)
+        assert sorted(path.name for path in kept.iterdir()) == ["link", "notes"]
+
+    def test_a_link_in_an_artifact_is_unlinked_and_not_followed(self, kept, one, outside):
+        (one.path / "dynamo.py").unlink()
+        (one.path / "dynamo.py").symlink_to(outside / "precious.txt")
+        Store(kept).clean(keep=0)
+        assert list(kept.iterdir()) == []
+        assert (outside / "precious.txt").read_text() == OUTSIDE
+
+    def test_a_journal_that_names_what_lies_elsewhere_removes_nothing_there(self, kept, one, outside):
+        with (one.path / ".torchguard").open("a") as journal:
+            journal.write("\n../../outside/precious.txt\n" + str(outside / "precious.txt") + "\n..\n.\n")
+        Store(kept).clean(keep=0)
+        assert (outside / "precious.txt").read_text() == OUTSIDE
+        assert list(kept.iterdir()) == []
