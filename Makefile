@@ -45,6 +45,8 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/guarded.py
 	@echo "bench: compiling while it is captured"
 	@$(BIN)/python benchmarks/captured.py
+	@echo "bench: compiling for a simulated device"
+	@$(BIN)/python benchmarks/device.py
 
 docs: $(VENV)/.docs
 	@echo "docs: mkdocs"

@@ -1,5 +1,11 @@
 """What torchguard raises. Each error is a `TorchGuardError` and the builtin a caller would guess."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchguard.device.report import DeviceReport
+    from torchguard.device.violations import Violation
+
 
 class TorchGuardError(Exception):
     """Root of everything torchguard raises."""
@@ -126,6 +132,31 @@ class ArtifactError(TorchGuardError, ValueError):
 
 class NoSuchArtifactError(ArtifactError, LookupError):
     """An artifact, or a file of one, was asked for that is not there."""
+
+
+class DeviceError(TorchGuardError, ValueError):
+    """A device is described in a way that cannot be, or something was asked of it that it cannot do."""
+
+
+class DeviceRejectionError(TorchGuardError, RuntimeError):
+    """A graph does not fit a device, and the mode is strict.
+
+    Attributes:
+        violations: everything that does not fit, of the forward and of the backward graph.
+        report: the same with coverage, partitions and memory.
+    """
+
+    def __init__(self, report: "DeviceReport") -> None:
+        super().__init__(report)
+        self.report = report
+
+    @property
+    def violations(self) -> "tuple[Violation, ...]":
+        return self.report.violations
+
+    def __str__(self) -> str:
+        names = ", ".join(dict.fromkeys(graph.device.name for graph in self.report.graphs))
+        return "\n".join([f"{len(self.violations)} violations of device {names}:", *map(str, self.violations)])
 
 
 class ValidationWarning(UserWarning):

@@ -16,6 +16,7 @@ from torchguard.guards import inspect
 from torchguard.guards.events import _torch as events
 from torchguard.guards.events._torch import Built
 
+Content = str | dict[str, Any]
 _current = threading.local()  # .stack: what is compiled in this thread, innermost last, each with the name of its graph
 
 
@@ -25,13 +26,16 @@ def stack() -> list[tuple[Recording, str]]:
     return _current.stack
 
 
-def attach(name: str, content: str | dict[str, Any]) -> None:
+def attach(name: str, content: Content | Callable[[], Content]) -> None:
     """Add a file to the artifact of what is being compiled in this thread; does nothing where nothing is captured.
 
     Where the name is taken it gets a number: `Artifact.attached(name)` finds all of them.
+
+    Args:
+        content: text, what JSON can hold, or a function that makes it, called only if it is wanted.
     """
     if stack():
-        stack()[-1][0].attach(name, content)
+        stack()[-1][0].attach(name, content() if callable(content) else content)
 
 
 class Listening:

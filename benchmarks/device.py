@@ -1,0 +1,156 @@
+"""What checking a model against a device adds to compiling it, and how long its report takes.
+
+    python benchmarks/device.py [RESULT]
+
+Compares the first forward and backward of a BERT of the usual size with the backend `aot_eager` and with
+`mock_backend`, everything being compiled anew each time; contestants take turns, and the least of the rounds counts.
+Both what the clock says and what the processor worked: the latter suffers less from what else the machine does. The
+check alone, of graphs that are there already, is set beside them: it is all that is added.
+"""
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from record import RESULTS, environment
+from transformers import BertConfig, BertForSequenceClassification
+
+import torchguard
+from torchguard.device import Device, MockBackend, check, mock_backend
+
+ROUNDS, REPEATS = 5, 5
+TARGET = 1.20
+BASE = "aot_eager"
+# Every rule has something to look at, and many find something.
+EVERYTHING = Device(
+    name="everything",
+    indices=["int32"],
+    accumulators=["float32"],
+    layouts=["contiguous"],
+    alignment={-1: 16, -2: 8},
+    max_memory="1GiB",
+    deny=["aten.gelu", "aten.*dropout*"],
+    max_rank=4,
+    max_dim=30000,
+)
+DEVICES = {
+    "default device": Device(),
+    "every rule": EVERYTHING,
+    "every rule, core decompositions": replace(EVERYTHING, decompositions="core"),
+}
+
+
+Took = tuple[float, float]
+
+
+def compile_seconds(model: BertForSequenceClassification, inputs: dict[str, torch.Tensor], backend: Any) -> Took:
+    """From nothing compiled to the end of the first backward: seconds of the clock, and of the processor."""
+    torch._dynamo.reset()
+    gc.collect()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    start, start_cpu = time.perf_counter(), time.process_time()
+    compiled(**inputs).loss.backward()
+    return time.perf_counter() - start, time.process_time() - start_cpu
+
+
+def measure(model: BertForSequenceClassification, inputs: dict[str, torch.Tensor], found: dict[str, Any]) -> None:
+    makes: dict[str, Callable[[], Any]] = {BASE: lambda: BASE}
+    makes |= {name: lambda device=device: mock_backend(device, mode="warning") for name, device in DEVICES.items()}
+    rounds: dict[str, list[Took]] = {name: [] for name in makes}
+    last = {}
+    compile_seconds(model, inputs, BASE)  # what torch loads and warms up is nobody's
+    for turn in range(ROUNDS):
+        names = list(makes)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            last[name] = makes[name]()
+            rounds[name].append(compile_seconds(model, inputs, last[name]))
+    clock, processor = ({name: min(took[i] for took in rounds[name]) for name in makes} for i in (0, 1))
+    found["compile seconds"], found["processor seconds"], found["rounds"] = clock, processor, rounds
+    alone = {name: check_seconds(last["default device"], device) for name, device in DEVICES.items()}
+    found["check alone, processor seconds"] = alone
+    found["ratios"] = [
+        {
+            "work": f"{name} / {BASE}",
+            "to reach": TARGET if "core" not in name else None,
+            "ours": clock[name] / clock[BASE],
+            "of the processor": processor[name] / processor[BASE],
+            "check alone": 1 + alone[name] / processor[BASE],
+        }
+        for name in makes
+        if name != BASE
+    ]
+    found["reports"] = {name: facts_of(backend) for name, backend in last.items() if name != BASE}
+
+
+def check_seconds(backend: MockBackend, device: Device) -> float:
+    """What the processor works to check the graphs that ran, at least."""
+    forward, backward = (report.graph.module for report in backend.report().graphs)
+    took = []
+    for _ in range(REPEATS):
+        start = time.process_time()
+        check(forward, backward, device=device)
+        took.append(time.process_time() - start)
+    return min(took)
+
+
+def facts_of(backend: MockBackend) -> dict[str, Any]:
+    report = backend.report()
+    start = time.perf_counter()
+    text = report.to_json()
+    return {
+        "graphs": len(report.graphs),
+        "nodes": sum(len(graph.graph.module.graph.nodes) for graph in report.graphs),
+        "violations": len(report.violations),
+        "by rule": report.by_rule(),
+        "seconds to write": time.perf_counter() - start,
+        "bytes": len(text),
+    }
+
+
+def table(found: dict[str, Any]) -> None:
+    kinds = ("ours", "of the processor", "check alone")
+    print(f"\n{'compile, forward and backward':<36}{'seconds':>9}" + "".join(f"{kind:>18}" for kind in kinds))
+    print(f"{BASE:<36}{found['compile seconds'][BASE]:>9.2f}")
+    for row in found["ratios"]:
+        name = row["work"].split(" / ")[0]
+        goal = f"  to reach: <= {row['to reach']:.2f}" if row["to reach"] else ""
+        ratios = "".join(f"{row[kind]:>18.3f}" for kind in kinds)
+        print(f"{name:<36}{found['compile seconds'][name]:>9.2f}{ratios}{goal}")
+    for name, facts in found["reports"].items():
+        took = facts["seconds to write"]
+        print(f"{name}: {facts['nodes']} nodes, {facts['violations']} violations, report {took:.2f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", nargs="?", type=Path, default=RESULTS / "device.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig())
+    inputs = {"input_ids": torch.randint(0, 1000, (2, 16)), "labels": torch.zeros(2, dtype=torch.int64)}
+    found: dict[str, Any] = {
+        **environment(),
+        "transformers": transformers.__version__,
+        "torchguard": torchguard.__version__,
+        "work": "BertForSequenceClassification, 12 layers of 768, training, 2 by 16 tokens; "
+        f"first forward and backward, least of {ROUNDS} rounds; check alone, least of {REPEATS}",
+        "load": f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors when started",
+    }
+    measure(model, inputs, found)
+    table(found)
+    options.result.parent.mkdir(exist_ok=True)
+    options.result.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"\nwritten to {options.result}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The fields of a device: what each may be, and how it is read from Python, from TOML and from the environment."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from torchguard.device import _torch
+from torchguard.exceptions import DeviceError
+
+LAYOUTS = ("contiguous", "channels_last", "transposed", "broadcast", "strided")
+DECOMPOSITIONS = ("none", "core", "inductor")
+# What stands for no restriction where there is no None to write: in TOML and in the environment.
+ANY = "any"
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+class Field(NamedTuple):
+    """How a field is read, and what it may be in words. Reading raises ValueError, with or without a detail."""
+
+    read: Callable[[Any], Any]
+    allowed: str
+
+
+def read(name: str, value: object, where: str) -> Any:
+    """The value of a field as a device keeps it. `where` says who gave it."""
+    field = FIELDS[name]
+    try:
+        return field.read(value)
+    except ValueError as error:
+        detail = f" {error}" if error.args else ""
+        raise DeviceError(f"{where}: {value!r} is not allowed.{detail} Use {field.allowed}.") from None
+
+
+def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Refuse the names that are not known, with what they may have been meant to be."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            raise DeviceError(f"{where}: there is no {name!r}.{like(name, known)} Known are {', '.join(known)}.")
+
+
+def like(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def read_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).strip().lower() not in _WORDS:
+        raise ValueError
+    return _WORDS[str(value).strip().lower()]
+
+
+def _read_name(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError
+    return value
+
+
+def _optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """None, and the word for it, mean no restriction."""
+    return lambda value: None if value is None or value == ANY else read(value)
+
+
+def _items(value: object) -> list[Any]:
+    """What a list holds, or a text with commas, or a single thing."""
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",") if item.strip()]
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+
+
+def _read_whole(value: object) -> int:
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError
+    return value
+
+
+def _read_dtypes(value: object) -> tuple[torch.dtype, ...]:
+    found = []
+    for item in _items(value):
+        dtype = getattr(torch, item.removeprefix("torch."), None) if isinstance(item, str) else item
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{item!r} is no dtype.")
+        found.append(dtype)
+    return tuple(dict.fromkeys(found))
+
+
+def _read_layouts(value: object) -> tuple[str, ...]:
+    for item in _items(value):
+        if item not in LAYOUTS:
+            raise ValueError(f"{item!r} is no layout.{like(str(item), LAYOUTS)}")
+    return tuple(_items(value))
+
+
+def _read_by_dim(value: object) -> tuple[tuple[int, int], ...]:
+    """Pairs of a dim and a number, from a mapping, from pairs, or from text such as `-1:16,-2:8`."""
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    pairs = [item.split(":") if isinstance(item, str) else item for item in _items(value)]
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        raise ValueError
+    return tuple((_read_dim(dim), _read_whole(number)) for dim, number in pairs)
+
+
+def _read_dim(value: object) -> int:
+    if isinstance(value, str) and value.strip().removeprefix("-").isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is no dim.")
+    return value
+
+
+def _read_alignment(value: object) -> tuple[tuple[int, int], ...]:
+    """A number alone is for the innermost dim."""
+    if isinstance(value, int) or (isinstance(value, str) and ":" not in value):
+        return ((-1, _read_whole(value)),)
+    return _read_by_dim(value)
+
+
+def _read_largest(value: object) -> int | tuple[tuple[int, int], ...]:
+    """A number alone is for every dim."""
+    if isinstance(value, int) or (isinstance(value, str) and ":" not in value):
+        return _read_whole(value)
+    return _read_by_dim(value)
+
+
+def _read_bytes(value: object) -> int:
+    if not isinstance(value, str):
+        return _read_whole(value)
+    match = _SIZE.fullmatch(value.strip().lower())
+    if match is None or match[2] not in _UNITS or not float(match[1]):
+        raise ValueError
+    return int(match[1]) * _UNITS[match[2]] if match[1].isdecimal() else int(float(match[1]) * _UNITS[match[2]])
+
+
+def _read_ops(value: object) -> tuple[str, ...]:
+    patterns = tuple(_normal(item) for item in _items(value))
+    for pattern in patterns:
+        if pattern.startswith("aten.") and not _torch.names_an_op(pattern):
+            names = {name.rpartition(".")[0] if pattern.count(".") == 1 else name for name in _torch.op_names()}
+            raise ValueError(f"No op is called {pattern!r}.{like(pattern, names)}")
+    return patterns
+
+
+def _normal(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{name!r} is no name of an op.")
+    name = name.removeprefix("torch.ops.").replace("::", ".")
+    return name if "." in name else f"aten.{name}"
+
+
+def _read_decompositions(value: object) -> str | tuple[str, ...]:
+    return str(value) if value in DECOMPOSITIONS else _read_ops(value)
+
+
+def _read_constraints(value: object) -> tuple[Any, ...]:
+    items = _items(value)
+    if not all(hasattr(item, "check") and hasattr(item, "code") and not isinstance(item, type) for item in items):
+        raise ValueError
+    return tuple(items)
+
+
+_DTYPES = Field(_optional(_read_dtypes), f"names of dtypes such as ['float32', 'bfloat16'], or {ANY!r}")
+_OPS = "names of ops such as 'aten.gelu', 'aten.add.Tensor' or 'aten.*softmax*'"
+
+FIELDS: dict[str, Field] = {
+    "name": Field(_read_name, "a name"),
+    "parameters": _DTYPES,
+    "activations": _DTYPES,
+    "indices": _DTYPES,
+    "accumulators": _DTYPES,
+    "layouts": Field(_optional(_read_layouts), f"some of {', '.join(LAYOUTS)}, or {ANY!r}"),
+    "alignment": Field(
+        _optional(_read_alignment),
+        f"a whole number from 1 on for the innermost dim, one for each dim such as {{-1: 16, -2: 8}}, or {ANY!r}",
+    ),
+    "max_memory": Field(_optional(_read_bytes), f"a number of bytes, a text such as '16GiB', or {ANY!r}"),
+    "deny": Field(_read_ops, _OPS),
+    "allow": Field(_optional(_read_ops), f"{_OPS}, or {ANY!r}"),
+    "max_rank": Field(_optional(_read_whole), f"a whole number from 1 on, or {ANY!r}"),
+    "max_dim": Field(
+        _optional(_read_largest),
+        f"a whole number from 1 on for every dim, one for each dim such as {{0: 64}}, or {ANY!r}",
+    ),
+    "dynamic_shapes": Field(read_bool, "true or false"),
+    "decompositions": Field(
+        _read_decompositions, f"one of {', '.join(DECOMPOSITIONS)}, or the {_OPS} to be decomposed"
+    ),
+    "constraints": Field(_read_constraints, "instances of Constraint"),
+}

@@ -1,0 +1,152 @@
+"""What was found out about graphs and a device."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property, reduce
+from typing import Any
+
+from torchguard.device.coverage import Coverage, coverage_of
+from torchguard.device.description import Device
+from torchguard.device.graphs import Graph
+from torchguard.device.memory import MemoryPlan
+from torchguard.device.partitions import Partition, Split, Transfer, split_of
+from torchguard.device.violations import Violation
+
+# Rules that are about a graph as a whole, and say nothing of the op at which they are broken.
+_OF_THE_WHOLE = frozenset({"TGD401"})
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One graph on one device. Coverage and partitions are worked out when they are asked for."""
+
+    graph: Graph
+    device: Device
+    violations: tuple[Violation, ...]
+
+    @property
+    def name(self) -> str:
+        return self.graph.name
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return self.graph.memory
+
+    @cached_property
+    def unsupported(self) -> frozenset[str]:
+        """The nodes that cannot run on the device, at the sizes at hand."""
+        broken = (one for one in self.violations if one.code not in _OF_THE_WHOLE and not one.holds_now)
+        return frozenset(node for one in broken for node in one.nodes if node != "output")
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        return coverage_of(self.graph, self.unsupported)
+
+    @cached_property
+    def split(self) -> Split:
+        return split_of(self.graph, self.unsupported)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "graph": self.name,
+            "device": self.device.to_dict(),
+            "violations": [one.to_dict() for one in self.violations],
+            "coverage": self.coverage.to_dict(),
+            "memory": self.memory.to_dict(),
+            **asdict(self.split),
+        }
+
+    def __str__(self) -> str:
+        transfers = sum(one.bytes for one in self.split.transfers)
+        return "\n".join(
+            [
+                f"{self.name}: {self.coverage}",
+                f"  {len(self.split.partitions)} partitions, {len(self.split.fallbacks)} ops left to the host, "
+                f"{transfers:,} bytes to move",
+                *(f"  {line}" for line in str(self.memory).splitlines()),
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """Everything about some graphs; the sum of two is about the graphs of both."""
+
+    graphs: tuple[GraphReport, ...] = ()
+
+    def __add__(self, other: "DeviceReport") -> "DeviceReport":
+        return DeviceReport(self.graphs + other.graphs)
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        return tuple(one for graph in self.graphs for one in graph.violations)
+
+    @property
+    def coverage(self) -> Coverage:
+        return reduce(lambda one, other: one + other, (graph.coverage for graph in self.graphs), Coverage(0, 0, 0, 0))
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        return tuple(one for graph in self.graphs for one in graph.split.partitions)
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What falling back to the host for unsupported ops would move."""
+        return tuple(one for graph in self.graphs for one in graph.split.transfers)
+
+    @property
+    def transfer_bytes(self) -> int:
+        return sum(one.bytes for one in self.transfers)
+
+    @property
+    def memory(self) -> tuple[MemoryPlan, ...]:
+        """The plan of each graph."""
+        return tuple(graph.memory for graph in self.graphs)
+
+    @property
+    def peak_memory(self) -> int:
+        """The most that any of the graphs takes."""
+        return max((plan.peak for plan in self.memory), default=0)
+
+    def by_rule(self) -> dict[str, int]:
+        """Nodes that break a rule, by its code."""
+        return _counted((one.code, len(one.nodes)) for one in self.violations)
+
+    def by_op(self) -> dict[str, int]:
+        return _counted((one.op, len(one.nodes)) for one in self.violations)
+
+    def by_line(self) -> dict[str, int]:
+        """By the line in your code; those that have none are left out."""
+        places = ((one.place, len(one.nodes)) for one in self.violations if one.place)
+        return _counted((f"{place.file}:{place.line}", count) for place, count in places)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "coverage": self.coverage.to_dict(),
+            "transfer_bytes": self.transfer_bytes,
+            "peak_memory": self.peak_memory,
+            "by_rule": self.by_rule(),
+            "by_op": self.by_op(),
+            "by_line": self.by_line(),
+            "graphs": [graph.to_dict() for graph in self.graphs],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "nothing was compiled"
+        names = ", ".join(dict.fromkeys(graph.device.name for graph in self.graphs))
+        head = f"{len(self.graphs)} graphs on {names}: {self.coverage}; {len(self.violations)} violations"
+        return "\n".join([head, *map(str, self.graphs), *map(str, self.violations)])
+
+
+def _counted(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Sums by name, the largest first."""
+    counter: Counter[str] = Counter()
+    for name, count in pairs:
+        counter[name] += count
+    return dict(counter.most_common())

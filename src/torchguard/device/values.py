@@ -1,0 +1,65 @@
+"""Tensors in the values of nodes, and their sizes, none of which may add a guard."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from torchguard.device import _torch
+
+Size = int | torch.SymInt
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """The tensors in what a node returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_of(part)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """What a tensor's own elements take, at the sizes at hand; sizes nobody knows count as nothing."""
+    count = 1
+    for size in tensor.shape:
+        count *= _torch.hint(size) or 0
+    return count * tensor.element_size()
+
+
+def shape_text(shape: Sequence[Size]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def layout_of(tensor: Tensor) -> str:
+    """How a tensor lies in memory. What depends on symbols counts as `strided`."""
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    dims = range(tensor.dim())
+    if _is_dense(tensor, dims):
+        return "contiguous"
+    if tensor.dim() in (4, 5) and _is_dense(tensor, (0, *dims[2:], 1)):
+        return "channels_last"
+    if tensor.dim() >= 2 and _is_dense(tensor, (*dims[:-2], dims[-1], dims[-2])):
+        return "transposed"
+    return "broadcast" if any(_known(stride == 0) for stride in tensor.stride()) else "strided"
+
+
+def _is_dense(tensor: Tensor, order: "range | tuple[int, ...]") -> bool:
+    """Whether elements follow each other with the dims in this order, outermost first."""
+    expected: Size = 1
+    for dim in reversed(order):
+        size, stride = tensor.shape[dim], tensor.stride()[dim]
+        if _known(size == 0):
+            return True
+        if _known(size == 1):
+            continue
+        if not _known(stride == expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def _known(fact: "bool | torch.SymBool") -> bool:
+    return statically_known_true(fact)

@@ -1,0 +1,321 @@
+"""Every rule: what it finds, what it leaves alone, and how it says so."""
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torchguard import device
+from torchguard.device import Device
+
+ANY = {"parameters": None, "activations": None}
+
+
+def found(fn, *args, dynamic=False, train=False, **fields):
+    """What does not fit when a function is compiled for a device."""
+    backend = device.mock_backend(Device(name="chip", **fields), mode="warning")
+    result = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    if train:
+        result.sum().backward()
+    return backend.report().violations
+
+
+def codes(violations):
+    return sorted({violation.code for violation in violations})
+
+
+def only(violations):
+    (violation,) = violations
+    return violation
+
+
+x = torch.randn(4, 8)
+
+
+def test_double_precision_is_refused_by_default():
+    violation = only(found(lambda x: x.double(), x))
+    assert (violation.code, violation.op) == ("TGD102", "aten._to_copy.default")
+    assert violation.message == "float64 activations, chip has float32, float16, bfloat16"
+    assert violation.remedy == "convert to float32: .to(torch.float32)"
+    assert violation.place.file == __file__
+    assert "x.double()" in violation.place.text
+
+
+def test_parameters_and_activations_have_dtypes_of_their_own():
+    model = nn.Linear(8, 8)
+    wrong = found(model, x, parameters="bfloat16")
+    assert codes(wrong) == ["TGD101"]
+    assert {tensor for one in wrong for tensor in one.tensors} == {"weight", "bias"}
+    assert "float32 parameters, chip has bfloat16" in str(wrong[0])
+    assert codes(found(model, x, activations="bfloat16")) == ["TGD102"]
+    assert found(model, x) == ()
+
+
+def test_buffers_are_checked_as_parameters():
+    model = nn.BatchNorm1d(8).eval()
+    names = {tensor for one in found(model, x, parameters="float16") for tensor in one.tensors}
+    assert "running_mean" in names
+
+
+def test_parts_and_views_of_parameters_are_parameters():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 8))
+
+        def forward(self, x):
+            one, other = self.weight.chunk(2)
+            return x @ one.t() + x @ other
+
+    with torch.no_grad():
+        wrong = found(Halves(), x, parameters="bfloat16")
+    assert {tensor for one in wrong for tensor in one.tensors} == {"weight"}
+
+
+def test_indices_are_integer_tensors_that_ops_take():
+    table, index = torch.randn(10, 8), torch.tensor([1, 2])
+    violation = only(found(lambda t, i: t[i], table, index, indices="int32"))
+    assert violation.code == "TGD103"
+    assert violation.message == "int64 indices, chip has int32"
+    assert found(lambda t, i: t[i], table, index.int(), indices="int32") == ()
+    assert found(lambda t, i: t[i], table, index) == ()
+
+
+def test_counters_and_masks_are_no_indices():
+    model = nn.BatchNorm1d(8)  # counts its batches in an int64
+    assert found(model, x, indices="int32") == ()
+    assert found(lambda x: x.masked_fill(x > 0, 0.0), x, indices="int32") == ()
+
+
+def test_reductions_add_up_in_their_result():
+    violation = only(found(lambda x: x.bfloat16().sum(-1), x, accumulators="float32"))
+    assert (violation.code, violation.op) == ("TGD104", "aten.sum.dim_IntList")
+    assert violation.message == "adds up in bfloat16, chip does in float32"
+    assert violation.remedy == "pass dtype=torch.float32, or convert before"
+    assert found(lambda x: x.bfloat16().sum(-1, dtype=torch.float32), x, accumulators="float32") == ()
+    assert codes(found(lambda x: x.bfloat16().cumsum(-1), x, accumulators="float32")) == ["TGD104"]
+    assert found(lambda x: (x > 0).sum(-1), x, accumulators="float32") == ()
+    assert found(lambda x: x.bfloat16().amax(-1), x, accumulators="float32") == ()
+
+
+def test_an_op_that_takes_what_is_not_contiguous_is_named():
+    violation = only(found(lambda x: x.t().relu(), x, layouts="contiguous"))
+    assert (violation.code, violation.op) == ("TGD201", "aten.relu.default")
+    assert violation.message == "takes (8, 4) with strides (1, 8), which is transposed; chip takes contiguous"
+    assert violation.remedy == ".contiguous() before it"
+    assert found(lambda x: x.relu(), x, layouts="contiguous") == ()
+
+
+def test_matrix_products_take_transposed_operands():
+    assert found(nn.Linear(8, 8), x, layouts="contiguous", train=True) == ()
+    assert found(lambda a, b: torch.bmm(a, b.transpose(1, 2)), x[None], x[None], layouts="contiguous") == ()
+
+
+def test_a_view_that_nothing_computes_with_and_a_copy_are_left_alone():
+    assert found(lambda x: (x.relu().t(), x.t().contiguous() + 1), x, layouts="contiguous") == ()
+
+
+def test_dims_of_size_one_make_no_layout():
+    assert found(lambda x: x.t().relu(), torch.randn(1, 8), layouts="contiguous") == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), "channels_last"),
+        (lambda: torch.randn(8, 4).t(), "transposed"),
+        (lambda: torch.randn(1, 8).expand(4, 8), "broadcast"),
+        (lambda: torch.randn(8, 8)[::2, ::2], "strided"),
+    ],
+    ids=["channels_last", "transposed", "broadcast", "strided"],
+)
+def test_each_layout_has_a_name_and_may_be_allowed(make, layout):
+    refused = only(found(torch.relu, make(), layouts="contiguous"))
+    assert f"which is {layout};" in refused.message
+    assert found(torch.relu, make(), layouts=["contiguous", layout]) == ()
+
+
+def test_a_dim_that_is_no_multiple_is_to_be_padded():
+    violation = only(found(torch.relu, torch.randn(4, 770), alignment=16)[:1])
+    assert violation.code == "TGD301"
+    assert violation.message == "dim 1 of (4, 770) is no multiple of 16"
+    assert violation.remedy == "pad dim 1 from 770 to 784"
+    assert violation.condition == ""
+    assert found(torch.relu, torch.randn(4, 784), alignment=16) == ()
+
+
+def test_alignment_may_be_given_by_dim():
+    violations = found(torch.relu, torch.randn(6, 32), alignment={-1: 16, -2: 8})
+    assert {one.remedy for one in violations} == {"pad dim 0 from 6 to 8"}
+    assert found(torch.relu, torch.randn(5, 8, 32), alignment={-1: 16, -2: 8}) == ()
+
+
+def test_alignment_leaves_alone_dims_of_one_indices_scalars_and_transposed_weights():
+    table, index = torch.randn(10, 16), torch.tensor([1, 2, 3])
+    assert found(lambda t, i: t[i].mean(-1, keepdim=True), table, index, alignment=16) == ()
+    assert found(lambda x: x.sum(), torch.randn(4, 16), alignment=16) == ()
+    assert found(nn.Linear(16, 32), torch.randn(4, 16), alignment=16, train=True) == ()
+
+
+def test_one_line_that_runs_in_many_layers_is_one_violation():
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(6)))
+    violations = found(model, torch.randn(16, 10), alignment=16)
+    weights = only([one for one in violations if one.graph == "forward" and "(10, 10)" in one.message])
+    assert len(weights.nodes) == len(weights.tensors) == 6
+    assert "[6 times]" in str(weights)
+    assert "0.weight and 5 more" in str(weights)
+
+
+def test_ranks_and_sizes_have_a_most():
+    violation = found(torch.relu, torch.zeros(2, 2, 2, 2), max_rank=3)[0]
+    assert (violation.code, violation.message) == ("TGD302", "(2, 2, 2, 2) has 4 dims, chip knows 3")
+    violation = found(torch.relu, torch.zeros(2, 100), max_dim=64)[0]
+    assert (violation.code, violation.message) == ("TGD303", "dim 1 of (2, 100) is larger than 64")
+    assert violation.remedy == "split it into parts of 64 at most"
+    assert found(torch.relu, torch.zeros(2, 100), max_dim={0: 64}, max_rank=2) == ()
+
+
+def test_sizes_that_are_symbols_become_conditions():
+    violation = found(torch.relu, torch.randn(4, 32), dynamic=True, alignment=16)[0]
+    assert violation.condition.startswith("s")
+    assert violation.condition.endswith(" % 16 == 0")
+    assert f"(needs {violation.condition})" in str(violation)
+    assert "may be no multiple of 16" in violation.message
+    assert violation.remedy.startswith("say so in the model")
+    assert violation.holds_now
+    assert not found(torch.relu, torch.randn(4, 33), dynamic=True, alignment=16)[0].holds_now
+    largest = found(torch.relu, torch.randn(4, 32), dynamic=True, max_dim=64)[0]
+    assert largest.condition.endswith(" <= 64")
+
+
+def test_what_the_model_says_of_its_sizes_is_known():
+    def aligned(x):
+        torch._check(x.shape[1] % 16 == 0)
+        torch._check(x.shape[1] <= 64)
+        return x.relu()
+
+    assert found(aligned, torch.randn(4, 32), dynamic=True, alignment=16, max_dim={1: 64}) == ()
+
+
+def test_a_multiple_of_a_symbol_is_a_multiple():
+    assert found(lambda x: x.repeat(1, 16).relu(), torch.randn(4, 3), dynamic=True, alignment=16)[1:] == ()
+
+
+def test_a_device_without_dynamic_shapes_refuses_symbols():
+    violation = found(torch.relu, x, dynamic=True, dynamic_shapes=False)[0]
+    assert violation.code == "TGD304"
+    assert violation.remedy == "compile with dynamic=False"
+    assert "are not known, chip needs numbers" in violation.message
+    assert found(torch.relu, x, dynamic_shapes=False) == ()
+
+
+def test_the_peak_is_held_against_the_memory_there_is():
+    violation = only(found(lambda x: x.relu() + 1, x, max_memory=300))
+    assert (violation.code, violation.op) == ("TGD401", "aten.add.Tensor")
+    assert violation.message == "384 bytes are alive, chip has 300"
+    assert violation.remedy == "the largest is x, 128 bytes"
+    assert found(lambda x: x.relu() + 1, x, max_memory=384) == ()
+
+
+def test_the_memory_of_symbolic_sizes_is_a_condition():
+    violation = only(found(lambda x: x.relu() + 1, x, dynamic=True, max_memory=300))
+    assert violation.condition.endswith(" <= 300")
+    assert not violation.holds_now
+
+
+def test_denied_ops_are_found_by_name_overload_and_glob():
+    for pattern in ("aten.gelu", "aten.gelu.default", "gelu", "aten.gel*", "aten::gelu"):
+        violation = only(found(nn.GELU(), x, deny=pattern))
+        assert (violation.code, violation.op) == ("TGD501", "aten.gelu.default")
+        assert violation.message.startswith("chip does not have aten.gel")
+    assert violation.remedy == "torch can take it apart: decompositions=['aten.gelu.default']"
+    assert found(nn.GELU(), x, deny="aten.gelu_backward") == ()
+    assert found(nn.GELU(), x, deny="aten.add.Scalar") == ()
+
+
+def test_a_denied_view_is_found_and_an_allowed_list_needs_no_views():
+    assert codes(found(nn.Linear(8, 8), x, deny="aten.t")) == ["TGD501"]
+    assert found(nn.Linear(8, 8), x, allow=["aten.addmm", "aten.mm", "aten.sum.*"]) == ()
+
+
+def test_what_is_not_on_the_list_is_not_allowed():
+    violation = only(found(nn.GELU(), x, allow=["aten.relu", "aten.mm"]))
+    assert (violation.code, violation.message) == ("TGD502", "is not among what chip has")
+    assert found(nn.GELU(), x, allow="aten.gelu*") == ()
+
+
+def test_what_is_denied_is_not_allowed():
+    assert codes(found(nn.GELU(), x, allow="aten.*", deny="aten.gelu")) == ["TGD501"]
+
+
+def test_ops_of_libraries_and_of_higher_order_have_names_too():
+    with torch.library._scoped_library("torchguard_device_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        library._register_fake("twice", torch.empty_like)
+        twice = torch.ops.torchguard_device_test.twice
+        assert codes(found(lambda x: twice(x), x, deny="torchguard_device_test.twice")) == ["TGD501"]
+
+    def branch(x):
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    assert codes(found(branch, x, deny="higher_order.cond")) == ["TGD501"]
+    inside = only(found(branch, x, deny="aten.cos"))
+    assert inside.graph.startswith("inference.")
+
+
+class EvenRows(device.Constraint):
+    """The number of rows of a result is even."""
+
+    code = "MINE1"
+
+    def check(self, graph, device):
+        for node in graph.ops:
+            value = node.meta["val"]
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] % 2:
+                yield self.violation(graph, f"{value.shape[0]} rows", by=node, remedy="add a row")
+
+
+def test_a_rule_of_your_own_is_for_every_device_or_for_one():
+    odd = torch.randn(3, 8)
+    own = only(found(torch.relu, odd, constraints=[EvenRows()]))
+    assert (own.code, own.message, own.remedy) == ("MINE1", "3 rows", "add a row")
+    assert found(torch.relu, odd) == ()
+    device.register(EvenRows)
+    try:
+        assert codes(found(torch.relu, odd)) == ["MINE1"]
+        with pytest.raises(device.DeviceError, match="MINE1 is taken by EvenRows"):
+            device.register(EvenRows())
+    finally:
+        device.unregister("MINE1")
+    assert found(torch.relu, odd) == ()
+
+
+def test_what_is_no_rule_is_not_registered():
+    with pytest.raises(device.DeviceError, match="no Constraint with a code"):
+        device.register(object())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(device.DeviceError, match="there is no rule 'MINE2'"):
+        device.unregister("MINE2")
+
+
+def test_graphs_that_somebody_else_made_are_checked():
+    graph = make_fx(lambda x: torch.nn.functional.gelu(x.double()), tracing_mode="fake")(x)
+    report = device.check(graph, device=Device(name="chip", deny="aten.gelu"))
+    assert codes(report.violations) == ["TGD102", "TGD501"]
+    assert [one.name for one in report.graphs] == ["inference"]
+
+
+def test_graphs_that_ran_already_can_be_checked_again():
+    backend = device.mock_backend(Device())
+    model, labels = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.arange(4)
+    torch.compile(lambda x: nn.functional.cross_entropy(model(x), labels), backend=backend)(x).backward()
+    forward, backward = (one.graph.module for one in backend.report().graphs)
+    report = device.check(forward, backward, device=Device(decompositions="core", deny="aten.erf"))
+    assert [(one.graph, one.op) for one in report.violations] == [("backward", "aten.erf.default")]
+
+
+def test_graphs_without_shapes_are_refused():
+    with pytest.raises(device.DeviceError, match=r"check: node 'relu' of the inference graph.*make_fx"):
+        device.check(torch.fx.symbolic_trace(nn.ReLU()), device=Device())
+    with pytest.raises(device.DeviceError, match="node '_0'"):
+        device.check(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())), device=Device())

@@ -1,0 +1,159 @@
+"""What a report says: coverage, partitions, transfers, and where things come from."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.passes.operator_support import OperatorSupportBase
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchguard import artifacts, device
+from torchguard.device import Device, mock_backend
+from torchguard.device.partitions import _Supported
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        hidden = nn.functional.gelu(self.one(x))
+        return self.two(hidden)
+
+
+def report_of(model, x, dynamic=False, **fields):
+    backend = mock_backend(Device(name="chip", **fields), mode="warning")
+    with torch.no_grad():
+        torch.compile(model, backend=backend, dynamic=dynamic)(x)
+    return backend.report()
+
+
+x = torch.randn(4, 16)
+
+
+def test_coverage_counts_ops_and_their_flops():
+    coverage = report_of(Net(), x, deny="aten.gelu").coverage
+    assert (coverage.ops, coverage.supported_ops) == (3, 2)
+    assert coverage.by_count == pytest.approx(100 * 2 / 3)
+    assert coverage.by_flops == 100  # products are all that torch counts
+    assert report_of(Net(), x, deny="aten.addmm").coverage.by_flops == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_flops_are_those_that_torch_counts(dynamic):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    image = torch.randn(2, 3, 8, 8)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(image)
+    assert report_of(model, image, dynamic).coverage.flops == counted.get_total_flops() > 0
+
+
+def test_the_flops_of_training_are_counted_in_both_graphs():
+    backend = mock_backend(Device())
+    model = Net()
+    torch.compile(model, backend=backend)(x).sum().backward()
+    with FlopCounterMode(display=False) as counted:
+        model(x).sum().backward()
+    assert backend.report().coverage.flops == counted.get_total_flops()
+
+
+def test_an_op_that_is_missing_splits_the_graph_and_its_tensors_move():
+    report = report_of(Net(), x, deny="aten.gelu")
+    assert [partition.ops for partition in report.partitions] == [1, 1]
+    assert [(one.bytes, one.direction) for one in report.transfers] == [
+        (4 * 32 * 4, "to the host"),
+        (4 * 32 * 4, "to the device"),
+    ]
+    assert report.transfer_bytes == 2 * 4 * 32 * 4
+    assert all("nn.functional.gelu(self.one(x))" in one.place.text for one in report.transfers)
+
+
+def test_what_fits_is_one_partition_and_moves_nothing():
+    report = report_of(Net(), x)
+    assert [partition.ops for partition in report.partitions] == [3]
+    assert report.transfers == ()
+    assert report.coverage.by_count == 100
+
+
+def test_what_is_moved_once_is_there_for_the_next():
+    def fan(x):
+        y = x.relu()
+        return y.sin() + y.cos()
+
+    report = report_of(fan, x, deny=["aten.sin", "aten.cos"])
+    assert [one.direction for one in report.transfers].count("to the host") == 1
+    assert report.transfer_bytes == 3 * 4 * 16 * 4
+
+
+def test_views_go_where_what_they_look_at_is_made():
+    report = report_of(lambda x: x.sin().t().cos().t(), x, deny=["aten.sin", "aten.cos"])
+    assert report.partitions == ()
+    assert sorted(one.direction for one in report.transfers) == ["to the device", "to the host"]
+
+
+def test_support_is_told_in_torchs_own_terms():
+    assert issubclass(_Supported, OperatorSupportBase)
+
+
+def test_a_condition_that_holds_now_stops_nothing_now():
+    report = report_of(Net(), torch.randn(8, 16), dynamic=True, alignment={0: 8})
+    assert all(one.condition and one.holds_now for one in report.violations)
+    assert report.violations
+    assert report.coverage.by_count == 100
+
+
+def test_violations_are_counted_by_rule_op_and_line():
+    backend = mock_backend(Device(name="chip", deny=["aten.gelu", "aten.addmm"]))
+    torch.compile(Net(), backend=backend)(x)
+    report = backend.report()
+    assert report.by_rule() == {"TGD501": 3}
+    assert report.by_op() == {"aten.addmm.default": 2, "aten.gelu.default": 1}
+    assert sum(report.by_line().values()) == 3
+    assert all(line.startswith(f"{__file__}:") for line in report.by_line())
+
+
+def test_it_reads_and_it_is_json():
+    report = report_of(Net(), x, deny="aten.gelu", alignment=128, max_memory="1MB")
+    text = str(report)
+    assert text.startswith("1 graphs on chip: ")
+    assert "pad dim 1 from 16 to 128" in text
+    assert "bytes to move" in text
+    assert "peak " in text
+    plain = json.loads(report.to_json())
+    assert plain == json.loads(report.to_json(indent=2))
+    (graph,) = plain["graphs"]
+    assert graph["device"]["max_memory"] == 1_000_000
+    assert len(graph["violations"]) == len(report.violations)
+    assert graph["memory"]["peak"] == report.peak_memory == report.memory[0].peak
+    assert plain["transfer_bytes"] == report.transfer_bytes
+    assert {one["direction"] for one in graph["transfers"]} == {"to the host", "to the device"}
+    assert str(device.DeviceReport()) == "nothing was compiled"
+
+
+def test_the_sum_of_reports_is_about_the_graphs_of_both():
+    one, other = report_of(Net(), x, deny="aten.gelu"), report_of(Net(), x)
+    both = one + other
+    assert len(both.graphs) == 2
+    assert both.coverage == one.coverage + other.coverage
+    assert both.violations == one.violations
+    assert both.transfer_bytes == one.transfer_bytes
+
+
+def test_a_capture_holds_the_report(tmp_path):
+    with artifacts.capture(tmp_path) as captured:
+        backend = mock_backend(Device(deny="aten.gelu"))
+        torch.compile(Net(), backend=backend)(x).sum().backward()
+    (artifact,) = captured.artifacts
+    (name,) = artifact.attached("device.json")
+    assert artifact.read_json(name) == json.loads(backend.report().to_json())
+
+
+def test_a_capture_of_what_is_rejected_holds_the_report_too(tmp_path):
+    with artifacts.capture(tmp_path) as captured:
+        backend = mock_backend(Device(deny="aten.gelu"), mode="strict")
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+            torch.compile(Net(), backend=backend)(x)
+    kept = [artifact for artifact in captured.artifacts if artifact.attached("device.json")]
+    assert len(kept) == 1
