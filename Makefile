@@ -47,6 +47,8 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/captured.py
 	@echo "bench: compiling for a simulated device"
 	@$(BIN)/python benchmarks/device.py
+	@echo "bench: compiled functions against torch.compile and autograd"
+	@$(BIN)/python benchmarks/compiled.py
 
 docs: $(VENV)/.docs
 	@echo "docs: mkdocs"

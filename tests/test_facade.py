@@ -16,7 +16,7 @@ DOCUMENTED = """
     watch unwatch tensorcheck AnnotationError ValidationError
     DimensionMismatchError DTypeMismatchError DeviceMismatchError
     InvalidParameterError TypeMismatchError InvalidReturnTypeError
-    guards artifacts device
+    guards artifacts device compiled
 """
 
 

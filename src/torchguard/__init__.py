@@ -50,7 +50,7 @@ from torchguard.typing import tensorcheck
 from torchguard.watching import unwatch, watch
 
 if TYPE_CHECKING:
-    from torchguard import artifacts, device, guards
+    from torchguard import artifacts, compiled, device, guards
     from torchguard.errors.config import CONFIG
 
 __version__ = "2.0.0a1"
@@ -102,6 +102,7 @@ __all__ = [
     "artifacts",
     "as_exception",
     "as_result",
+    "compiled",
     "device",
     "err",
     "experimental",
@@ -125,7 +126,7 @@ __all__ = [
 ]
 
 
-_LOADED_ON_USE = ("artifacts", "device", "guards")
+_LOADED_ON_USE = ("artifacts", "compiled", "device", "guards")
 
 
 def __getattr__(name: str) -> Any:

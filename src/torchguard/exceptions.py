@@ -159,6 +159,34 @@ class DeviceRejectionError(TorchGuardError, RuntimeError):
         return "\n".join([f"{len(self.violations)} violations of device {names}:", *map(str, self.violations)])
 
 
+class CompileError(TorchGuardError, ValueError):
+    """A function cannot be compiled as asked."""
+
+
+class ImpureFunctionError(CompileError):
+    """A function changes or reads what is not its own, or decides by values; the message names the line."""
+
+
+class LeafTypeError(TorchGuardError, TypeError):
+    """A leaf, tangent or seed has another shape, dtype, device or stride than was compiled for."""
+
+
+class MissingRuleError(TorchGuardError, NotImplementedError):
+    """An operation in the graph has no rule for the derivative that was asked for."""
+
+
+class SavedGraphError(TorchGuardError, ValueError):
+    """A file does not hold a graph that may be loaded, or a graph cannot be written to one."""
+
+
+class GraphMismatchError(TorchGuardError, ValueError):
+    """Two graphs cannot be compared: they take or return different things."""
+
+
+class BoxError(TorchGuardError, ValueError):
+    """The boxes to bound a graph over do not fit its leaves."""
+
+
 class ValidationWarning(UserWarning):
     """Something could not be validated; an error under `ErrorConfig(strict_validation=True)`."""
 
@@ -173,3 +201,7 @@ class LocationWarning(UserWarning):
 
 class GuardWarning(UserWarning):
     """A guard filter may not do what it says."""
+
+
+class CompiledFunctionWarning(UserWarning):
+    """A compiled derivative was wrong, and was made again in another way."""

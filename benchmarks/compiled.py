@@ -1,0 +1,169 @@
+"""Compiled functions against `torch.compile` and `autograd.grad`: `python benchmarks/compiled.py [RESULT.json]`.
+
+One process, one thread; the contestants take turns, and the least turn counts. "Whole VJP" is the value and the
+gradients by every leaf. With `--device cuda` the same is measured there, without targets.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.nn.functional as F
+from record import RESULTS, environment
+
+import torchguard
+from torchguard import compiled
+from torchguard.compiled.leaves import fits
+
+TURNS, SECONDS_A_TURN = 60, 0.01
+# Work, against what, at most.
+TARGETS = {
+    "tiny MLP": 0.4,
+    "attention, D=64": 0.7,
+    "attention, D=128": 0.9,
+}
+MOST_OF_A_SEED, MOST_OF_A_CHECK, MOST_OF_A_CERTIFICATE = 0.7, 3.0, 1.0
+
+Call = Callable[[], Any]
+
+
+def mlp(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ w + b) @ v
+
+
+def attention(x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, wv: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
+    q, k, v = x @ wq, x @ wk, x @ wv
+    weights = torch.softmax(q @ k.transpose(-1, -2) / x.shape[-1] ** 0.5, dim=-1)
+    return F.gelu(F.layer_norm(x + (weights @ v) @ wo, (x.shape[-1],)))
+
+
+def works(device: str) -> dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]:
+    draw = lambda *shape: torch.randn(*shape, device=device) / shape[-1] ** 0.5  # noqa: E731
+    return {
+        "tiny MLP": (mlp, (draw(8, 16), draw(16, 32), draw(32), draw(32, 4))),
+        "attention, D=64": (attention, (draw(2, 64, 64), *(draw(64, 64) for _ in range(4)))),
+        "attention, D=128": (attention, (draw(4, 128, 128), *(draw(128, 128) for _ in range(4)))),
+    }
+
+
+def turns(calls: dict[str, Call], device: str) -> dict[str, float]:
+    """Microseconds of a call by contestant: the least of the turns, each of which starts with another one."""
+    names, least, repeats = list(calls), {}, {}
+    for name in names:
+        for _ in range(5):
+            calls[name]()
+        repeats[name] = max(1, int(SECONDS_A_TURN / _took(calls[name], 1, device)))
+    for i in range(TURNS):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            took = _took(calls[name], repeats[name], device) / repeats[name]
+            least[name] = min(least.get(name, took), took)
+    return {name: 1e6 * took for name, took in least.items()}
+
+
+def _took(call: Call, times: int, device: str) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(f: Callable[..., torch.Tensor], x: tuple[torch.Tensor, ...], device: str) -> dict[str, float]:
+    """Microseconds of a value with gradients by torch.compile and by us, in one piece and in two."""
+    c = compiled.compile_out(f, *x)
+    w = torch.randn_like(c(*x))
+    theirs = torch.compile(f, fullgraph=True, dynamic=False)
+    tracked = tuple(leaf.clone().requires_grad_() for leaf in x)
+
+    def by_autograd() -> Any:
+        y = theirs(*tracked)
+        return y, torch.autograd.grad(y, tracked, w)
+
+    ours, others = c.value_and_vjp(x, w), by_autograd()
+    torch.testing.assert_close(ours, others, rtol=1e-3, atol=1e-4)
+    _, pullback = c.vjp(x)
+    calls: dict[str, Call] = {
+        "torch.compile + autograd.grad": by_autograd,
+        "whole VJP": lambda: c.value_and_vjp(x, w),
+        "value and pullback": lambda: c.vjp(x)[1](w),
+        "further seed": lambda: pullback(w),
+        "forward": lambda: c(*x),
+        "jvp": lambda: c.jvp(x, x),
+    }
+    return turns(calls, device)
+
+
+def check_microseconds(x: tuple[torch.Tensor, ...]) -> float:
+    """Microseconds of checking four leaves."""
+    c = compiled.compile_out(lambda a, b, c, d: a + b + c + d, *(x[0] for _ in range(4)), backend="eager")
+    check, leaves = fits(c.leaves), tuple(x[0] for _ in range(4))
+    assert check(leaves)
+    return min(_took(lambda: check(leaves), 1000, "cpu") for _ in range(50)) * 1e3
+
+
+def certificate_seconds(f: Callable[..., torch.Tensor], x: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """Seconds of the algebraic layer of a certificate, its graphs being there already."""
+    from torchguard.compiled.algebra import check_derivatives
+
+    c = compiled.compile_out(f, *x, backend="eager")
+    graphs = c.graphs.forward, c.graphs["jvp"], c.graphs["vjp"]
+    start = time.perf_counter()
+    claims = check_derivatives(*graphs, differentiable=[True] * len(x), seed=0)
+    return {"seconds": time.perf_counter() - start, "verdicts": [claim.verdict.value for claim in claims]}
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for work, took in found["microseconds"].items():
+        share = took["whole VJP"] / took["torch.compile + autograd.grad"]
+        rows.append({"work": f"{work}: whole VJP / torch.compile", "to reach": TARGETS[work], "ours": share})
+        share = took["further seed"] / took["whole VJP"]
+        rows.append({"work": f"{work}: further seed / whole VJP", "to reach": MOST_OF_A_SEED, "ours": share})
+    rows.append({"work": "check of 4 leaves, us", "to reach": MOST_OF_A_CHECK, "ours": found["check of 4 leaves, us"]})
+    took = found["certificate"]["seconds"]
+    rows.append({"work": "algebraic certificate of attention, s", "to reach": MOST_OF_A_CERTIFICATE, "ours": took})
+    return rows
+
+
+def table(found: dict[str, Any]) -> None:
+    print(f"\n{'work':<48}{'to reach':>10}{'ours':>8}")
+    for row in found["rows"]:
+        print(f"{row['work']:<48}{'<= ' + format(row['to reach'], '.2f'):>10}{row['ours']:>8.3f}")
+    for work, took in found["microseconds"].items():
+        print(f"\n{work}, us: " + ", ".join(f"{name} {us:.1f}" for name, us in took.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", nargs="?", type=Path)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tasks = works(options.device)
+    found: dict[str, Any] = {
+        **environment(options.device),
+        "torchguard": torchguard.__version__,
+        "microseconds": {name: measure(f, x, options.device) for name, (f, x) in tasks.items()},
+        "check of 4 leaves, us": check_microseconds(tasks["tiny MLP"][1]),
+        "certificate": certificate_seconds(*tasks["attention, D=64"]),
+    }
+    found["rows"] = rows_of(found)
+    table(found)
+    name = "compiled.json" if options.device == "cpu" else "compiled-cuda.json"
+    result = options.result or RESULTS / name
+    result.parent.mkdir(exist_ok=True)
+    result.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"\nwritten to {result}")
+
+
+if __name__ == "__main__":
+    main()

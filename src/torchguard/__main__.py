@@ -1,0 +1,6 @@
+"""`python -m torchguard`."""
+
+from torchguard.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""`torchguard run`."""
+
+import atexit
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchguard.cli import script
+from torchguard.cli.commands.analyze import load_device
+from torchguard.cli.exits import CommandError, ExitCode
+from torchguard.cli.observing import Observation, Wanted
+from torchguard.cli.stored import Directory
+from torchguard.cli.terminal import console, say
+from torchguard.cli.views import run as view
+
+EXAMPLE = """
+torchguard run train.py --epochs 3
+
+torchguard run --watch --device edge-npu --strict train.py
+
+torchguard run -m mypackage.train --epochs 3
+"""
+
+Command = Annotated[
+    list[str],
+    typer.Argument(metavar="SCRIPT [ARGS]...", help="A Python file, or with -m a module, and what it is given."),
+]
+AsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="Check what is compiled against this device: a TOML file, or an example.")
+]
+Watch = Annotated[
+    bool, typer.Option("--watch", help="Watch every model that is compiled, and tell which samples went bad.")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="End with 4 if a rule is broken or a sample went bad.")]
+NoCapture = Annotated[bool, typer.Option("--no-capture", help="Write no artifacts.")]
+Report = Annotated[Path | None, typer.Option("--report", help="Write what happened into this file, as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing of what happened.")]
+
+
+def run(
+    command: Command,
+    as_module: AsModule = False,
+    device: DeviceOption = None,
+    watch: Watch = False,
+    strict: Strict = False,
+    no_capture: NoCapture = False,
+    directory: Directory = None,
+    report: Report = None,
+    quiet: Quiet = False,
+) -> int:
+    """Run a script that knows nothing of torchguard, and show what was compiled, why again, and where graphs break.
+
+    It ends as the script does. What torchguard has to say goes to stderr.
+    """
+    if strict and device is None and not watch:
+        raise CommandError("--strict needs something to be strict about: --device or --watch.", ExitCode.USAGE)
+    wanted = Wanted(
+        capture=not no_capture,
+        directory=directory,
+        device=load_device(device) if device is not None else None,
+        watch=watch,
+        progress=not quiet,
+    )
+    report = report and report.absolute()  # the script may go elsewhere
+    program = script.program_of_module(command[0]) if as_module else script.program_of_file(command[0])
+    seen = Observation(wanted)
+    conclusion = Conclusion(seen, report, quiet, strict)
+    atexit.register(conclusion)  # what was registered first runs last, when all threads have ended
+    seen.start()
+    ending = script.run(program, command[1:])
+    conclusion.exit_code = ending.exit_code
+    if ending.interrupted:
+        raise Interrupted
+    return ending.exit_code
+
+
+class Interrupted(BaseException):
+    """The script was interrupted, and the command ends the same way."""
+
+
+class Conclusion:
+    """What is left to do when the script, its threads, and all that it wanted to do at exit have ended."""
+
+    def __init__(self, seen: Observation, report: Path | None, quiet: bool, strict: bool) -> None:
+        self._seen, self._report, self._quiet, self._strict = seen, report, quiet, strict
+        self._process = os.getpid()
+        self.exit_code = 0
+
+    def __call__(self) -> None:
+        if os.getpid() != self._process:  # a child that the script forked
+            return
+        self._seen.finish()
+        self._write()
+        # The script may have put anything in the place of `sys.stderr`, or closed it.
+        if not self._quiet and sys.__stderr__ is not None and not sys.__stderr__.closed:
+            console(sys.__stderr__).print(*view.report(self._seen), sep="\n")
+        if self._strict and self.exit_code == 0 and self._seen.has_findings:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(ExitCode.FLAGGED)  # at exit there is no other way to end with another code
+
+    def _write(self) -> None:
+        if self._report is None:
+            return
+        told = json.dumps(view.data(self._seen, self.exit_code), indent=2, default=str)
+        try:
+            self._report.write_text(told, encoding="utf-8")
+        except OSError as error:
+            say(f"torchguard: {self._report} cannot be written: {error.strerror}.", "yellow")

@@ -1,0 +1,40 @@
+"""`torchguard show`."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from torchguard.cli import facts
+from torchguard.cli.exits import ExitCode
+from torchguard.cli.stored import AsJson, Directory, find, open_store
+from torchguard.cli.terminal import console, emit_json, safe
+from torchguard.cli.views import artifacts as view
+from torchguard.cli.views import guards as guards_view
+
+EXAMPLE = """
+torchguard show 20261115-170102
+
+torchguard show --file forward.py 20261115-170102
+"""
+
+Id = Annotated[
+    str | None, typer.Argument(metavar="[ID]", help="An id, or the start of one [the newest].", show_default=False)
+]
+File = Annotated[str | None, typer.Option("--file", "-f", help="Write out one of its files.", show_default=False)]
+
+
+def show(id: Id = None, file: File = None, directory: Directory = None, as_json: AsJson = False) -> int:
+    """Show one artifact: its graphs, files, recompiles and graph breaks."""
+    artifact = find(open_store(directory), id)
+    if file is not None:
+        text = artifact.read_text(file)
+        sys.stdout.write(safe(text) if sys.stdout.isatty() else text)
+        return ExitCode.FINE
+    known = facts.of_artifact(artifact)
+    if as_json:
+        emit_json({**view.summary(artifact), "files": artifact.manifest()["files"], "guards": known})
+        return ExitCode.FINE
+    shown = [*view.details(artifact), *guards_view.recompiles(known), *guards_view.graph_breaks(known)]
+    console().print(*shown, sep="\n")
+    return ExitCode.FINE

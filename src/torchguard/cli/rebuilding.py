@@ -1,0 +1,95 @@
+"""A graph made again from an artifact, for rules and memory plans to look at: its ops, and tensors without memory."""
+
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from torchguard.cli._torch import fake_tensors, is_view, op_named
+from torchguard.cli.argument_text import arguments
+from torchguard.cli.exits import CommandError
+from torchguard.cli.tracing import Pair
+
+if TYPE_CHECKING:
+    from torchguard.artifacts import Artifact
+
+_GETITEM = "_operator.getitem"
+
+Node = Mapping[str, Any]
+
+
+def pairs_in(artifact: "Artifact") -> list[Pair]:
+    """The graphs of AOTAutograd that an artifact has, each forward with its backward."""
+    manifest = artifact.manifest()
+    files = {one["name"]: one["files"]["json"] for one in manifest["graphs"] if "json" in one["files"]}
+    with fake_tensors():
+        built = {
+            name: rebuilt(artifact.read_json(file)) for name, file in files.items() if not name.startswith("dynamo")
+        }
+    return [
+        Pair(manifest["compile_id"], graph, built.get(name.replace("forward", "backward", 1)))
+        for name, graph in built.items()
+        if name.startswith("forward")
+    ] + [Pair(manifest["compile_id"], graph) for name, graph in built.items() if name.startswith("inference")]
+
+
+def rebuilt(data: Mapping[str, Any]) -> fx.GraphModule:
+    """A graph from what an artifact says of it; to be called where tensors are fake."""
+    graph, root = fx.Graph(), torch.nn.Module()
+    nodes: dict[str, fx.Node] = {}
+    for one in data["nodes"]:
+        try:
+            node = _node(graph, one, nodes)
+            node.meta["val"] = _value(one, node)
+            if node.op == "get_attr":
+                root.register_buffer(one["target"], node.meta["val"])
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise CommandError(
+                f"{one['name']} of the {data['name']} graph cannot be made again from an artifact: {error}. "
+                "Give package.module:callable instead."
+            ) from error
+        if source := one.get("source"):
+            place = f'File "{source["file"]}", line {source["line"]}, in {source["function"]}'
+            node.meta["stack_trace"] = f"  {place}\n    {source['text']}\n"
+        nodes[one["name"]] = node
+    return fx.GraphModule(root, graph)
+
+
+def _node(graph: fx.Graph, one: Node, nodes: Mapping[str, fx.Node]) -> fx.Node:
+    if one["op"] == "placeholder":
+        return graph.create_node("placeholder", one["name"], name=one["name"])
+    if one["op"] == "get_attr" and any("tensor" in value for value in one["values"]):  # and no graph within the graph
+        return graph.create_node("get_attr", one["target"], name=one["name"])
+    if one["op"] == "output":
+        return graph.output(tuple(nodes[name] for name in one["inputs"]))
+    target = operator.getitem if one["target"] == _GETITEM else op_named(one["target"])
+    if one["op"] != "call_function" or target is None:
+        raise ValueError(f"it calls {one['target']}, which is no op")
+    args, kwargs = arguments(one["args"], nodes)
+    return graph.create_node("call_function", target, args, kwargs, name=one["name"])
+
+
+def _value(one: Node, node: fx.Node) -> Any:
+    """What a node gives. What is a view shares the memory of what it is a view of."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        return source.meta["val"][index]  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    first = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else None
+    is_shared = node.op == "call_function" and isinstance(first, Tensor) and is_view(node.target)
+    made = [_tensor(value, first if is_shared else None) for value in one["values"]]
+    return made[0] if len(made) == 1 else tuple(made) if made else None
+
+
+def _tensor(value: Mapping[str, Any], base: Tensor | None) -> Tensor | None:
+    told = value.get("tensor")
+    sizes = [*told["shape"], *told["stride"]] if told else []
+    if "symbol" in value or not all(isinstance(size, int) for size in sizes):
+        raise ValueError("its sizes are symbols, of which an artifact knows the names alone")
+    if told is None:
+        return None
+    dtype = getattr(torch, told["dtype"])
+    if base is not None and base.dtype == dtype:
+        return base.as_strided(told["shape"], told["stride"])
+    return torch.empty_strided(told["shape"], told["stride"], dtype=dtype, device=told["device"])

@@ -1,0 +1,1 @@
+"""What the command shows: data in, text and tables out."""

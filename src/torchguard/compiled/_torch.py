@@ -1,0 +1,190 @@
+"""The seam to private torch: fake tensors, the tracer's switches, Inductor's inner compiler, nested containers."""
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as traceback
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+__all__ = ["DispatchMode"]
+
+# A function that takes its arguments as a list, which it empties, and returns a list or tuple.
+Boxed = Callable[[list[Any]], Sequence[Any]]
+Structure = pytree.TreeSpec
+
+# The context manager takes 1.5 us, and these two calls 0.3: a whole call of a small function takes 20.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# Whether autocast is on for any device: the public way is asked device by device.
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` is at work, which would not see through compiled code."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+Versions = list[tuple[Tensor, int]]
+
+
+def versions_of(tensors: Sequence[Tensor]) -> Versions:
+    """Tensors with how often each was changed in place; inference tensors do not count, and are left out."""
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def is_unchanged(versions: Versions) -> bool:
+    for tensor, before in versions:  # noqa: SIM110 (a generator takes twice as long, in every call)
+        if tensor._version != before:
+            return False
+    return True
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """The leaves of nested containers, and how they are nested; the public `torch.utils.pytree` came after 2.11."""
+    return pytree.tree_flatten(value)
+
+
+def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def paths(value: Any) -> list[str]:
+    """Where each leaf of a value lies, as it would be written: `[0]['weight']`."""
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
+
+
+@functools.cache
+def fake_mode() -> Any:
+    """The mode all graphs are traced in: one, since graphs made in two cannot be put together.
+
+    Real tensors are let in, so that they are met where they are used and can be refused by name.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def fake(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without values. Each is a storage of its own, so that two leaves are never taken for one."""
+    with fake_mode():
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+
+
+def schema_of(operation: Any) -> Any:
+    """What an ATen operation is called, takes, returns and changes; None for anything else. There is no public way."""
+    return getattr(operation, "_schema", None)
+
+
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Give a placeholder a name, which its graph makes unique; nodes have no public way to be renamed."""
+    node._rename(name)
+    node.target = node.name
+
+
+def current_line() -> str:
+    """The line of the source noted at the node that is being run by an interpreter."""
+    return traceback.get_current_meta().get("stack_trace") or "a saved graph"
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells storages apart where they have no memory."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep fake tensors from logging what they raise: it is raised again, in words."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Keep recurrent layers from becoming one operation of oneDNN's, whose backward cannot be traced.
+
+    The public `torch.backends.mkldnn.flags` sets more than this one flag, and warns of it.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def trace(
+    fn: Callable[..., Any], fakes: Sequence[Tensor], decompose: Any = None, *, grad_enabled: bool = False
+) -> GraphModule:
+    """The ATen operations that a function runs on fake tensors; whatever needs a value is an error."""
+    with torch.set_grad_enabled(grad_enabled), traceback.preserve_node_meta(), quiet(), _without_onednn():
+        traced = make_fx(fn, decompose or {}, tracing_mode="fake", _error_on_data_dependent_ops=True)
+        return traced(*fakes)
+
+
+def inductor_decompositions() -> Any:
+    """The rules by which Inductor takes operations apart: it has no lowering for the rest."""
+    import torch._inductor.lowering  # noqa: F401 (the rules look for it, and do not load it)
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor(graph: GraphModule, fakes: Sequence[Tensor], layout_optimization: bool) -> Boxed:
+    """Code for a graph by Inductor's inner compiler: `torch.compile` would add guards and autograd to every call."""
+    import torch._inductor.config as config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    (output,) = graph.graph.find_nodes(op="output")
+    # Every output keeps its strides: the next graph is compiled for what this one says it returns.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    with (
+        config.patch(layout_optimization=layout_optimization and config.layout_optimization),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # what Inductor says of its own code is not the caller's to mend
+        compiled: Any = compile_fx_inner(graph, list(fakes))
+    return getattr(compiled, "current_callable", None) or compiled
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise when a value is asked for."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (DataDependentOutputException, GuardOnDataDependentSymNode)
+
+
+def dynamic_shape_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise when a shape depends on values."""
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    return (DynamicOutputShapeException,)
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Autocast switched off for every device it is on for."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield

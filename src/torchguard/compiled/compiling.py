@@ -1,0 +1,142 @@
+"""From a function or module and an example of its arguments to a compiled function."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from torchguard.compiled.functions import CompiledOut, CompiledScalar, Signature
+from torchguard.compiled.leaves import names_to_flags, short_name, type_of, with_dynamic
+from torchguard.compiled.nesting import Nest, leaf_names, nest_of
+from torchguard.compiled.tracing import Program, with_lifted_leaves
+from torchguard.exceptions import CompileError
+
+_ARGUMENT = ("compile: argument ", "Pass a tensor, or bind it with functools.partial.")
+Made = TypeVar("Made", bound=CompiledOut)
+
+
+def compile_out(
+    f: Callable[..., Any],
+    *example: Any,
+    dynamic: Mapping[Any, Any] | None = None,
+    nondiff: Sequence[Any] = (),
+    backend: str = "inductor",
+    lift_rng: bool = False,
+    probe: bool = True,
+) -> CompiledOut:
+    """Compile a pure function of tensors, or of containers of them.
+
+    A module is compiled as a function of its state, a dict of its parameters and buffers by name, and its arguments.
+
+    Args:
+        example: arguments that say what shapes, dtypes, devices and strides to compile for.
+        dynamic: dims that may have other sizes later, by leaf: `{"x": 0}`, or `{"x": {0: "batch"}, "y": {0: "batch"}}`
+            where they have to agree. Each size is compiled when it is first met.
+        nondiff: leaves not to differentiate by, by name or position. Integers, bools and buffers never are.
+        backend: "inductor", "aot_eager" or "eager".
+        lift_rng: make random numbers drawn in the function leaves of their own, the last ones.
+        probe: whether to test each derivative once, where it is first used.
+
+    >>> import torchguard.compiled
+    >>> c = torchguard.compiled.compile_out(lambda x: x * x, torch.ones(2), backend="eager")
+    >>> c.jvp(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0]))
+    (tensor([1., 4.]), tensor([2., 4.]))
+    """
+    return _compiled(CompiledOut, f, example, dynamic, nondiff, backend, lift_rng, probe)
+
+
+def compile_scalar(
+    f: Callable[..., Any],
+    *example: Any,
+    dynamic: Mapping[Any, Any] | None = None,
+    nondiff: Sequence[Any] = (),
+    backend: str = "inductor",
+    lift_rng: bool = False,
+    probe: bool = True,
+) -> CompiledScalar:
+    """Compile a pure function whose result is one number; the arguments are those of `compile_out`.
+
+    >>> import torchguard.compiled
+    >>> c = torchguard.compiled.compile_scalar(lambda x: (x * x).sum(), torch.ones(2), backend="eager")
+    >>> c.backward(torch.tensor([1.0, 2.0]))
+    tensor([2., 4.])
+    """
+    return as_scalar(_compiled(CompiledScalar, f, example, dynamic, nondiff, backend, lift_rng, probe))
+
+
+def as_scalar(made: CompiledScalar) -> CompiledScalar:
+    """The same, if its result is one floating point number."""
+    outputs = made.graphs.outputs
+    if len(outputs) != 1 or outputs[0].shape != () or not outputs[0].is_floating_point():
+        got = ", ".join(f"{short_name(value.dtype)}{list(value.shape)}" for value in outputs)
+        raise CompileError(f"compile_scalar: {made.name} returns {got}, not one number of shape []. Use compile_out.")
+    return made
+
+
+def _compiled(
+    kind: type[Made],
+    f: Callable[..., Any],
+    example: tuple[Any, ...],
+    dynamic: Mapping[Any, Any] | None,
+    nondiff: Sequence[Any],
+    backend: str,
+    lift_rng: bool,
+    probe: bool,
+) -> Made:
+    if isinstance(f, nn.Module):
+        example = (state_of(f), *example)
+    nest, leaves = nest_of(example, *_ARGUMENT)
+    types = [type_of(leaf, name) for leaf, name in zip(leaves, leaf_names(f, example), strict=True)]
+    buffers = {name for name, _ in f.named_buffers()} if isinstance(f, nn.Module) else set()
+    fixed = names_to_flags(types, [nondiff] if isinstance(nondiff, (str, int)) else nondiff)
+    fixed = [off or leaf.name in buffers for leaf, off in zip(types, fixed, strict=True)]
+    types = [
+        replace(leaf, differentiable=leaf.differentiable and not off) for leaf, off in zip(types, fixed, strict=True)
+    ]
+    run, results = _flat(f, nest, _name_of(f))
+    program = Program(_name_of(f), run, with_dynamic(types, dynamic or {}), lifts_rng=lift_rng)
+    if lift_rng:
+        program = with_lifted_leaves(program)
+        nest = (
+            None
+            if program.lifted and all(isinstance(arg, Tensor) for arg in example)
+            else _with_more(nest, example, program)
+        )
+    examples = tuple(leaf.detach() for leaf in leaves) if not program.lifted else None
+    return kind(program, Signature(nest, results), backend=backend, probe=probe, examples=examples)
+
+
+def _with_more(nest: Nest, example: tuple[Any, ...], program: Program) -> Nest:
+    """The nest of arguments followed by the lifted leaves."""
+    lifted = program.leaves[len(program.leaves) - program.lifted :]
+    return nest_of((*example, *(leaf.fake() for leaf in lifted)), *_ARGUMENT)[0]
+
+
+def _flat(f: Callable[..., Any], nest: Nest, name: str) -> tuple[Callable[..., list[Tensor]], Callable[[], Nest]]:
+    """A function of flat leaves, and how its results are nested, which is known once it was traced."""
+    call: Any = functools.partial(_call_module, f) if isinstance(f, nn.Module) else f
+    seen: list[Nest] = []
+
+    def run(*leaves: Tensor) -> list[Tensor]:
+        args = leaves if nest.is_tuple else nest.put_together(leaves)
+        results, flat = nest_of(call(*args), f"{name}: what is returned", "Return tensors alone.")
+        seen[:] = [results]
+        return flat
+
+    return run, lambda: seen[0]
+
+
+def _call_module(module: nn.Module, state: Mapping[str, Tensor], *args: Any) -> Any:
+    return functional_call(module, dict(state), args)
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters and buffers by name: the first argument of what it is compiled to."""
+    return {name: value.detach() for name, value in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _name_of(f: Any) -> str:
+    return getattr(f, "__name__", type(f).__name__)

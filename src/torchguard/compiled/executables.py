@@ -1,0 +1,126 @@
+"""Code for graphs: traced when first asked for, compiled when first asked for, and kept."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from torchguard.compiled import _torch
+from torchguard.compiled.splitting import Split, split
+from torchguard.compiled.tracing import (
+    Program,
+    derivative_graph,
+    fakes_of,
+    forward_graph,
+    output_values,
+    without_fused_attention,
+)
+from torchguard.exceptions import CompileError
+
+KINDS = ("forward", "jvp", "vjp", "hvp", "vjp_first", "vjp_second", "jvp_first", "jvp_second")
+Run = Callable[[list[Any]], Sequence[Tensor]]
+
+
+def _eager(graph: GraphModule, decompose: Any = None) -> _torch.Boxed:
+    run = graph if decompose is None else _torch.trace(graph, fakes_of(graph), decompose)
+    return lambda values: run(*values)
+
+
+def _inductor(graph: GraphModule, *, layout_optimization: bool = True) -> _torch.Boxed:
+    fakes = fakes_of(graph)
+    decomposed = _torch.trace(graph, fakes, _torch.inductor_decompositions())
+    return _torch.inductor(decomposed, fakes, layout_optimization)
+
+
+_LAYOUT_KEPT = "inductor without layout optimisation"
+BACKENDS: dict[str, Callable[[GraphModule], _torch.Boxed]] = {
+    "inductor": _inductor,
+    _LAYOUT_KEPT: lambda graph: _inductor(graph, layout_optimization=False),
+    "aot_eager": lambda graph: _eager(graph, _torch.inductor_decompositions()),
+    "eager": _eager,
+}
+# Tracing changes the state of the process; running does not.
+ONE_AT_A_TIME = threading.RLock()
+# What to try where a backend's derivative is wrong, in order.
+SAFER = {"inductor": (_LAYOUT_KEPT, "aot_eager"), _LAYOUT_KEPT: ("aot_eager",), "aot_eager": ("eager",), "eager": ()}
+
+
+class Graphs:
+    """The graphs of a program, each traced once."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        with ONE_AT_A_TIME:
+            self.forward, self._source = forward_graph(program)
+        self.outputs = output_values(self.forward)
+        self._derivatives: dict[str, GraphModule] = {}
+        self._splits: dict[str, Split] = {}
+
+    def __getitem__(self, kind: str) -> GraphModule:
+        if kind not in KINDS:
+            raise CompileError(f"{self.program.name}: there is no graph {kind!r}. There are {', '.join(KINDS)}.")
+        if kind == "forward":
+            return self.forward
+        base, _, part = kind.partition("_")
+        if part:
+            return getattr(self.split_of(base), part)
+        with ONE_AT_A_TIME:
+            if base not in self._derivatives:
+                source = self._source
+                if base != "vjp":
+                    source = without_fused_attention(self.program, self.forward, source)
+                self._derivatives[base] = derivative_graph(source, self.forward, base)
+            return self._derivatives[base]
+
+    def split_of(self, base: str) -> Split:
+        """The first and second part of "vjp" or "jvp"."""
+        if base not in self._splits:
+            graph = self[base]
+            self._splits[base] = split(graph, len(self.program.leaves), len(self.outputs))
+        return self._splits[base]
+
+
+class Executables:
+    """Code for the graphs of a program by one backend, each compiled once."""
+
+    def __init__(self, graphs: Graphs, backend: str) -> None:
+        if backend not in BACKENDS:
+            raise CompileError(f"compile: there is no backend {backend!r}. Use 'inductor', 'aot_eager' or 'eager'.")
+        self.graphs, self.backend = graphs, backend
+        self._made: dict[str, Run] = {}
+
+    def __getitem__(self, kind: str) -> Run:
+        return self._made.get(kind) or self._make(kind)
+
+    def _make(self, kind: str) -> Run:
+        with ONE_AT_A_TIME:
+            if kind not in self._made:
+                self._made[kind] = as_compiled(BACKENDS[self.backend](self.graphs[kind]))
+            return self._made[kind]
+
+
+def as_compiled(run: _torch.Boxed) -> Run:
+    """Run code the way it was compiled: without recording for autograd, and without autocast."""
+    is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
+    any_autocast, in_transform = _torch.any_autocast, _torch.in_transform
+
+    def call(values: list[Any]) -> Sequence[Tensor]:
+        if in_transform():
+            raise CompileError(
+                "compiled function: called inside a transform of torch.func, which cannot see into it. "
+                "Use its own jvp and vjp, or apply the transform inside the function before compiling."
+            )
+        if any_autocast():
+            with _torch.without_autocast(), torch.no_grad():
+                return run(values)
+        before = is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            return run(values)
+        finally:
+            set_grad_enabled(before)
+
+    return call

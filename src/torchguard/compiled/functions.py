@@ -1,0 +1,356 @@
+"""Compiled functions: made once, then evaluated, pushed forward and pulled back as often as needed."""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from torchguard.compiled import _torch, probe
+from torchguard.compiled.certifying import Certificate, certify
+from torchguard.compiled.executables import ONE_AT_A_TIME, SAFER, Executables, Graphs, Run
+from torchguard.compiled.leaves import LeafType, check_all, fits, sizes_of
+from torchguard.compiled.listing import Kink, Line, kinks_of, lines_of, listing_of
+from torchguard.compiled.nesting import Nest
+from torchguard.compiled.saving import save
+from torchguard.compiled.tracing import Program, seed_types, tangent_types
+from torchguard.exceptions import CompiledFunctionWarning, CompileError, LeafTypeError
+
+Close: TypeAlias = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How what is passed and what is returned is nested. Of arguments, None says that they are flat."""
+
+    arguments: Nest | None
+    results: Callable[[], Nest]
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Tangents or seeds: one for each of some values that is differentiable, in the layout the code was made for."""
+
+    what: str
+    types: tuple[LeafType, ...]
+    chosen: tuple[bool, ...]
+    nest: Nest | None
+    fit: Callable[[tuple[Any, ...]], bool]
+
+    def open(self, given: Any) -> tuple[Any, ...]:
+        """What the code takes, from one tensor, a flat tuple, or what is nested as the values are."""
+        flat = given if type(given) is tuple else (given,)
+        return flat if self.fit(flat) else self._open_slowly(given)
+
+    def _open_slowly(self, given: Any) -> tuple[Any, ...]:
+        count = len(self.chosen)
+        if (
+            isinstance(given, (tuple, list))
+            and len(given) == count
+            and all(isinstance(one, Tensor | None) for one in given)
+        ):
+            values = list(given)
+        elif count == 1 and isinstance(given, (Tensor, int, float)):
+            values = [given]
+        elif self.nest is None:
+            raise LeafTypeError(f"{self.what}: expected a tuple of {count} tensors, got {type(given).__name__}.")
+        else:
+            values = self.nest.take_apart(given, self.what)
+        values = [value for value, is_chosen in zip(values, self.chosen, strict=True) if is_chosen or value is not None]
+        if len(values) != len(self.types):
+            raise LeafTypeError(f"{self.what}: pass None for what is not differentiable.")
+        values = [_laid_out(value, leaf) for value, leaf in zip(values, self.types, strict=True)]
+        check_all(self.types, values, self.what)
+        return tuple(values)
+
+
+def _laid_out(value: Any, leaf: LeafType) -> Any:
+    """A tangent or seed with the strides the code was made for; it is a direction, so a copy will do."""
+    if isinstance(value, (int, float)) and leaf.shape == ():
+        return torch.full((), value, dtype=leaf.dtype, device=leaf.device)
+    if isinstance(value, Tensor) and value.shape == leaf.shape and tuple(value.stride()) != leaf.stride:
+        laid = torch.empty_strided(leaf.shape, leaf.stride, dtype=value.dtype, device=value.device)
+        return laid.copy_(value.detach())
+    return value
+
+
+class CompiledOut:
+    """A function compiled to a static graph. Nothing it is given is changed, and nothing it returns is shared.
+
+    `x` and `dx` are the tuple of the function's arguments, or of all its leaves; the tensor itself where there is only
+    one. What comes back is nested as `x` is, with None at leaves that are not differentiable. Made by `compile_out`.
+    """
+
+    kind = "out"  # in files
+
+    def __init__(
+        self,
+        program: Program,
+        signature: Signature,
+        *,
+        backend: str = "inductor",
+        probe: bool = True,
+        examples: tuple[Tensor, ...] | None = None,
+    ) -> None:
+        self._program, self._signature, self._probe, self.examples = program, signature, probe, examples
+        sizes_of(program.leaves, [leaf.fake() for leaf in program.leaves])
+        self.graphs = Graphs(program)
+        self._executables = Executables(self.graphs, backend)
+        self._results = signature.results()
+        self._fits = fits(program.leaves)
+        self._count = len(self.graphs.outputs)
+        self._is_all = all(program.differentiable)
+        self._ready: dict[str, tuple[Run, ...]] = {}
+        self._by_size: dict[tuple[tuple[str, int], ...], CompiledOut] = {}
+        self.healed: dict[str, str] = {}
+        tangents, seeds = tuple(tangent_types(program)), tuple(seed_types(self.graphs.forward))
+        smooth = tuple(value.is_floating_point() for value in self.graphs.outputs)
+        own = tuple(program.differentiable)
+        self._tangents = Directions(f"{self.name}: tangent", tangents, own, signature.arguments, fits(tangents))
+        self._seeds = Directions(f"{self.name}: seed", seeds, smooth, self._results, fits(seeds))
+
+    # What it is.
+
+    @property
+    def name(self) -> str:
+        return self._program.name
+
+    @property
+    def backend(self) -> str:
+        return self._executables.backend
+
+    @property
+    def leaves(self) -> tuple[LeafType, ...]:
+        return self._program.leaves
+
+    @property
+    def graph(self) -> Graph:
+        """The forward graph: the leaves are its placeholders, and its operations are functional ATen ones."""
+        return self.graphs.forward.graph
+
+    @property
+    def nodes(self) -> tuple[Line, ...]:
+        """The operations of the forward graph in order, each with its type and the line it comes from."""
+        return lines_of(self.graphs.forward)
+
+    @property
+    def kinks(self) -> tuple[Kink, ...]:
+        """The operations that are not smooth everywhere, and what their derivative is taken to be there."""
+        return kinks_of(self.graphs.forward)
+
+    def listing(self, kind: str = "forward") -> str:
+        """A graph as text, one operation a line, with shapes, dtypes and source lines."""
+        return listing_of(self.graphs[kind], self.name if kind == "forward" else f"{kind} of {self.name}")
+
+    def __str__(self) -> str:
+        return self.listing()
+
+    def __repr__(self) -> str:
+        leaves = ", ".join(f"{leaf.name}: {leaf}" for leaf in self.leaves)
+        return f"{type(self).__name__}({self.name}({leaves}), backend={self.backend!r})"
+
+    # What it does.
+
+    def forward(self, *x: Any) -> Any:
+        """The value at x."""
+        own, leaves, _ = self._open(x)
+        return own._results.put_together(own._executables["forward"]([*leaves]))
+
+    __call__ = forward
+
+    def jvp(self, x: Any, dx: Any) -> tuple[Any, Any]:
+        """The value at x, and its derivative in the direction dx."""
+        own, leaves, _ = self._open(x)
+        (run,) = own._ready.get("jvp") or own._prepare("jvp", leaves)
+        found = run([*leaves, *own._tangents.open(dx)])
+        return own._results.put_together(found[: own._count]), own._pushed(found[own._count :])
+
+    def vjp_with_seed(self, x: Any, w: Any) -> Any:
+        """The gradients of <w, f(x)>; an unused leaf gets zeros."""
+        return self.value_and_vjp(x, w)[1]
+
+    def value_and_vjp(self, x: Any, w: Any) -> tuple[Any, Any]:
+        """The value at x and the gradients of <w, f(x)>, in one run."""
+        own, leaves, close = self._open(x)
+        (run,) = own._ready.get("vjp") or own._prepare("vjp", leaves)
+        found = run([*leaves, *own._seeds.open(w)])
+        return own._results.put_together(found[: own._count]), close(own._spread(found[own._count :]))
+
+    def vjp(self, x: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """The value at x, and a function from seeds to gradients that does not evaluate the value again."""
+        own, leaves, close = self._open(x)
+        first, second = own._ready.get("vjp_split") or own._prepare("vjp_split", leaves)
+        outputs, residuals, kept = own._first("vjp", first, leaves)
+
+        # Looked up once: a seed through a small function takes 17 us, and each lookup counts.
+        is_unchanged, open_seeds, spread = _torch.is_unchanged, own._seeds.open, own._spread
+
+        def pullback(w: Any) -> Any:
+            if not is_unchanged(kept):
+                raise own._changed()
+            return close(spread(second([*residuals, *open_seeds(w)])))
+
+        return own._results.put_together(outputs), pullback
+
+    def linearize(self, x: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """The value at x, and a function from tangents to tangents of the outputs that does not evaluate it again."""
+        own, leaves, _ = self._open(x)
+        first, second = own._ready.get("jvp_split") or own._prepare("jvp_split", leaves)
+        outputs, residuals, kept = own._first("jvp", first, leaves)
+
+        def pushforward(dx: Any) -> Any:
+            if not _torch.is_unchanged(kept):
+                raise own._changed()
+            return own._pushed(second([*residuals, *own._tangents.open(dx)]))
+
+        return own._results.put_together(outputs), pushforward
+
+    def hvp(self, x: Any, dx: Any, w: Any) -> Any:
+        """The derivative of the gradients of <w, f(x)> in the direction dx."""
+        own, leaves, close = self._open(x)
+        (run,) = own._ready.get("hvp") or own._prepare("hvp", leaves)
+        return close(own._spread(run([*leaves, *own._tangents.open(dx), *own._seeds.open(w)])))
+
+    def certify(self, level: str = "algebraic", *, at: Any = None, seed: int = 0) -> Certificate:
+        """Check the compiled code and its derivatives, layer by layer, and write down what was found.
+
+        Args:
+            level: how far to go: "typed", "probe", "algebraic" or "enclosure".
+            at: the point to check at; the example otherwise.
+        """
+        return certify(self, level, at=at, seed=seed)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the forward graph to a JSON file, which `load` reads."""
+        save(self, path)
+
+    # How it is done.
+
+    def _open(self, x: Any) -> tuple["CompiledOut", Sequence[Tensor], Close]:
+        """The code that fits a point, its flat leaves, and how to nest what comes back."""
+        if type(x) is tuple and self._fits(x):
+            return self, x, tuple
+        return self._open_slowly(x)
+
+    def _open_slowly(self, x: Any) -> tuple["CompiledOut", Sequence[Tensor], Close]:
+        close: Close = tuple
+        nest = self._signature.arguments
+        if isinstance(x, Tensor):
+            x, close = (x,), _only
+        if nest is not None and not all(isinstance(leaf, Tensor) for leaf in x):
+            x, close = nest.take_apart(tuple(x), self.name), nest.put_together
+        check_all(self.leaves, x, self.name)
+        sizes = sizes_of(self.leaves, x)
+        if not sizes:
+            return self, x, close
+        with ONE_AT_A_TIME:
+            return self._of_size(sizes), x, close
+
+    def _of_size(self, sizes: dict[str, int]) -> "CompiledOut":
+        """This function compiled for other sizes of its dynamic dims."""
+        if sizes == sizes_of(self.leaves, [leaf.fake() for leaf in self.leaves]):
+            return self
+        key = tuple(sorted(sizes.items()))
+        if key not in self._by_size:
+            resized = [
+                leaf.resized([sizes.get(dict(leaf.dynamic).get(i, ""), size) for i, size in enumerate(leaf.shape)])
+                if leaf.dynamic
+                else leaf
+                for leaf in self.leaves
+            ]
+            program = replace(self._program, leaves=tuple(resized))
+            self._by_size[key] = type(self)(program, self._signature, backend=self.backend, probe=self._probe)
+        return self._by_size[key]
+
+    def _first(self, base: str, first: Run, leaves: Sequence[Tensor]) -> tuple[Any, list[Tensor], _torch.Versions]:
+        """The outputs, the residuals, and the versions of those that the caller can reach."""
+        found = first([*leaves])
+        outputs = found[: self._count]
+        places = {"leaf": leaves, "output": outputs, "private": found[self._count :]}
+        residuals = self.graphs.split_of(base).residuals
+        kept = [places[where][i] for where, i in residuals]
+        reachable = [tensor for tensor, (where, _) in zip(kept, residuals, strict=True) if where != "private"]
+        return outputs, kept, _torch.versions_of(reachable)
+
+    def _changed(self) -> CompileError:
+        return CompileError(
+            f"{self.name}: a leaf or output was changed in place after the value was computed. Copy it."
+        )
+
+    def _spread(self, gradients: Sequence[Tensor]) -> Sequence[Any]:
+        if self._is_all:
+            return gradients
+        queue = iter(gradients)
+        return [next(queue) if is_own else None for is_own in self._program.differentiable]
+
+    def _pushed(self, tangents: Sequence[Tensor]) -> Any:
+        queue = iter(tangents)
+        return self._results.put_together([next(queue) if smooth else None for smooth in self._seeds.chosen])
+
+    def _prepare(self, kind: str, leaves: Sequence[Tensor]) -> tuple[Run, ...]:
+        """Code for a derivative, probed where it is first used, and made again in another way where it is wrong."""
+        with ONE_AT_A_TIME:
+            return self._ready.get(kind) or self._probed(kind, leaves)
+
+    def _probed(self, kind: str, leaves: Sequence[Tensor]) -> tuple[Run, ...]:
+        base, _, parted = kind.partition("_")
+        kinds = [f"{base}_first", f"{base}_second"] if parted else [base]
+        runs, used = tuple(self._executables[one] for one in kinds), self.backend
+        wrong: list[str] = []
+        while self._probe and (gap := probe.gap_at(self.graphs, kind, runs, leaves)) is not None and not gap.is_small:
+            wrong.append(used)
+            if len(wrong) > len(SAFER[self.backend]):
+                break
+            used = SAFER[self.backend][len(wrong) - 1]
+            executables = Executables(self.graphs, used)
+            runs = tuple(executables[one] for one in kinds)
+        if wrong:
+            self.healed[kind] = used
+            self._warn(base, wrong, used)
+        self._ready[kind] = runs
+        return runs
+
+    def _warn(self, base: str, wrong: Sequence[str], used: str) -> None:
+        what = f"{self.name}: the {base} compiled with {', and with '.join(wrong)} fails the adjoint identity here"
+        then = (
+            "eager mode fails it too: a rule is wrong, or rounding is large"
+            if used in wrong
+            else f"{used} is used instead"
+        )
+        warnings.warn(f"{what}; {then}.", CompiledFunctionWarning, stacklevel=6)
+
+
+class CompiledScalar(CompiledOut):
+    """A compiled function with one number as its result. Made by `compile_scalar`."""
+
+    kind = "scalar"
+
+    @functools.cached_property
+    def _one(self) -> Tensor:
+        (seed,) = self._seeds.types
+        return torch.ones((), dtype=seed.dtype, device=seed.device)
+
+    def backward(self, x: Any) -> Any:
+        """The gradients at x."""
+        return self.value_and_grad(x)[1]
+
+    def backward_with_seed(self, x: Any, s: Any) -> Any:
+        """The gradients at x, times s."""
+        return self.value_and_vjp(x, s)[1]
+
+    def value_and_grad(self, x: Any) -> tuple[Any, Any]:
+        """The value and the gradients at x, in one run."""
+        return self.value_and_vjp(x, self._one)
+
+    def hvp(self, x: Any, dx: Any, w: Any = 1.0) -> Any:
+        """The Hessian at x times dx."""
+        return super().hvp(x, dx, w)
+
+
+def _only(values: Sequence[Any]) -> Any:
+    return values[0]

@@ -1,0 +1,24 @@
+"""How to read a node of an ATen graph."""
+
+import operator
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+
+def op_name(node: Node) -> str:
+    """An operator without namespace and overload: `add` of `aten.add.Tensor`, `view` of `aten.view_copy.default`."""
+    if node.target is operator.getitem:
+        return "getitem"
+    parts = str(node.target).split(".")
+    name = parts[1] if parts[0] == "aten" and len(parts) > 1 else str(node.target)
+    return name if name == "_to_copy" else name.removesuffix("_copy")
+
+
+def attribute(gm: GraphModule, path: object) -> Tensor:
+    """The constant a `get_attr` node stands for."""
+    owner: Any = gm
+    for part in str(path).split("."):
+        owner = getattr(owner, part)
+    return owner

@@ -1,0 +1,250 @@
+"""`torchguard analyze`, of artifacts and of what a callable builds."""
+
+import json
+
+import pytest
+import torch
+
+from torchguard import artifacts
+from torchguard.cli.argument_text import arguments
+from torchguard.cli.rebuilding import pairs_in
+from torchguard.cli.tracing import Collected, check_one
+from torchguard.cli.views.memory import chart
+from torchguard.device import Device
+
+BUILD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    def forward(self, x, *, scale=1):
+        return self.layers(x) * scale
+
+def build():
+    return Net(), (torch.randn(16, 16),), {"scale": 3}
+
+def inference():
+    return Net().requires_grad_(False), [torch.randn(16, 16)]
+
+def compiled():
+    return torch.compile(Net(), backend="aot_eager"), (torch.randn(16, 16),)
+
+def breaking():
+    def f(x):
+        torch._dynamo.graph_break()
+        return x.sin()
+    return f, (torch.randn(4),)
+
+class Nested:
+    make = staticmethod(build)
+"""
+
+
+@pytest.fixture
+def trained(captured):
+    """The artifact of a model that was trained, of sizes that are numbers."""
+    return next(one for one in captured if one.id.endswith("0_0") and "backward.json" in one.files)
+
+
+@pytest.mark.parametrize("kind", ["guards", "memory", "graph"])
+def test_the_newest_artifact_is_taken_if_none_is_named(invoke, captured, kind):
+    result = invoke("analyze", "--type", kind, "--dir", captured.root)
+    assert result.exit_code == 0
+    assert captured.find().id in result.stderr
+    assert result.stdout
+
+
+@pytest.mark.parametrize("kind", ["guards", "device", "memory", "graph"])
+def test_each_type_gives_json_alone(invoke, captured, trained, kind):
+    device = ["--device", "edge-npu"] if kind == "device" else []
+    result = invoke("analyze", "--type", kind, *device, trained.id, "--dir", captured.root, "--json")
+    assert json.loads(result.stdout)["type"] == kind
+
+
+def test_guards_of_an_artifact_are_counted_and_recompiles_explained(invoke, captured):
+    again = next(one for one in captured if one.id.endswith("0_1"))
+    told = invoke("analyze", "--type", "guards", again.id, "--dir", captured.root).stdout
+    assert "TENSOR_MATCH" in told
+    assert "expected 16, actual 8" in told
+    assert "mark_dynamic" in told
+
+
+def test_guards_of_a_callable_come_with_their_cost(invoke, module):
+    told = json.loads(invoke("analyze", "-t", "guards", f"{module(BUILD)}:build", "--json").stdout)
+    (frame,) = told["frames"]
+    assert frame["function"] == "Net.forward"
+    assert len(frame["guards"]) == frame["guard_count"] > 0
+    assert told["cost"]["hot_us"] > 0
+    assert any("layers" in source for source, _ in told["cost"]["by_source"])
+
+
+def test_graph_breaks_of_a_callable_are_shown_with_their_line(invoke, module):
+    told = invoke("analyze", "-t", "guards", f"{module(BUILD)}:breaking").stdout
+    assert "graph break" in told
+    assert "torch._dynamo.graph_break()" in told
+
+
+def test_memory_is_shown_forward_and_backward_with_what_is_alive(invoke, module):
+    told = invoke("analyze", "-t", "memory", f"{module(BUILD)}:build").stdout
+    assert "0/0 forward: peak" in told
+    assert "0/0 backward: peak" in told
+    assert "ALIVE" in told
+    assert "█" in told
+
+
+def test_where_the_encoding_has_no_blocks_the_chart_does_without(command, captured, trained):
+    ran = command("analyze", "-t", "memory", trained.id, "--dir", captured.root, PYTHONIOENCODING="ascii")
+    assert ran.returncode == 0
+    assert "|####" in ran.stdout
+
+
+@pytest.mark.parametrize("name", ["inference", "compiled", "Nested.make"])
+def test_a_callable_may_give_what_can_be_called(invoke, module, name):
+    result = invoke("analyze", "-t", "graph", f"{module(BUILD)}:{name}")
+    assert result.exit_code == 0
+    assert "aten.addmm.default" in result.stdout
+    assert "layers.0: t, addmm" in result.stdout
+
+
+def test_a_device_is_given_by_name_or_file_and_broken_rules_end_with_1(invoke, module, tmp_path):
+    target = f"{module(BUILD)}:build"
+    (tmp_path / "mine.toml").write_text('name = "mine"\ndeny = ["aten.gelu"]\n')
+    result = invoke("analyze", "-t", "device", "--device", "mine.toml", target)
+    assert result.exit_code == 1
+    assert "on mine" in result.stdout
+    assert "aten.gelu.default" in result.stdout
+    assert ".py:10  return self.layers(x) * scale" in result.stdout
+    (tmp_path / "any.toml").write_text('name = "any"\n')
+    assert invoke("analyze", "-t", "device", "--device", "any.toml", target).exit_code == 0
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config), torch.randint(0, 64, (2, 8))
+
+
+def resnet():
+    from transformers import ResNetConfig, ResNetModel
+
+    return ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])), torch.randn(2, 3, 16, 16)
+
+
+@pytest.mark.parametrize("build", [gpt2, resnet])
+def test_what_is_made_again_from_an_artifact_is_judged_as_the_graph_itself(tmp_path, build):
+    model, given = build()
+    live = Collected()
+    with artifacts.capture(tmp_path, on_graphs=live) as captured:
+        torch.compile(model, backend="aot_eager")(given)[0].sum().backward()
+    device = Device.from_toml("edge-npu")
+    (pair,) = live
+    (again,) = pairs_in(captured.artifacts[0])
+    expected, found = check_one(pair, device), check_one(again, device)
+    assert found.coverage == expected.coverage
+    assert [plan.curve for plan in found.memory] == [plan.curve for plan in expected.memory]
+    assert found.by_op() == expected.by_op()
+    assert found.by_line() == expected.by_line()
+
+
+def test_sizes_that_are_symbols_are_refused_in_words(invoke, tmp_path):
+    with artifacts.capture(tmp_path):
+        torch.compile(lambda x: x.sin(), backend="aot_eager", dynamic=True)(torch.randn(4))
+    result = invoke("analyze", "-t", "memory", "--dir", tmp_path)
+    assert result.exit_code == 1
+    assert "sizes are symbols" in result.stderr
+    assert "package.module:callable" in result.stderr
+
+
+def test_an_artifact_without_graphs_of_autograd_says_so(invoke, tmp_path):
+    with artifacts.capture(tmp_path):
+        torch.compile(lambda x: x.sin(), backend="eager")(torch.randn(4))
+    result = invoke("analyze", "-t", "memory", "--dir", tmp_path)
+    assert result.exit_code == 3
+    assert "eager" in result.stderr
+
+
+WRONG = {
+    "no_such_module:build": (2, "module 'no_such_module' cannot be imported"),
+    "{module}:nothing": (2, "has no 'nothing'"),
+    "{module}:": (2, "is no target"),
+    "{module}:a_number": (2, "this is a int, not a callable"),
+    "{module}:alone": (2, "returned a Linear. It has to return (model, args) or (model, args, kwargs)"),
+    "{module}:unpacked": (2, "args is a Tensor. Return a tuple"),
+    "{module}:no_model": (2, "model is a int"),
+    "{module}:many": (2, "returned a tuple of 4"),
+    "{module}:no_kwargs": (2, "kwargs is a list"),
+    "{module}:raises": (1, "calling it without arguments failed: RuntimeError: no weights"),
+    "{module}:does_not_fit": (1, "calling the model failed: RuntimeError: mat1 and mat2"),
+}
+WRONG_MODULE = """
+import torch
+from torch import nn
+a_number = 3
+x = torch.randn(2, 3)
+def alone(): return nn.Linear(3, 3)
+def unpacked(): return nn.Linear(3, 3), x
+def no_model(): return 3, (x,)
+def many(): return nn.Linear(3, 3), (x,), {}, 1
+def no_kwargs(): return nn.Linear(3, 3), (x,), [1]
+def raises(): raise RuntimeError("no weights")
+def does_not_fit(): return nn.Linear(4, 4), (x,)
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"), WRONG.items(), ids=[name.partition(":")[2] or "empty" for name in WRONG]
+)
+def test_a_wrong_target_is_said_in_one_sentence(invoke, module, target, expected):
+    code, says = expected
+    result = invoke("analyze", "-t", "graph", target.format(module=module(WRONG_MODULE)))
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert says in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_module_that_raises_when_imported_is_told_with_its_line(invoke, module):
+    name = module("x = 1\n1 / 0")
+    result = invoke("analyze", "-t", "graph", f"{name}:build")
+    assert result.exit_code == 2
+    assert "ZeroDivisionError" in result.stderr
+    assert ".py:2)" in result.stderr
+
+
+def test_a_device_goes_with_its_own_type_alone(invoke, captured):
+    assert invoke("analyze", "-t", "graph", "--device", "edge-npu", "--dir", captured.root).exit_code == 2
+    result = invoke("analyze", "-t", "device", "--dir", captured.root)
+    assert result.exit_code == 2
+    assert "edge-npu" in result.stderr
+    result = invoke("analyze", "-t", "device", "--device", "edge-npo", "--dir", captured.root)
+    assert result.exit_code == 2
+    assert "edge-npu" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["__import__('os').system('true')", "(x.__class__,)", "(lambda: 1,)", "(x, [1, 2", "(y,)", "(x,) {'a': open('b')}"],
+)
+def test_arguments_in_artifacts_are_read_and_never_run(text):
+    with pytest.raises(ValueError, match=r"cut short|not known"):
+        arguments(text, {"x": 1})
+
+
+def test_arguments_are_read_as_they_were():
+    text = (
+        "(x, [0, -1], -inf, None, 'mean', slice(None, 2, None)) {'dtype': torch.bfloat16, 'device': device(type='cpu')}"
+    )
+    args, kwargs = arguments(text, {"x": "node"})
+    assert args == ("node", [0, -1], float("-inf"), None, "mean", slice(None, 2, None))
+    assert kwargs == {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+
+
+def test_a_chart_has_its_peak_at_the_top_and_fits_its_width():
+    rows = chart([0, 1024, 2048, 0], width=4, height=2)
+    assert rows == ["   2.0 KiB |  █", "       0 B | ██"]
+    assert all(len(row) <= 72 for row in chart(range(5000)))
+    assert chart([]) == ["(nothing)"]
+    assert chart([1024, 2048], width=2, height=1, ascii_only=True) == ["   2.0 KiB |##"]

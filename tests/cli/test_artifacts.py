@@ -1,0 +1,222 @@
+"""`list`, `show`, `diff` and `clean`."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from torchguard import artifacts
+
+
+@pytest.fixture
+def store(captured, tmp_path):
+    """A copy of the artifacts, to be changed."""
+    shutil.copytree(captured.root, tmp_path / "copy")
+    return artifacts.Store(tmp_path / "copy")
+
+
+def ids(store):
+    return [artifact.id for artifact in store]
+
+
+def test_list_shows_the_newest_first(invoke, captured):
+    result = invoke("list", "--dir", captured.root)
+    assert result.exit_code == 0
+    shown = [line.split()[0] for line in result.stdout.splitlines()[1:]]
+    assert shown == ids(captured)
+    assert "Net.forward" in result.stdout
+
+
+def test_list_as_json_is_json_alone(invoke, captured):
+    told = json.loads(invoke("list", "--dir", captured.root, "--json").stdout)
+    assert [one["id"] for one in told["artifacts"]] == ids(captured)
+    assert {"forward", "backward"} <= {graph["kind"] for one in told["artifacts"] for graph in one["graphs"]}
+
+
+def test_list_takes_the_directory_of_the_environment(invoke, captured, monkeypatch):
+    monkeypatch.setenv("TORCHGUARD_ARTIFACTS", str(captured.root))
+    assert captured.find().id in invoke("list").stdout
+
+
+@pytest.mark.parametrize(
+    "verb", [["list"], ["show"], ["diff", "a", "b"], ["analyze", "--type", "guards"]], ids=" ".join
+)
+def test_without_artifacts_it_says_how_to_make_some(invoke, tmp_path, verb):
+    result = invoke(*verb, "--dir", tmp_path / "none")
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert "torchguard run SCRIPT" in result.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_empty_list_as_json_is_still_json(invoke, tmp_path):
+    result = invoke("list", "--dir", tmp_path, "--json")
+    assert json.loads(result.stdout)["artifacts"] == []
+    assert result.exit_code == 3
+
+
+def test_a_corrupt_artifact_is_listed_as_such(invoke, store):
+    (store.find().path / "manifest.json").write_text("{")
+    result = invoke("list", "--dir", store.root)
+    assert result.exit_code == 0
+    assert "corrupt" in result.stdout
+    told = json.loads(invoke("list", "--dir", store.root, "--json").stdout)
+    assert told["artifacts"][0]["state"] == "corrupt"
+    assert told["artifacts"][0]["problem"]
+
+
+def test_show_takes_the_start_of_an_id(invoke, captured):
+    first = captured.find()
+    assert str(first.path) in invoke("show", first.id[:-1], "--dir", captured.root).stdout
+
+
+def test_show_tells_graphs_recompiles_and_advice(invoke, captured):
+    recompiled = next(one for one in captured if "recompiles.json" in one.files and "0_1" in one.id)
+    told = invoke("show", recompiled.id, "--dir", captured.root).stdout
+    assert "forward.py" in told
+    assert "size mismatch at index 0. expected 16, actual 8" in told
+    assert "mark_dynamic(x, 0)" in told
+
+
+def test_show_tells_graph_breaks_with_the_line(invoke, captured):
+    broken = next(one for one in captured if "broken" in one.manifest()["function"] and "recompiles.json" in one.files)
+    told = invoke("show", broken.id, "--dir", captured.root).stdout
+    assert "1 graph break" in told
+    assert "torch._dynamo.graph_break()" in told
+
+
+def test_show_as_json(invoke, captured):
+    told = json.loads(invoke("show", "--dir", captured.root, "--json").stdout)
+    assert told["id"] == captured.find().id
+    assert told["guards"]["frames"][0]["guard_count"] > 0
+
+
+def test_show_writes_out_a_file(invoke, captured):
+    artifact = next(one for one in captured if "forward.py" in one.files)
+    result = invoke("show", artifact.id, "--file", "forward.py", "--dir", captured.root)
+    assert result.stdout == artifact.read_text("forward.py")
+
+
+def test_show_of_a_file_that_is_not_there_names_those_that_are(invoke, captured):
+    result = invoke("show", "--file", "../secret", "--dir", captured.root)
+    assert result.exit_code == 1
+    assert "guards.json" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_id_gets_close_matches(invoke, captured):
+    known = captured.find().id
+    result = invoke("show", known[:-5] + "x" + known[-4:], "--dir", captured.root)
+    assert result.exit_code == 3
+    assert f"Did you mean {known}" in result.stderr
+
+
+def test_an_id_that_could_be_several_is_refused(invoke, captured):
+    result = invoke("show", "2", "--dir", captured.root)
+    assert result.exit_code == 1
+    assert "Write more" in result.stderr
+
+
+def test_diff_of_an_artifact_with_itself_is_fine(invoke, captured):
+    known = captured.find().id
+    assert invoke("diff", known, known, "--dir", captured.root).exit_code == 0
+
+
+def test_diff_tells_what_differs_in_shapes(invoke, captured):
+    a, b = sorted(one.id for one in captured if "Net" in one.manifest()["function"])
+    result = invoke("diff", a, b, "--dir", captured.root)
+    assert result.exit_code == 1
+    assert "[16, 16] -> [8, 16]" in result.stdout
+    assert json.loads(invoke("diff", a, b, "--dir", captured.root, "--json").stdout)
+
+
+def test_clean_keeps_what_it_is_told_to(invoke, store):
+    kept = ids(store)[:1]
+    result = invoke("clean", "--keep", 1, "--yes", "--dir", store.root)
+    assert result.exit_code == 0
+    assert ids(store) == kept
+
+
+def test_clean_by_itself_removes_what_is_older_than_a_week(invoke, store):
+    before = ids(store)
+    result = invoke("clean", "--yes", "--dir", store.root)
+    assert result.exit_code == 0
+    assert ids(store) == before
+    assert "nothing to remove" in result.stderr
+
+
+def test_clean_by_size(invoke, store):
+    largest = max(artifact.size for artifact in store)
+    invoke("clean", "--max-size", largest, "--yes", "--dir", store.root)
+    assert sum(artifact.size for artifact in store) <= largest
+
+
+def test_clean_by_age(invoke, store):
+    assert invoke("clean", "--older-than", "1w", "--yes", "--dir", store.root).exit_code == 0
+    assert len(ids(store)) > 1
+    invoke("clean", "--older-than", "0s", "--yes", "--dir", store.root)
+    assert ids(store) == []
+
+
+def test_a_dry_run_removes_nothing(invoke, store):
+    before = ids(store)
+    told = json.loads(invoke("clean", "--all", "--dry-run", "--json", "--dir", store.root).stdout)
+    assert sorted(one["id"] for one in told["removed"]) == sorted(before)
+    assert ids(store) == before
+
+
+def test_without_a_terminal_and_yes_clean_refuses_in_words(invoke, store):
+    before = ids(store)
+    result = invoke("clean", "--all", "--dir", store.root)
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    assert ids(store) == before
+
+
+def test_clean_removes_only_what_torchguard_wrote(invoke, store):
+    (store.root / "notes.txt").write_text("mine")
+    (store.root / "weights").mkdir()
+    invoke("clean", "--all", "--yes", "--dir", store.root)
+    assert sorted(path.name for path in store.root.iterdir()) == ["notes.txt", "weights"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--older-than", "soon"], ["--max-size", "much"], ["--all", "--keep", "3"]], ids=" ".join
+)
+def test_clean_says_what_is_wrong_with_an_amount(invoke, store, wrong):
+    result = invoke("clean", *wrong, "--yes", "--dir", store.root)
+    assert result.exit_code == 2
+    assert len(ids(store)) > 1
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y", 0), ("n", 4)])
+def test_on_a_terminal_clean_asks(store, answer, left):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchguard", "clean", "--all", "--dir", store.root],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.write(ours, f"{answer}\n".encode())
+    _, asked = process.communicate(timeout=100)
+    os.close(ours)
+    os.close(theirs)
+    assert "Remove them?" in asked
+    assert len(ids(store)) == left
+
+
+def test_text_in_artifacts_cannot_drive_the_terminal(invoke, store):
+    path = store.find().path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["function"] = "[bold]f[/bold]\x1b[2J\x9b31m\u202e"
+    path.write_text(json.dumps(manifest))
+    for verb in ("list", "show"):
+        told = invoke(verb, "--dir", store.root).stdout
+        assert "[bold]f[/bold]" in told
+        assert not {"\x1b", "\x9b", "\u202e"} & set(told)

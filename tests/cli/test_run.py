@@ -1,0 +1,215 @@
+"""`torchguard run`: a script behaves as it does without, and then one sees what was compiled."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(4, 8), nn.Linear(8, 2), 1
+    def forward(self, x):
+        h = self.a(x).relu()
+        if h.sum() > 1e9:
+            h = h * 2
+        return self.b(h) * self.scale
+
+model = Net()
+compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+compiled(torch.randn(16, 4)).sum().backward()
+model.scale = 2
+compiled(torch.randn(5, 4)).sum().backward()
+print("trained")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(source, name="script.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(source)
+        return name
+
+    return write
+
+
+@pytest.fixture
+def both(command, script, tmp_path):
+    """Run a script by itself and by torchguard, and give both."""
+
+    def run(source, *args):
+        name = script(source)
+        plain = subprocess.run(
+            [sys.executable, name, *args], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
+        )
+        return plain, command("run", "--quiet", name, *args)
+
+    return run
+
+
+def test_a_run_shows_compilations_breaks_recompiles_and_artifacts(command, script, tmp_path):
+    ran = command("run", "--report", "report.json", script(TRAIN))
+    assert ran.returncode == 0
+    assert ran.stdout == "trained\n"
+    assert "4 compilations" in ran.stderr
+    assert "script.py:12  if h.sum() > 1e9:" in ran.stderr
+    assert "size mismatch at index 0. expected 16, actual 5" in ran.stderr
+    assert "L['self'].scale == 1, but it is 2" in ran.stderr
+    assert "make it an argument or a buffer" in ran.stderr
+    assert "\x1b" not in ran.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert all(frame["seconds"] > 0 for frame in report["compiled"]["frames"])
+    assert len(report["artifacts"]) == 4
+    listed = json.loads(command("list", "--json").stdout)["artifacts"]
+    assert {one["id"] for one in listed} == {one["id"] for one in report["artifacts"]}
+
+
+def test_a_script_sees_itself_as_without(both):
+    plain, ours = both(
+        "import sys, __main__\n"
+        "print(__name__, __file__, sys.argv, sys.path[0], __spec__, __package__, __doc__, type(__builtins__))\n"
+        "print(__main__.__dict__ is globals(), type(__loader__).__name__, __annotations__, sys.excepthook)\n"
+        "print(sorted(name for name in globals()))\n"
+        "x: int = 3\n",
+        "--help",
+        "-m",
+        "two words",
+    )
+    assert ours.stdout == plain.stdout
+    assert ours.stderr == plain.stderr == ""
+
+
+def test_future_imports_of_torchguard_do_not_leak(both):
+    plain, ours = both("def f(x: 1 + 1): ...\nprint(f.__annotations__)\n")
+    assert ours.stdout == plain.stdout == "{'x': 2}\n"
+
+
+ENDINGS = {
+    "code": "import sys; sys.exit(7)",
+    "message": "import sys; sys.exit('no such data')",
+    "nothing": "import sys; sys.exit()",
+    "bool": "raise SystemExit(True)",
+    "raised": "def f():\n    raise ValueError('bad')\ntry:\n    f()\nexcept ValueError as e:\n    raise KeyError",
+    "hook": "import sys\nsys.excepthook = lambda *_: print('hooked')\n1 / 0",
+    "syntax": "def f(:\n",
+    "at exit": "import atexit\natexit.register(print, 'at exit')\nprint('first')",
+    "thread": "import threading\nthreading.Timer(0.1, print, ['from a thread']).start()",
+    "fork": "import os\nif os.fork() == 0:\n    print('child')\n    raise SystemExit(3)\nprint(os.wait()[1])",
+    "pool": "from concurrent.futures import ThreadPoolExecutor as P\npool = P(1)\nprint(pool.submit(str, 1).result())",
+    "warning": "import warnings\nwarnings.warn('careful')",
+    "hard": "import os\nos.write(1, b'raw')\nos._exit(9)",
+    "pickle": "import pickle\nclass A: ...\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
+}
+
+
+@pytest.mark.parametrize("source", ENDINGS.values(), ids=ENDINGS)
+def test_a_script_ends_as_without(both, source):
+    plain, ours = both(source)
+    assert ours.returncode == plain.returncode
+    assert ours.stdout == plain.stdout
+    assert ours.stderr == plain.stderr
+
+
+def test_a_spawned_process_finds_the_script(both):
+    plain, ours = both(
+        "import multiprocessing\n"
+        "def work(x):\n    return x * 2, __name__\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(work, [1, 2]))\n"
+    )
+    assert ours.stdout == plain.stdout == "[(2, '__mp_main__'), (4, '__mp_main__')]\n"
+    assert ours.stderr == plain.stderr
+
+
+def test_a_module_runs_as_by_python_m(command, script, tmp_path):
+    script("", "package/__init__.py")
+    script("import sys\nprint(__name__, __spec__.name, __package__, sys.argv[1:], sys.path[0])", "package/__main__.py")
+    plain = subprocess.run(
+        [sys.executable, "-m", "package", "-x", "1"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    ours = command("run", "-q", "-m", "package", "-x", "1")
+    assert ours.stdout == plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["missing.py"], "'missing.py' does not exist"),
+        (["."], "is a directory"),
+        (["-m", "no.such.module"], "'no.such.module'"),
+        (["--device", "no-such-device", "script.py"], "edge-npu"),
+        (["--strict", "script.py"], "--device or --watch"),
+    ],
+    ids=["file", "directory", "module", "device", "strict"],
+)
+def test_what_cannot_be_run_is_said_in_a_sentence(command, script, arguments, says):
+    script("print('ran')")
+    ran = command("run", *arguments)
+    assert ran.returncode == 2
+    assert ran.stdout == ""
+    assert says in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_an_interrupt_ends_it_as_without(script, tmp_path):
+    name = script("import sys, time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    arguments = [sys.executable, "-m", "torchguard", "run", "--quiet", name]
+    process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert told.splitlines()[-1] == "KeyboardInterrupt"
+    assert "torchguard" not in told
+
+
+def test_a_script_that_fails_is_reported_on_all_the_same(command, script):
+    ran = command("run", script(TRAIN + "raise RuntimeError('too late')\n"))
+    assert ran.returncode == 1
+    assert "RuntimeError: too late" in ran.stderr
+    assert "4 compilations" in ran.stderr
+
+
+def test_artifacts_go_where_the_command_was_started(command, script, tmp_path):
+    ran = command("run", script("import os\nos.mkdir('sub')\nos.chdir('sub')\n" + TRAIN))
+    assert len(list((tmp_path / "debug_artifacts").iterdir())) == 4
+    assert "script.py:15  if h.sum() > 1e9:" in ran.stderr
+
+
+def test_a_device_is_checked_without_changing_what_runs_and_without_writing(command, script, tmp_path):
+    ran = command("run", "--no-capture", "--device", "edge-npu", script(TRAIN))
+    assert ran.returncode == 0
+    assert ran.stdout == "trained\n"
+    assert "on edge-npu" in ran.stderr
+    assert "pad dim 1 from 4 to 16" in ran.stderr
+    assert "could not be checked" not in ran.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", 4), ("sys.exit(5)\n", 5)], ids=["well", "badly"])
+def test_strict_ends_with_4_if_rules_are_broken_and_the_script_ended_well(command, script, ending, code):
+    ran = command("run", "-q", "--no-capture", "--strict", "--device", "edge-npu", script(TRAIN + ending))
+    assert ran.returncode == code
+
+
+def test_a_script_without_torch_runs(command, script):
+    ran = command("run", script("print(1)"))
+    assert ran.stdout == "1\n"
+    assert "torch.compile was never used" in ran.stderr
+
+
+def test_a_report_finds_its_way_past_a_script_that_hides_stderr(command, script):
+    ran = command("run", script("import sys\nsys.stdout.close()\nsys.stderr = None\n"))
+    assert ran.returncode == 0
+    assert "torch.compile was never used" in ran.stderr

@@ -1,0 +1,218 @@
+"""`torchguard run --watch`: models that know nothing of it tell which samples went bad."""
+
+import copy
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from torchguard.cli.watched import Watcher
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+class Trainer:
+    def __init__(self, net):
+        self.net = net
+
+    def step(self, x):
+        return self.net(x)
+
+
+def batch(*bad):
+    x = torch.ones(6, 4)
+    x[list(bad)] = float("nan")
+    return x
+
+
+@pytest.fixture
+def watcher(monkeypatch):
+    """What `--watch` puts in the place of `torch.compile`, for this test."""
+    monkeypatch.setattr(torch, "compile", torch.compile)
+    monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
+    watcher = Watcher()
+    watcher.install()
+    return watcher
+
+
+@pytest.fixture
+def model():
+    return Net()
+
+
+def bad(log):
+    return [(one.call, one.incident.sample, one.incident.path) for one in log.seen]
+
+
+def in_place(model):
+    model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+def as_closure(model):
+    return torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)
+
+
+def as_global_made_later(model):
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(x):
+        return late(x)
+
+    globals()["late"] = model
+    return step
+
+
+def as_argument(model):
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(net, x):
+        return net(x)
+
+    return lambda x: step(model, x)
+
+
+def as_forward(model):
+    return torch.compile(model.forward, backend="eager", fullgraph=True)
+
+
+def as_bound_method(model):
+    return torch.compile(Trainer(model).step, backend="eager", fullgraph=True)
+
+
+def as_decorated_method(model):
+    class Own(Trainer):
+        step = torch.compile(Trainer.step, backend="eager", fullgraph=True)
+
+    return Own(model).step
+
+
+def as_module(model):
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        as_module,
+        in_place,
+        as_closure,
+        as_global_made_later,
+        as_argument,
+        as_forward,
+        as_bound_method,
+        as_decorated_method,
+    ],
+    ids=lambda way: way.__name__,
+)
+def test_models_are_watched_however_they_are_compiled(watcher, model, compiled):
+    step = compiled(model)
+    for x in (batch(), batch(2, 4), batch()):
+        step(x)
+    (log,) = watcher.logs
+    watcher.finish()
+    assert bad(log) == [(2, 2, "input"), (2, 4, "input")]
+    assert (log.name, log.calls, log.bad_calls, log.problem) == ("Net", 3, 1, "")
+    assert watcher.unwatched == {}
+
+
+def test_what_is_returned_is_what_the_model_returns(watcher, model):
+    expected = model(batch())
+    assert torch.equal(torch.compile(model, backend="eager")(batch()), expected)
+
+
+def test_a_model_that_is_compiled_twice_is_watched_once(watcher, model):
+    torch.compile(model, backend="eager")(batch(1))
+    torch.compile(torch.compile(model, backend="aot_eager"), backend="eager")(batch(2))
+    (log,) = watcher.logs
+    assert {sample for _, sample, _ in bad(log)} == {1, 2}
+    assert watcher.unwatched == {}
+
+
+def test_blocks_compiled_one_by_one_are_watched_each(watcher):
+    blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for block in blocks:
+        block.compile(backend="eager")
+    with torch.no_grad():
+        blocks(batch(5))
+    assert [bad(log) for log in watcher.logs] == [[(1, 5, "input")]] * 3
+
+
+def test_a_part_of_a_watched_model_is_not_watched_again(watcher, model):
+    torch.compile(model, backend="eager")(batch(1))
+    torch.compile(model.first, backend="eager")(batch(2))
+    (log,) = watcher.logs
+    assert bad(log) == [(1, 1, "input")]
+
+
+def test_a_loss_without_parameters_is_not_taken_for_a_model(watcher, model):
+    loss = nn.MSELoss()
+    torch.compile(lambda x: loss(model(x), torch.zeros(6, 2)), backend="eager")(batch())
+    assert [log.name for log in watcher.logs] == ["Net"]
+
+
+def test_a_method_decorated_in_the_class_of_a_model_is_named_as_not_watched(watcher):
+    class Decorated(Net):
+        forward = torch.compile(Net.forward, backend="eager")
+
+    assert Decorated()(batch(1)).shape == (6, 2)
+    assert watcher.logs == []
+    assert "Compile the module" in watcher.unwatched["Decorated"]
+
+
+def test_a_model_that_cannot_be_watched_runs_all_the_same(watcher):
+    class Own(Net):
+        def report(self):
+            return "mine"
+
+    compiled = torch.compile(Own(), backend="eager")
+    assert compiled(batch(1)).shape == (6, 2)
+    assert compiled.report() == "mine"
+    assert "'report'" in watcher.unwatched["Own"]
+
+
+def test_functions_that_are_compiled_inside_others_stay_in_one_graph(watcher, model):
+    double = torch.compile(lambda x: x * 2, backend="eager")
+    step = torch.compile(lambda x: double(model(x)), backend="eager", fullgraph=True)
+    assert step(batch()).shape == (6, 2)
+
+
+def test_training_saving_and_copying_go_on_as_before(watcher, model):
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), 0.1)
+    for x in (batch(), batch()):
+        optimizer.zero_grad()
+        compiled(x).sum().backward()
+        optimizer.step()
+    compiled.eval()
+    torch.save(compiled.state_dict(), io.BytesIO())
+    assert "_orig_mod.first.weight" in compiled.state_dict()
+    assert isinstance(compiled._orig_mod, Net)
+    assert copy.deepcopy(model)(batch()).shape == (6, 2)
+    assert watcher.logs[0].calls == 2
+
+
+def test_a_run_tells_which_samples_went_bad(command, tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 2))\n"
+        "compiled = torch.compile(model, backend='aot_eager', fullgraph=True)\n"
+        "x = torch.ones(3, 4)\n"
+        "compiled(x)\n"
+        "x[1] = float('nan')\n"
+        "print(compiled(x).shape)\n"
+    )
+    ran = command("run", "--no-capture", "--watch", "--strict", "--report", "report.json", "script.py")
+    assert ran.returncode == 4
+    assert ran.stdout == "torch.Size([3, 2])\n"
+    assert "Sequential: something went bad in 1 of 2 calls." in ran.stderr
+    assert "call 2: sample 1: NAN at input" in ran.stderr
+    (log,) = json.loads((tmp_path / "report.json").read_text())["watched"]
+    assert [one["text"] for one in log["incidents"]] == ["sample 1: NAN at input, position 0, seen in 3 places"]

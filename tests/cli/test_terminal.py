@@ -1,0 +1,80 @@
+"""What is written to a terminal, and to a file."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchguard.cli.amounts import age_of
+from torchguard.cli.exits import CommandError
+from torchguard.cli.terminal import console, in_a_line, safe, table
+
+
+@given(st.text())
+def test_no_text_can_drive_a_terminal(text):
+    shown = safe(text)
+    assert all(character in "\n\t" or character.isprintable() or not _is_control(character) for character in shown)
+
+
+def _is_control(character):
+    code = ord(character)
+    return code < 0x20 or 0x7F <= code < 0xA0 or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+
+
+@given(st.text())
+def test_a_line_is_a_line(text):
+    assert len(in_a_line(text).splitlines()) <= 1
+    assert len(in_a_line(text, 10)) <= 13
+
+
+def test_tables_are_plain_in_a_file_and_never_cut(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with (tmp_path / "out").open("w") as file:
+        console(file).print(table(("NAME", "COUNT"), [("x" * 300, 1), ("[red]y[/red]", 22)], right=("COUNT",)))
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert lines[1].split() == ["x" * 300, "1"]
+    assert lines[2].split() == ["[red]y[/red]", "22"]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("1.5h", 5400), ("7d", 604800), (" 2 W ", 1209600)])
+def test_ages_are_read_as_written(text, seconds):
+    assert age_of(text).total_seconds() == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1y", "nan d", "1e3d"])
+def test_what_is_no_age_is_refused(text):
+    with pytest.raises(CommandError, match="is no age"):
+        age_of(text)
+
+
+def test_an_age_beyond_all_dates_is_the_oldest_there_is():
+    assert age_of("9" * 30 + "w").days == 36_500
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_colour"), [({}, True), ({"NO_COLOR": "1"}, False)], ids=["colour", "NO_COLOR"]
+)
+def test_on_a_terminal_of_80_columns_nothing_is_wider(captured, environment, has_colour):
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    variables = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    arguments = [sys.executable, "-m", "torchguard", "show", "--dir", captured.root]
+    ran = subprocess.run(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env={**variables, "TERM": "xterm-256color", "COLUMNS": "80", **environment},
+        check=False,
+    )
+    told = os.read(ours, 1 << 20).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert ran.returncode == 0
+    assert ("\x1b[3" in told) == has_colour
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in told.splitlines()) <= 80

@@ -1,0 +1,169 @@
+"""A certificate says what was checked of a compiled function, and whether any of it failed."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+from torchguard.compiled import Builder, Certificate, CompileError, compile_out, compile_scalar
+
+
+def block(x, w, v):
+    return F.layer_norm(x + torch.tanh(x @ w) @ v, (6,))
+
+
+@pytest.fixture
+def point():
+    return torch.randn(3, 6), torch.randn(6, 4), torch.randn(4, 6)
+
+
+@pytest.fixture
+def c(point):
+    return compile_out(block, *point, backend="eager")
+
+
+class SlightlyWrong(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2.002 * ctx.saved_tensors[0]
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * 2.002 * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_sound_function_is_certified(point, backend):
+    certificate = compile_out(block, *point, backend=backend).certify(level="algebraic")
+    assert certificate.ok
+    assert not certificate.of("inconclusive")
+    assert {claim.layer for claim in certificate.claims} == {"typed", "probe", "algebraic"}
+    assert {claim.subject for claim in certificate.claims} >= {"forward", "jvp", "vjp"}
+
+
+@pytest.mark.parametrize("level", ["typed", "probe", "algebraic", "enclosure"])
+def test_a_level_goes_as_far_as_it_says(c, level):
+    certificate = c.certify(level=level)
+    assert certificate.ok
+    assert certificate.claims[-1].layer == level
+
+
+def test_probes_are_of_the_value_the_adjoint_the_remainder_and_linearity(c):
+    says = " ".join(claim.says for claim in c.certify(level="probe").claims)
+    for part in ("eager mode", "float64", "<Jv, w>", "Taylor", "linear in the tangent", "linear in the seed"):
+        assert part in says
+
+
+def test_a_slightly_wrong_rule_is_found_by_algebra_alone():
+    c = compile_out(lambda x: SlightlyWrong.apply(x), torch.randn(8), backend="eager")
+    certificate = c.certify(level="algebraic")
+    assert not certificate.ok
+    assert {claim.layer for claim in certificate.of("fail")} == {"algebraic"}
+
+
+def test_a_wrong_tangent_has_a_taylor_remainder_of_slope_one():
+    class Wrong(SlightlyWrong):
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent * 3 * ctx.saved_tensors[0]
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 3 * ctx.saved_tensors[0]
+
+    c = compile_out(lambda x: Wrong.apply(x), torch.randn(8), backend="eager")
+    (claim,) = c.certify(level="probe").of("fail")
+    assert "slope 1.0" in claim.says
+
+
+def test_kinks_and_missing_rules_are_not_failures():
+    x = torch.randn(1, 1, 4, 4), torch.rand(1, 2, 2, 2)
+    c = compile_out(lambda x, grid: F.grid_sample(x, grid, align_corners=False).relu(), *x, backend="eager")
+    certificate = c.certify(level="algebraic")
+    assert certificate.ok
+    assert any("There is none" in claim.says for claim in certificate.of("inconclusive"))
+    assert any("relu" in kink for kink in certificate.kinks)
+
+
+def test_it_is_frozen_and_goes_through_json(c):
+    certificate = c.certify()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        certificate.level = "enclosure"
+    read = json.loads(certificate.to_json())
+    assert read["ok"] is True
+    assert read["versions"]["torch"] == torch.__version__
+    assert read["leaves"][0] == "x: f32[3, 6]"
+    assert Certificate.from_json(certificate.to_json()) == certificate
+
+
+def test_what_is_no_certificate_is_refused():
+    for text in ("", "{}", '{"claims": [{}]}', "[]"):
+        with pytest.raises(CompileError, match="Certificate: this is not one"):
+            Certificate.from_json(text)
+
+
+def test_a_stored_certificate_is_checked_against_a_function(c, point):
+    stored = Certificate.from_json(c.certify().to_json())
+    assert stored.verify(c).ok
+    changed = compile_out(lambda x, w, v: block(x, w, v) * 2, *point, backend="eager")
+    found = stored.verify(changed)
+    assert not found.ok
+    assert "the graph is another one" in str(found)
+
+
+def test_verification_says_what_changed(c):
+    stored = c.certify()
+    old = dataclasses.replace(stored, versions=(("python", "3.10"), ("torch", "1.0")), leaves=("x: f32[2, 6]",))
+    said = str(old.verify(c))
+    assert "version of torch: 1.0 then" in said
+    assert "leaf x: f32[2, 6] then, f32[3, 6] now" in said
+    forged = dataclasses.replace(stored, claims=stored.claims[:1])
+    assert "claim probe forward 1: none then, pass now" in str(forged.verify(c))
+
+
+def test_the_same_seed_gives_the_same_certificate(c):
+    assert c.certify(seed=3) == c.certify(seed=3)
+
+
+def test_it_can_be_checked_at_another_point(c):
+    elsewhere = torch.zeros(3, 6), torch.ones(6, 4), torch.ones(4, 6)
+    assert c.certify(level="probe", at=elsewhere).ok
+
+
+def test_a_graph_built_by_hand_has_no_example_and_is_checked_at_random():
+    b = Builder("built")
+    x = b.leaf("x", (4,))
+    assert b.compile_scalar((x.sin() * x).sum(), backend="eager").certify().ok
+
+
+def test_a_level_that_is_none_is_refused(c):
+    with pytest.raises(CompileError, match="level is one of typed, probe, algebraic, enclosure, not 'all'"):
+        c.certify(level="all")
+
+
+def test_it_is_shown_as_text_and_as_a_table(c):
+    certificate = c.certify()
+    assert str(certificate).startswith("block: ok up to algebraic, graph ")
+    console = Console(width=140, record=True, quiet=True)
+    console.print(certificate)
+    with console.capture() as shown:
+        console.quiet = False
+        console.print(certificate)
+    assert "algebraic" in shown.get()
+    assert "pass" in shown.get()
+
+
+def test_a_scalar_function_is_certified():
+    assert compile_scalar(lambda x: (x**2).sum(), torch.randn(5), backend="eager").certify().ok

@@ -1,0 +1,150 @@
+"""A compiled derivative is probed where it is first used; one that is wrong is made again in another way."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchguard.compiled import CompiledFunctionWarning, compile_out
+from torchguard.compiled.executables import BACKENDS
+from torchguard.compiled.probe import adjoint_gap, gap_at
+
+
+def conv_times_pool(x, w, b):
+    c = F.conv2d(x, w, b, padding=1)
+    return c * F.max_pool2d(c, 3, 1, 1)
+
+
+@pytest.fixture
+def image():
+    return torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)
+
+
+def by_torch_compile(x, w):
+    """Value and gradients as `torch.compile` and autograd give them."""
+    tracked = [leaf.clone().requires_grad_() for leaf in x]
+    with torch.enable_grad():
+        y = torch.compile(conv_times_pool, fullgraph=True)(*tracked)
+    return [y.detach(), *torch.autograd.grad(y, tracked, w)]
+
+
+def test_the_gradient_that_torch_compile_gets_wrong_is_right(image):
+    w = torch.randn(1, 4, 8, 8)
+    right = torch.func.vjp(conv_times_pool, *image)[1](w)
+    c = compile_out(conv_times_pool, *image)
+    torch.testing.assert_close(c.vjp_with_seed(image, w), right, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(c.vjp(image)[1](w), right, rtol=1e-3, atol=1e-3)
+
+
+def test_code_with_the_gradient_of_torch_compile_is_caught_and_healed(image, monkeypatch):
+    w = torch.randn(1, 4, 8, 8)
+    right = torch.func.vjp(conv_times_pool, *image)[1](w)
+    theirs = by_torch_compile(image, w)[1:]
+    is_wrong = not torch.allclose(theirs[0], right[0], rtol=0.1, atol=0.1)
+    run = lambda values: by_torch_compile(values[:3], values[3])  # noqa: E731
+    monkeypatch.setitem(BACKENDS, "inductor", lambda graph: run)
+    c = compile_out(conv_times_pool, *image)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = c.vjp_with_seed(image, w)
+    torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3)
+    said = [str(one.message) for one in told if one.category is CompiledFunctionWarning]
+    assert bool(said) == is_wrong
+    assert c.healed == ({"vjp": "inductor without layout optimisation"} if is_wrong else {})
+
+
+def off_by(factor):
+    """A backend whose results after the first are off by a factor."""
+
+    def compile_wrongly(graph):
+        return lambda values: [y if i == 0 else y * factor for i, y in enumerate(graph(*values))]
+
+    return compile_wrongly
+
+
+def test_wrong_code_is_replaced_and_a_warning_says_so(monkeypatch):
+    for backend in ("inductor", "inductor without layout optimisation"):
+        monkeypatch.setitem(BACKENDS, backend, off_by(1.1))
+    c = compile_out(torch.sin, torch.ones(8))
+    x = torch.randn(8)
+    expected = (
+        "sin: the vjp compiled with inductor, and with inductor without layout optimisation fails the adjoint identity "
+        "here; aot_eager is used instead."
+    )
+    with pytest.warns(CompiledFunctionWarning) as told:
+        found = c.vjp_with_seed(x, torch.ones(8))
+    assert str(told[0].message) == expected
+    torch.testing.assert_close(found, x.cos())
+    assert c.healed == {"vjp": "aot_eager"}
+
+
+@pytest.mark.parametrize("call", ["jvp", "vjp_with_seed"])
+def test_each_derivative_is_probed_once(monkeypatch, call):
+    monkeypatch.setitem(BACKENDS, "inductor", off_by(0.9))
+    monkeypatch.setitem(BACKENDS, "inductor without layout optimisation", BACKENDS["eager"])
+    c, x = compile_out(torch.sin, torch.ones(8)), torch.randn(8)
+    with pytest.warns(CompiledFunctionWarning):
+        getattr(c, call)(x, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        getattr(c, call)(x, x)
+
+
+def test_a_wrong_rule_is_told_from_wrong_code():
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 3
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent * 2
+
+    c = compile_out(Wrong.apply, torch.ones(8), backend="eager")
+    with pytest.warns(CompiledFunctionWarning, match="eager mode fails it too: a rule is wrong"):
+        c.vjp_with_seed(torch.ones(8), torch.ones(8))
+
+
+def test_the_probe_may_be_switched_off(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "inductor", off_by(2.0))
+    c = compile_out(torch.sin, torch.ones(3), probe=False)
+    assert torch.equal(c.vjp_with_seed(torch.zeros(3), torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_the_probe_leaves_the_generator_alone():
+    c = compile_out(torch.sin, torch.ones(3), backend="eager")
+    before = torch.get_rng_state()
+    c.vjp_with_seed(torch.ones(3), torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_not_finite_is_not_probed():
+    c = compile_out(torch.sqrt, torch.ones(3), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert c.vjp_with_seed(torch.zeros(3), torch.ones(3)).isinf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_right_code_passes_by_far(dtype):
+    x = torch.randn(64, dtype=dtype)
+    c = compile_out(lambda x: torch.softmax(x, dim=0).log().tanh(), x, backend="eager")
+    gap = gap_at(c.graphs, "vjp", (c._executables["vjp"],), (x,))
+    assert gap is not None
+    assert gap.relative <= gap.tolerance / 4
+
+
+def test_a_gap_is_measured_by_the_usual_size_of_the_terms():
+    ones = [torch.ones(10_000)]
+    gap = adjoint_gap(ones, ones, ones, [torch.full((10_000,), 1.01)])
+    assert gap.relative == pytest.approx(1 / 1.01, rel=0.02)
+    assert not gap.is_small

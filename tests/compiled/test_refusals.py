@@ -1,0 +1,154 @@
+"""What is not pure is refused when it is compiled, and the line is named."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchguard.compiled import CompileError, ImpureFunctionError, compile_out, state_of
+
+HIDDEN = torch.ones(3)
+
+
+def changes_its_argument(x):
+    x.add_(1)  # the line
+    return x
+
+
+def changes_a_view_of_it(x):
+    x[0].mul_(2)  # the line
+    return x
+
+
+def branches(x):
+    if x.sum() > 0:  # the line
+        return x
+    return -x
+
+
+def reads_a_value(x):
+    return x * x.sum().item()  # the line
+
+
+def reads_a_global(x):
+    return x * HIDDEN  # the line
+
+
+def reads_a_global_number(x):
+    return x * HIDDEN.sum().item()  # the line
+
+
+def draws(x):
+    return x + torch.rand(3)  # the line
+
+
+def drops(x):
+    return F.dropout(x, 0.5)  # the line
+
+
+def has_a_shape_of_its_values(x):
+    return x[x > 0].sum() + torch.nonzero(x).sum()  # the line
+
+
+def writes_much_out(x):
+    return x + torch.tensor([float(i) for i in range(300)])[:3]  # the line
+
+
+def fails(x):
+    return x @ torch.zeros(5)  # the line
+
+
+def takes_functions(x):
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # the line
+
+
+def records(x):
+    return torch.autograd.grad(x.sin().sum(), x)[0]  # the line
+
+
+REASONS = {
+    changes_its_argument: "aten.add_ changes an argument in place. Use the out-of-place form",
+    changes_a_view_of_it: "aten.mul_ changes an argument in place",
+    branches: "the value of a tensor decides what is run. Use torch.where",
+    reads_a_value: "the value of a tensor decides what is run",
+    reads_a_global: "aten.mul reads a tensor that is no argument",
+    reads_a_global_number: "reads a tensor that is no argument",
+    draws: "aten.rand draws random numbers. Draw outside",
+    drops: "aten.bernoulli.* draws random numbers",
+    has_a_shape_of_its_values: "depends on values",
+    writes_much_out: "a tensor of 300 numbers is written out",
+    fails: "RuntimeError",
+    takes_functions: "cond takes functions",
+    records: "autograd does not record here. Use torch.func.grad",
+}
+
+
+@pytest.mark.parametrize("f", REASONS, ids=lambda f: f.__name__)
+def test_what_is_not_pure_is_refused_with_its_line(f):
+    code = f.__code__
+    with open(__file__) as source:
+        lines = source.read().splitlines()
+    line = next(n for n in range(code.co_firstlineno, len(lines)) if "# the line" in lines[n - 1])
+    with pytest.raises(CompileError, match=rf"at test_refusals\.py:{line} in {f.__name__}: .*{REASONS[f]}") as raised:
+        compile_out(f, torch.ones(3), backend="eager")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_argument_is_left_alone_by_a_function_that_is_refused():
+    x = torch.ones(3)
+    with pytest.raises(ImpureFunctionError):
+        compile_out(changes_its_argument, x)
+    assert x.tolist() == [1.0] * 3
+
+
+def test_a_module_closed_over_is_refused():
+    model = nn.Linear(3, 3)
+    with pytest.raises(
+        ImpureFunctionError, match=r"hidden constant\)\. Make it an argument, or pass the nn.Module itself"
+    ):
+        compile_out(lambda x: model(x), torch.ones(2, 3))
+
+
+def test_batch_norm_that_trains_is_refused():
+    with pytest.raises(ImpureFunctionError, match=r"in place|running statistics"):
+        compile_out(nn.BatchNorm1d(3), torch.ones(2, 3), backend="eager")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_changing_what_is_ones_own_is_fine(backend):
+    def f(x):
+        y = torch.zeros(2, 3)
+        y[0] = x * 2
+        return y.relu_()
+
+    c = compile_out(f, torch.ones(3), backend=backend)
+    x = torch.tensor([1.0, -1.0, 2.0])
+    torch.testing.assert_close(c(x), f(x))
+    assert c.vjp_with_seed(x, torch.ones(2, 3)).tolist() == [2.0, 0.0, 2.0]
+    assert c.jvp(x, torch.ones(3))[1][0].tolist() == [2.0, 0.0, 2.0]
+
+
+def test_literals_are_no_hidden_constants():
+    c = compile_out(lambda x: x * torch.tensor([1.0, 2.0, 3.0]) + torch.tensor(4.0), torch.ones(3), backend="eager")
+    assert c(torch.ones(3)).tolist() == [5.0, 6.0, 7.0]
+    assert c.vjp_with_seed(torch.ones(3), torch.ones(3)).tolist() == [1.0, 2.0, 3.0]
+    assert all(node.op != "get_attr" for node in c.graph.nodes)
+
+
+def test_random_numbers_may_be_lifted_to_leaves():
+    c = compile_out(lambda x: F.dropout(x * x, 0.5), torch.ones(4), lift_rng=True, backend="eager")
+    assert [leaf.name for leaf in c.leaves] == ["x", "bernoulli_0"]
+    x, mask = torch.randn(4), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    torch.testing.assert_close(c(x, mask), x * x * mask * 2)
+    y, pullback = c.vjp((x, mask))
+    gradient, of_mask = pullback(torch.ones(4))
+    torch.testing.assert_close(gradient, 4 * x * mask)
+    assert of_mask is None
+    torch.testing.assert_close(c.jvp((x, mask), (torch.ones(4), None)), (y, 4 * x * mask))
+
+
+def test_random_numbers_of_a_module_may_be_lifted():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    c = compile_out(model, torch.ones(2, 3), lift_rng=True, backend="eager")
+    state, mask = state_of(model), torch.ones(2, 3)
+    torch.testing.assert_close(c(state, torch.ones(2, 3), mask), 2 * model[0](torch.ones(2, 3)).detach())

@@ -1,0 +1,109 @@
+"""The type of each node, derived from the leaves by rules of our own."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.compiled.zoo import ZOO, graphs
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torchguard.compiled import algebra
+from torchguard.compiled.claims import Verdict
+from torchguard.compiled.typed import COVERED, check_types
+from torchguard.compiled.typed.types import Type, broadcast, promoted
+
+aten = torch.ops.aten
+
+
+def leaves_of(gm):
+    return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_all_graphs_of_the_zoo_are_well_typed(name):
+    g = graphs(name)
+    for subject, gm in (("forward", g.forward), ("jvp", g.jvp), ("vjp", g.vjp)):
+        claim = check_types(gm, leaves_of(gm), subject=subject)
+        assert claim.verdict is Verdict.PASS, claim
+        assert claim.layer == "typed"
+
+
+def test_a_node_that_records_a_wrong_shape_fails_and_is_named():
+    gm = copy.deepcopy(graphs("mlp").forward)
+    node = gm.graph.find_nodes(op="call_function", target=aten.tanh.default)[0]
+    with node.meta["val"].fake_mode:
+        node.meta["val"] = torch.empty(3, 6)
+    claim = check_types(gm, leaves_of(gm))
+    assert claim.verdict is Verdict.FAIL
+    assert claim.says == "tanh is float32[3, 5], but records float32[3, 6]."
+    assert "tanh" in claim.details["wrong"]
+
+
+def test_a_node_that_records_a_wrong_dtype_fails():
+    gm = copy.deepcopy(graphs("where_abs").forward)
+    node = gm.graph.find_nodes(op="call_function", target=aten.gt.Tensor)[0]
+    with node.meta["val"].fake_mode:
+        node.meta["val"] = torch.empty(3, 4)
+    claim = check_types(gm, leaves_of(gm))
+    assert claim.verdict is Verdict.FAIL
+    assert claim.says.startswith("gt is bool[3, 4], but records float32[3, 4]")
+
+
+def test_a_node_that_records_nothing_fails():
+    gm = copy.deepcopy(graphs("mlp").forward)
+    del gm.graph.find_nodes(op="call_function", target=aten.tanh.default)[0].meta["val"]
+    assert "records no type" in check_types(gm, leaves_of(gm)).says
+
+
+def test_other_leaves_than_it_was_traced_with_fail():
+    gm = graphs("linear").forward
+    x, w, b = leaves_of(gm)
+    claim = check_types(gm, [Type((3, 7), torch.float32), w, b])
+    assert claim.verdict is Verdict.FAIL
+    assert "It takes 3 tensors, not 2." in check_types(gm, [x, w]).says
+
+
+def test_operands_that_do_not_fit_fail_and_are_named():
+    gm = copy.deepcopy(graphs("bilinear_einsum").forward)
+    node = next(n for n in gm.graph.nodes if n.target in (aten.bmm.default, aten.mm.default))
+    node.args = (node.args[1], node.args[0])
+    claim = check_types(gm, leaves_of(gm))
+    assert claim.verdict is Verdict.FAIL
+    assert "times" in claim.says
+
+
+def test_an_operator_outside_the_table_is_named_and_decides_nothing():
+    gm = make_fx(lambda x: torch.special.bessel_j0(x) + 1, tracing_mode="fake")(torch.randn(3))
+    claim = check_types(gm, leaves_of(gm))
+    assert claim.verdict is Verdict.INCONCLUSIVE
+    assert claim.details["unsupported"] == ["aten.special_bessel_j0.default"]
+
+
+dtypes = st.sampled_from(
+    [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16]
+    + [torch.float32, torch.float64]
+)
+shapes = st.lists(st.sampled_from([1, 2, 3]), max_size=3).map(tuple)
+operands = st.one_of(st.tuples(shapes, dtypes), st.sampled_from([True, 2, 0.5]))
+
+
+@given(st.tuples(shapes, dtypes), operands)
+@settings(max_examples=200, deadline=None)
+def test_promotion_and_broadcasting_are_torchs(first, second):
+    a = torch.empty(first[0], dtype=first[1])
+    b = torch.empty(second[0], dtype=second[1]) if isinstance(second, tuple) else second
+    own = [Type(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else t for t in (a, b)]
+    try:
+        result = torch.mul(a, b)
+    except RuntimeError:
+        with pytest.raises(Exception, match="do not broadcast"):
+            broadcast(a.shape, b.shape)
+        return
+    assert promoted(*own) == result.dtype
+    assert broadcast(a.shape, b.shape if isinstance(b, torch.Tensor) else ()) == tuple(result.shape)
+
+
+def test_the_table_covers_whatever_the_algebraic_one_does():
+    assert {"matmul"} == algebra.COVERED - COVERED
