@@ -256,3 +256,9 @@ def fake_tensors() -> contextlib.AbstractContextManager[object]:
     from torch._subclasses import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def hint_of(size: torch.SymInt) -> int | None:
+    """The size at hand behind a symbol, without the guard that asking the symbol itself adds. None if unknown."""
+    hint = size.node.hint if size.node.has_hint() else None
+    return int(hint) if hint is not None else None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torchguard.artifacts._torch import hint_of
 from torchguard.artifacts.schema import SCHEMA_VERSION
 
 _LONGEST = 500
@@ -15,7 +16,19 @@ _PLACE = re.compile(r'File "(.*)", line (\d+), in (.*)\n\s*(.*)')
 
 def graph_to_data(graph: fx.GraphModule, name: str, kind: str) -> dict[str, Any]:
     nodes = [_node(node, prefix) for prefix, node in nodes_of(graph)]
-    return {"schema": SCHEMA_VERSION, "name": name, "kind": kind, "nodes": nodes}
+    return {"schema": SCHEMA_VERSION, "name": name, "kind": kind, "nodes": nodes, "sizes": _sizes_at_hand(graph)}
+
+
+def _sizes_at_hand(graph: fx.GraphModule) -> dict[str, int]:
+    """What symbols, and sums and products of them, were while this was compiled, as far as that is known."""
+    found: dict[str, int] = {}
+    for _, node in nodes_of(graph):
+        for value in values_of(node):
+            sizes = [*value.shape, *(_strides(value) or ())] if isinstance(value, Tensor) else [value]
+            for size in sizes:
+                if isinstance(size, torch.SymInt) and (hint := hint_of(size)) is not None:
+                    found[str(size)] = hint
+    return found
 
 
 def nodes_of(graph: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
@@ -87,9 +100,13 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
         "device": str(tensor.device),
         "requires_grad": tensor.requires_grad,
     }
-    if tensor.layout == torch.strided and not tensor.is_nested:
-        found["stride"] = [_size(one) for one in tensor.stride()]
+    if (strides := _strides(tensor)) is not None:
+        found["stride"] = [_size(one) for one in strides]
     return found
+
+
+def _strides(tensor: Tensor) -> tuple[int | torch.SymInt, ...] | None:
+    return tensor.stride() if tensor.layout == torch.strided and not tensor.is_nested else None
 
 
 def _size(size: int | torch.SymInt) -> int | str:

@@ -89,7 +89,13 @@ SCHEMA: Mapping[str, Schema] = MappingProxyType(
             }
         ),
         "graph": _record(
-            {"schema": {"type": "integer"}, "name": _TEXT, "kind": _TEXT, "nodes": {"type": "array", "items": _NODE}}
+            {
+                "schema": {"type": "integer"},
+                "name": _TEXT,
+                "kind": _TEXT,
+                "nodes": {"type": "array", "items": _NODE},
+                "sizes": {"type": "object", "values": {"type": "integer"}},
+            }
         ),
         "guards": _record(
             {"schema": {"type": "integer"}, "count": _COUNT, "guards": {"type": "array", "items": _GUARD}}

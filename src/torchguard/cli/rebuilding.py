@@ -15,7 +15,10 @@ from torchguard.cli.tracing import Pair
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact
 
-_GETITEM = "_operator.getitem"
+# What calculates with sizes, beside the ops.
+_OPERATORS = {
+    f"_operator.{name}": getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod")
+}
 
 Node = Mapping[str, Any]
 
@@ -37,12 +40,12 @@ def pairs_in(artifact: "Artifact") -> list[Pair]:
 
 def rebuilt(data: Mapping[str, Any]) -> fx.GraphModule:
     """A graph from what an artifact says of it; to be called where tensors are fake."""
-    graph, root = fx.Graph(), torch.nn.Module()
+    graph, root, sizes = fx.Graph(), torch.nn.Module(), data["sizes"]
     nodes: dict[str, fx.Node] = {}
     for one in data["nodes"]:
         try:
             node = _node(graph, one, nodes)
-            node.meta["val"] = _value(one, node)
+            node.meta["val"] = _value(one, node, sizes)
             if node.op == "get_attr":
                 root.register_buffer(one["target"], node.meta["val"])
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -64,32 +67,41 @@ def _node(graph: fx.Graph, one: Node, nodes: Mapping[str, fx.Node]) -> fx.Node:
         return graph.create_node("get_attr", one["target"], name=one["name"])
     if one["op"] == "output":
         return graph.output(tuple(nodes[name] for name in one["inputs"]))
-    target = operator.getitem if one["target"] == _GETITEM else op_named(one["target"])
+    target = _OPERATORS.get(one["target"]) or op_named(one["target"])
     if one["op"] != "call_function" or target is None:
         raise ValueError(f"it calls {one['target']}, which is no op")
     args, kwargs = arguments(one["args"], nodes)
     return graph.create_node("call_function", target, args, kwargs, name=one["name"])
 
 
-def _value(one: Node, node: fx.Node) -> Any:
+def _value(one: Node, node: fx.Node, sizes: Mapping[str, int]) -> Any:
     """What a node gives. What is a view shares the memory of what it is a view of."""
     if node.target is operator.getitem:
         source, index = node.args
         return source.meta["val"][index]  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     first = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else None
     is_shared = node.op == "call_function" and isinstance(first, Tensor) and is_view(node.target)
-    made = [_tensor(value, first if is_shared else None) for value in one["values"]]
+    made = [_made(value, sizes, first if is_shared else None) for value in one["values"]]
     return made[0] if len(made) == 1 else tuple(made) if made else None
 
 
-def _tensor(value: Mapping[str, Any], base: Tensor | None) -> Tensor | None:
+def _made(value: Mapping[str, Any], sizes: Mapping[str, int], base: Tensor | None) -> Tensor | int | None:
+    if "symbol" in value:
+        return _size(value["symbol"], sizes)
     told = value.get("tensor")
-    sizes = [*told["shape"], *told["stride"]] if told else []
-    if "symbol" in value or not all(isinstance(size, int) for size in sizes):
-        raise ValueError("its sizes are symbols, of which an artifact knows the names alone")
     if told is None:
         return None
+    shape, stride = ([_size(size, sizes) for size in told[name]] for name in ("shape", "stride"))
     dtype = getattr(torch, told["dtype"])
     if base is not None and base.dtype == dtype:
-        return base.as_strided(told["shape"], told["stride"])
-    return torch.empty_strided(told["shape"], told["stride"], dtype=dtype, device=told["device"])
+        return base.as_strided(shape, stride)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=told["device"])
+
+
+def _size(size: int | str, sizes: Mapping[str, int]) -> int:
+    """A size, of symbols the one that was at hand."""
+    if isinstance(size, int):
+        return size
+    if size not in sizes:
+        raise ValueError(f"its size {size} was not known when it was compiled")
+    return sizes[size]
