@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchguard.cli.attaching import before_compiling, when_loaded
+from torchguard.cli.ours import without_ours
 from torchguard.cli.progress import CompilingLine
 from torchguard.cli.terminal import in_a_line
 from torchguard.cli.tracing import Collected, check_one
@@ -106,7 +107,7 @@ class Observation:
                 reports.append(check_one(pair, self._wanted.device))
             except Exception as error:  # of a look at what was compiled, which is over
                 self.problems.append(in_a_line(f"{pair.compile_id} could not be checked: {error!r}"))
-        return sum(reports[1:], start=reports[0]) if reports else None
+        return without_ours(sum(reports[1:], start=reports[0])) if reports else None
 
 
 def _directory(given: Path | None) -> Path:

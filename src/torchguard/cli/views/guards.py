@@ -1,6 +1,5 @@
 """What was compiled, why again, and where graphs break."""
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from torchguard.cli.ours import is_ours
 from torchguard.cli.terminal import count_shown, plain, table
 from torchguard.cli.views.places import place
 
@@ -16,7 +16,6 @@ Facts = Mapping[str, Any]
 # Of a guard tree, so many of the commonest kinds are named.
 _KINDS = 8
 _OF_WATCHING = re.compile(r"_hooks\[.*\.watch\b|\._watch\b|L\['journal'\]|L\['watch'\]")
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 
 
 def compilations(facts: Facts, limit: int = 30) -> RenderableType:
@@ -93,7 +92,7 @@ def cost(measured: Mapping[str, Any]) -> RenderableType:
 
 def _of_script(frames: Sequence[Facts]) -> list[Facts]:
     """Those that are not torchguard's: where graphs break, Dynamo compiles what watches by itself."""
-    return [frame for frame in frames if not frame["file"].startswith(_OURS)]
+    return [frame for frame in frames if not is_ours(frame["file"])]
 
 
 def _misses(misses: Sequence[Facts]) -> Iterator[RenderableType]:

@@ -44,7 +44,7 @@ def report(seen: "Observation") -> Iterator[RenderableType]:
     if seen.device_report is not None:
         yield from device_view.report(seen.device_report, limit=_VIOLATIONS)
         if seen.watcher is not None:
-            yield plain("What --watch adds to the graphs was checked, too.", "dim")
+            yield plain("What --watch adds to the graphs counts as running anywhere.", "dim")
     if seen.watcher is not None:
         for log in seen.watcher.logs:
             yield from _incidents(log)
