@@ -157,10 +157,10 @@ def inductor(graph: GraphModule, fakes: Sequence[Tensor], layout_optimization: b
     (output,) = graph.graph.find_nodes(op="output")
     # Every output keeps its strides: the next graph is compiled for what this one says it returns.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    with (
-        config.patch(layout_optimization=layout_optimization and config.layout_optimization),
-        warnings.catch_warnings(),
-    ):
+    settings = {"layout_optimization": layout_optimization and config.layout_optimization}
+    # Leaves are checked in every call, and what one graph hands to the next is as compiled: a fifth of a small call.
+    settings |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
+    with config.patch(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Inductor says of its own code is not the caller's to mend
         compiled: Any = compile_fx_inner(graph, list(fakes))
     return getattr(compiled, "current_callable", None) or compiled
