@@ -15,7 +15,7 @@ from torchguard.device.checking import check
 from torchguard.device.description import RUN, STRICT, Device
 from torchguard.device.fields import FIELDS, check_names, like, read_bool
 from torchguard.device.report import DeviceReport
-from torchguard.device.violations import Violation
+from torchguard.device.violations import Violation, without_nodes
 from torchguard.exceptions import DeviceError, DeviceRejectionError
 
 logger = logging.getLogger("torchguard.device")
@@ -88,8 +88,8 @@ class MockBackend:
     def _take(self, report: DeviceReport, mode: str) -> None:
         with self._lock:
             self._reports.append(report)
-            new = [one for one in report.violations if _without_nodes(one) not in self._logged]
-            self._logged.update(map(_without_nodes, new))
+            new = [one for one in report.violations if without_nodes(one) not in self._logged]
+            self._logged.update(map(without_nodes, new))
         artifacts.attach("device.json", report.to_json)
         if mode == "strict" and report.violations:
             raise DeviceRejectionError(report)
@@ -151,10 +151,6 @@ def _is_set(value: str) -> bool:
         return bool(value) and read_bool(value)
     except ValueError:
         raise DeviceError(f"{STRICT}: {value!r} is not allowed. Use 1 or 0.") from None
-
-
-def _without_nodes(violation: Violation) -> Violation:
-    return replace(violation, nodes=(), tensors=())
 
 
 mock_backend = UnconfiguredBackend()

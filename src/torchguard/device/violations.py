@@ -10,6 +10,9 @@ from torch import fx
 
 from torchguard.guards.places import Place, own_place
 
+# How Dynamo writes a path: L['self']._modules['layers']._modules['0'], or L['self'].layers[0].
+_ROOT = re.compile(r"^L\['\w+'\]")
+_ITEM = re.compile(r"(?:\._modules)?\[(?:'|\")?(\w+)(?:'|\")?\]")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
 
 
@@ -27,6 +30,7 @@ class Violation:
         holds_now: whether the condition holds for the sizes at hand; others may follow without being compiled again.
         nodes: the nodes of the graph that cannot run for it.
         tensors: what they take that does not fit, by the names of the program or of nodes; empty if that is not it.
+        modules: the modules in which these nodes are, as far as they are in any.
     """
 
     code: str
@@ -39,14 +43,15 @@ class Violation:
     holds_now: bool = False
     nodes: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         needs = f" (needs {self.condition})" if self.condition else ""
         times = f" [{len(self.nodes)} times]" if len(self.nodes) > 1 else ""
-        more = f" and {len(self.tensors) - 1} more" if len(self.tensors) > 1 else ""
-        what = f" ({self.tensors[0]}{more})" if self.tensors else ""
+        what = f" ({some(self.tensors)})" if self.tensors else ""
         lines = [f"{self.code} {self.graph}: {self.op}: {self.message}{what}{needs}{times}"]
-        lines += [f"    at {self.place}"] if self.place else []
+        where = [*([f"at {self.place}"] if self.place else []), *([f"in module {some(self.modules)}"] if self.modules else [])]
+        lines += [f"    {', '.join(where)}"] if where else []
         return "\n".join([*lines, f"    {self.remedy}"] if self.remedy else lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,23 +59,40 @@ class Violation:
 
 
 def merged(violations: Iterable[Violation]) -> tuple[Violation, ...]:
-    """One for all that differ in nodes and tensors alone: the layers of a model share their lines."""
+    """One for all that differ in nodes, tensors and modules alone: the layers of a model share their lines."""
     alike: dict[Violation, list[Violation]] = {}
     for violation in violations:
-        alike.setdefault(replace(violation, nodes=(), tensors=()), []).append(violation)
+        alike.setdefault(without_nodes(violation), []).append(violation)
     return tuple(
         replace(
             rest,
-            nodes=tuple(dict.fromkeys(node for one in some for node in one.nodes)),
-            tensors=tuple(dict.fromkeys(tensor for one in some for tensor in one.tensors)),
+            nodes=tuple(dict.fromkeys(node for one in all_of_it for node in one.nodes)),
+            tensors=tuple(dict.fromkeys(tensor for one in all_of_it for tensor in one.tensors)),
+            modules=tuple(dict.fromkeys(module for one in all_of_it for module in one.modules)),
         )
-        for rest, some in alike.items()
+        for rest, all_of_it in alike.items()
     )
+
+
+def without_nodes(violation: Violation) -> Violation:
+    """What is said of a rule, and not of which nodes."""
+    return replace(violation, nodes=(), tensors=(), modules=())
+
+
+def some(names: tuple[str, ...]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def place_of(*nodes: fx.Node) -> Place | None:
     """The line in the user's code of the first of these nodes that has one."""
     return next((_place(trace) for node in nodes if (trace := node.meta.get("stack_trace"))), None)
+
+
+def module_of(node: fx.Node) -> str | None:
+    """The path of the innermost module that a node is of, None if there is none."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = _ROOT.sub("", str(next(reversed(stack.values()))[0])) if stack else ""
+    return _ITEM.sub(r".\1", path).lstrip(".") or None
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ from rich.padding import Padding
 
 from torchguard.cli.terminal import bytes_shown, count_shown, plain, table
 from torchguard.cli.views.places import place
+from torchguard.device.violations import some
 
 if TYPE_CHECKING:
     from torchguard.device import DeviceReport, Violation
@@ -47,6 +48,8 @@ def violation(one: "Violation") -> Iterator[RenderableType]:
         yield _under(f"needs {one.condition}")
     if one.place:
         yield _under(f"{place(one.place.file, one.place.line)}  {one.place.text}", "dim")
+    elif one.modules:
+        yield _under(f"in module {some(one.modules)}", "dim")
     if one.remedy:
         yield _under(one.remedy, "green")
 

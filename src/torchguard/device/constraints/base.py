@@ -7,7 +7,7 @@ from torch import fx
 
 from torchguard.device.description import Device
 from torchguard.device.graphs import Graph, op_name
-from torchguard.device.violations import Violation, place_of
+from torchguard.device.violations import Violation, module_of, place_of
 
 
 class Constraint(abc.ABC):
@@ -49,4 +49,5 @@ class Constraint(abc.ABC):
             holds_now=holds_now,
             nodes=(by.name,),
             tensors=() if tensor is None else (graph.name_of(tensor),),
+            modules=tuple(filter(None, [module_of(at) or module_of(by)])),
         )
