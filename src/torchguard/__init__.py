@@ -1,57 +1,58 @@
-"""torchguard makes a `torch.compile` region safe to run and easy to see into, without breaking its graph."""
+"""torchguard makes a `torch.compile` region safe to run and easy to see into, without breaking its graph.
+
+Where torch is not loaded yet, nothing here loads it: the command starts before the script that it runs.
+"""
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
-from torchguard import err, experimental, flags
-from torchguard.checks import find, fix, flag_inf, flag_nan, flag_nan_and_inf, flag_oob_indices, has_err, push
-from torchguard.control import AND, HAS, IF, IS, NOT, OR
-from torchguard.errors import config as _config
-from torchguard.errors.codes import ErrorCode, ErrorDomain, Severity
-from torchguard.errors.config import (
-    AccumulationConfig,
-    Dedupe,
-    ErrorConfig,
-    Order,
-    Priority,
-    get_config,
-    set_config,
-)
-from torchguard.errors.layout import (
-    CODE_BITS,
-    CODE_MASK,
-    CODE_SHIFT,
-    LOCATION_BITS,
-    LOCATION_MASK,
-    LOCATION_SHIFT,
-    SEVERITY_BITS,
-    SEVERITY_MASK,
-    SEVERITY_SHIFT,
-    SLOT_BITS,
-    SLOT_MASK,
-    SLOTS_PER_WORD,
-)
-from torchguard.exceptions import (
-    AnnotationError,
-    DeviceMismatchError,
-    DimensionMismatchError,
-    DTypeMismatchError,
-    InvalidParameterError,
-    InvalidReturnTypeError,
-    TorchGuardError,
-    TypeMismatchError,
-    ValidationError,
-)
-from torchguard.flags import ErrorFlags, UnpackedError
-from torchguard.locations import ErrorLocation, tracked
-from torchguard.result import Err, Ok, Result, as_exception, as_result, unwrap
-from torchguard.typing import tensorcheck
-from torchguard.watching import unwatch, watch
-
 if TYPE_CHECKING:
-    from torchguard import artifacts, compiled, device, guards
-    from torchguard.errors.config import CONFIG
+    from torchguard import artifacts, compiled, device, err, experimental, flags, guards
+    from torchguard.checks import find, fix, flag_inf, flag_nan, flag_nan_and_inf, flag_oob_indices, has_err, push
+    from torchguard.control import AND, HAS, IF, IS, NOT, OR
+    from torchguard.errors.codes import ErrorCode, ErrorDomain, Severity
+    from torchguard.errors.config import (
+        CONFIG,
+        AccumulationConfig,
+        Dedupe,
+        ErrorConfig,
+        Order,
+        Priority,
+        get_config,
+        set_config,
+    )
+    from torchguard.errors.layout import (
+        CODE_BITS,
+        CODE_MASK,
+        CODE_SHIFT,
+        LOCATION_BITS,
+        LOCATION_MASK,
+        LOCATION_SHIFT,
+        SEVERITY_BITS,
+        SEVERITY_MASK,
+        SEVERITY_SHIFT,
+        SLOT_BITS,
+        SLOT_MASK,
+        SLOTS_PER_WORD,
+    )
+    from torchguard.exceptions import (
+        AnnotationError,
+        DeviceMismatchError,
+        DimensionMismatchError,
+        DTypeMismatchError,
+        InvalidParameterError,
+        InvalidReturnTypeError,
+        TorchGuardError,
+        TypeMismatchError,
+        ValidationError,
+    )
+    from torchguard.flags import ErrorFlags, UnpackedError
+    from torchguard.locations import ErrorLocation, tracked
+    from torchguard.result import Err, Ok, Result, as_exception, as_result, unwrap
+    from torchguard.typing import tensorcheck
+    from torchguard.watching import unwatch, watch
 
 __version__ = "2.0.0a1"
 
@@ -126,17 +127,38 @@ __all__ = [
 ]
 
 
-_LOADED_ON_USE = ("artifacts", "compiled", "device", "guards")
+_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "guards")
+_HOMES = {
+    "checks": "find fix flag_inf flag_nan flag_nan_and_inf flag_oob_indices has_err push",
+    "control": "AND HAS IF IS NOT OR",
+    "errors.codes": "ErrorCode ErrorDomain Severity",
+    "errors.config": "AccumulationConfig Dedupe ErrorConfig Order Priority get_config set_config",
+    "errors.layout": "CODE_BITS CODE_MASK CODE_SHIFT LOCATION_BITS LOCATION_MASK LOCATION_SHIFT SEVERITY_BITS "
+    "SEVERITY_MASK SEVERITY_SHIFT SLOTS_PER_WORD SLOT_BITS SLOT_MASK",
+    "exceptions": "AnnotationError DTypeMismatchError DeviceMismatchError DimensionMismatchError InvalidParameterError "
+    "InvalidReturnTypeError TorchGuardError TypeMismatchError ValidationError",
+    "flags": "ErrorFlags UnpackedError",
+    "locations": "ErrorLocation tracked",
+    "result": "Err Ok Result as_exception as_result unwrap",
+    "typing": "tensorcheck",
+    "watching": "unwatch watch",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up each time, so that `tg.CONFIG` is what `set_config` last set.
-    if name == "CONFIG":
-        return _config.CONFIG
-    if name in _LOADED_ON_USE:
+    if name == "CONFIG":  # looked up each time: it is what `set_config` last set
+        return importlib.import_module("torchguard.errors.config").CONFIG
+    if name in _MODULES:
         return importlib.import_module(f"torchguard.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"torchguard.{_HOME_OF[name]}"), name)
+    return found
 
 
+if "torch" in sys.modules:  # then all but what is heavy is there from the start, and Dynamo need not come by here
+    for _name in ("err", "experimental", "flags", *_HOME_OF):
+        __getattr__(_name)
 if os.environ.get("TORCHGUARD_CAPTURE"):
     importlib.import_module("torchguard.artifacts")  # which starts to capture, if that is what it says

@@ -2,20 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import torchguard
-
 VERBS = ("run", "list", "show", "diff", "clean", "analyze", "doctor")
 
-# The package's own facade loads torch; here it is left out, so that only what the command loads is seen.
-_BARE = """
-import sys, types
-package = types.ModuleType("torchguard")
-package.__path__ = [{path!r}]
-sys.modules["torchguard"] = package
+_HELP = """
+import sys
 from torchguard.cli import app
 from typer.testing import CliRunner
 result = CliRunner().invoke(app, {arguments!r})
@@ -26,9 +19,20 @@ print("torch" in sys.modules, result.output)
 
 @pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
 def test_help_loads_no_torch(arguments):
-    code = _BARE.format(path=str(Path(torchguard.__file__).parent), arguments=arguments)
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", _HELP.format(arguments=arguments)], capture_output=True, text=True, check=True
+    ).stdout
     assert told.startswith("False")
+
+
+def test_a_script_can_set_what_torch_reads_when_it_is_loaded(tmp_path):
+    script = tmp_path / "early.py"
+    script.write_text(
+        "import os, sys\nassert 'torch' not in sys.modules\nimport torch\nprint('loaded', torch.__name__)\n"
+    )
+    command = [sys.executable, "-m", "torchguard", "run", "--no-capture", str(script)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "loaded torch" in told.stdout
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -9,7 +9,6 @@ from rich.padding import Padding
 
 from torchguard.cli.terminal import bytes_shown, count_shown, plain, table
 from torchguard.cli.views.places import place
-from torchguard.device.violations import some
 
 if TYPE_CHECKING:
     from torchguard.device import DeviceReport, Violation
@@ -42,6 +41,8 @@ def report(found: "DeviceReport", limit: int = _SHOWN) -> Iterator[RenderableTyp
 
 
 def violation(one: "Violation") -> Iterator[RenderableType]:
+    from torchguard.device.violations import some
+
     times = f" [{len(one.nodes)} times]" if len(one.nodes) > 1 else ""
     yield plain(f"{one.code} ", "red").append_text(plain(f"{one.graph}: {one.op}: {one.message}{times}", "default"))
     if one.condition:
