@@ -143,20 +143,28 @@ class DeviceRejectionError(TorchGuardError, RuntimeError):
 
     Attributes:
         violations: everything that does not fit, of the forward and of the backward graph.
-        report: the same with coverage, partitions and memory.
+        report: the same with coverage, partitions and memory; None in an error that was pickled, as graphs cannot be.
+        devices: the names of the devices.
     """
 
-    def __init__(self, report: "DeviceReport") -> None:
+    def __init__(
+        self,
+        report: "DeviceReport | None",
+        violations: "tuple[Violation, ...] | None" = None,
+        devices: tuple[str, ...] | None = None,
+    ) -> None:
         super().__init__(report)
+        graphs = report.graphs if report is not None else ()
         self.report = report
+        self.violations = report.violations if report is not None else violations or ()
+        self.devices = devices or tuple(dict.fromkeys(graph.device.name for graph in graphs))
 
-    @property
-    def violations(self) -> "tuple[Violation, ...]":
-        return self.report.violations
+    def __reduce__(self) -> "tuple[type[DeviceRejectionError], tuple[object, ...]]":
+        return type(self), (None, self.violations, self.devices)
 
     def __str__(self) -> str:
-        names = ", ".join(dict.fromkeys(graph.device.name for graph in self.report.graphs))
-        return "\n".join([f"{len(self.violations)} violations of device {names}:", *map(str, self.violations)])
+        count = "1 violation" if len(self.violations) == 1 else f"{len(self.violations)} violations"
+        return "\n".join([f"{count} of device {', '.join(self.devices)}:", *map(str, self.violations)])
 
 
 class CompileError(TorchGuardError, ValueError):

@@ -212,6 +212,15 @@ class TestClean:
         assert (removal.artifact, removal.why) == (old, "beyond the newest 1")
         assert list(Store(kept)) == [new]
 
+    def test_what_a_dry_run_named_goes_and_nothing_else(self, kept):
+        new, old = Store(kept)
+        named = Store(kept).clean(keep=0, dry_run=True)
+        assert {one.why for one in named} == {"all"}
+        (new.path / "more.txt").write_text("since")
+        assert [one.artifact for one in Store(kept).remove(named)] == [old]
+        assert [one.id for one in Store(kept)] == [new.id]
+        assert Store(kept).remove(named) == []
+
     def test_removes_what_is_old(self, kept):
         assert Store(kept).clean(older_than=timedelta(days=1)) == []
         assert len(Store(kept).clean(older_than=timedelta(0))) == 2

@@ -1,16 +1,23 @@
 """`torchguard analyze`, of artifacts and of what a callable builds."""
 
+import contextlib
+import hashlib
 import json
+import re
+import shutil
 
 import pytest
 import torch
 
 from torchguard import artifacts
+from torchguard.cli._torch import fake_tensors
 from torchguard.cli.argument_text import arguments
-from torchguard.cli.rebuilding import pairs_in
+from torchguard.cli.exits import CommandError
+from torchguard.cli.rebuilding import pairs_in, rebuilt
+from torchguard.cli.targets import load
 from torchguard.cli.tracing import Collected, check_one
 from torchguard.cli.views.memory import chart
-from torchguard.device import Device
+from torchguard.device import Device, mock_backend
 
 BUILD = """
 import torch
@@ -68,6 +75,7 @@ def test_guards_of_an_artifact_are_counted_and_recompiles_explained(invoke, capt
     again = next(one for one in captured if one.id.endswith("0_1"))
     told = invoke("analyze", "--type", "guards", again.id, "--dir", captured.root).stdout
     assert "TENSOR_MATCH" in told
+    assert told.startswith("1 compilation\n")
     assert "expected 16, actual 8" in told
     assert "mark_dynamic" in told
 
@@ -150,6 +158,56 @@ def test_what_is_made_again_from_an_artifact_is_judged_as_the_graph_itself(tmp_p
     assert found.by_line() == expected.by_line()
 
 
+ROLES = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(770, 64), nn.Linear(64, 16)
+    def forward(self, x):
+        return self.two(self.one(x))
+
+def build():
+    return Net(), (torch.randn(16, 770),)
+"""
+
+
+def test_parameters_are_told_from_activations_as_by_the_backend(invoke, module, tmp_path):
+    name = module(ROLES)
+    target = load(f"{name}:build")
+    model, (x,) = target.model, target.args
+    backend = mock_backend("edge-npu")
+    torch.compile(model, backend=backend)(x).sum().backward()
+    torch._dynamo.reset()
+    with artifacts.capture(tmp_path / "store"):
+        torch.compile(model, backend="aot_eager")(x).sum().backward()
+    expected = backend.report().by_rule()
+    assert expected["TGD101"] == 3
+    for given in (["--dir", tmp_path / "store"], [f"{name}:build"]):
+        told = json.loads(invoke("analyze", "-t", "device", "--device", "edge-npu", "--json", *given).stdout)
+        assert told["by_rule"] == expected
+        shown = invoke("analyze", "-t", "device", "--device", "edge-npu", *given).stdout
+        assert "edge-npu has float16, bfloat16 (one.bias and 3 more) [2 times]" in shown
+        shown = invoke("analyze", "-t", "memory", *given).stdout
+        assert "one.weight" in shown
+        assert "primals" not in shown
+
+
+@pytest.mark.parametrize("op", ["placeholder", "get_attr"])
+def test_a_name_in_an_artifact_is_never_run(tmp_path, op):
+    """Names go into the code of a graph that is made again."""
+    file = str(tmp_path / "ran").replace(".", "\\x2e")  # the name of a buffer has no dot
+    name = f'x=open("{file}", "w")' if op == "placeholder" else f'x"), open("{file}", "w"), (lambda *_: 1)(1, "'
+    tensor = {"tensor": {"shape": [1], "stride": [1], "dtype": "float32", "device": "cpu"}}
+    node = {"name": name, "op": op, "target": name, "inputs": [], "values": [tensor]}
+    out = {"name": "output", "op": "output", "target": "output", "inputs": [name], "values": []}
+    with fake_tensors(), pytest.raises(CommandError, match="is no name"):
+        rebuilt({"name": "forward", "sizes": {}, "nodes": [node, out]})
+    assert not (tmp_path / "ran").exists()
+
+
 def test_symbols_stand_for_the_sizes_at_hand(invoke, tmp_path):
     model = torch.nn.Linear(3, 5)
     x = torch.randn(4, 6, 3)
@@ -163,6 +221,23 @@ def test_symbols_stand_for_the_sizes_at_hand(invoke, tmp_path):
         (compilation,) = json.loads(result.stdout)["compilations"]
         plans.append({name: plan["peak"] for name, plan in compilation["graphs"].items()})
     assert plans[0] == plans[1]
+
+
+def test_sizes_that_were_symbols_are_named_and_break_the_rule_of_a_device_that_needs_numbers(invoke, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.GELU()).bfloat16()
+    with artifacts.capture(tmp_path / "store"), torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+        compiled(torch.randn(4, 32, dtype=torch.bfloat16))
+    analyze = ["analyze", "-t", "device", "--dir", tmp_path / "store", "--device"]
+    result = invoke(*analyze, "edge-npu")
+    assert result.exit_code == 1
+    assert re.search(r"^at sizes (s\d+)=4$", result.stdout, re.MULTILINE)
+    assert re.search(r"TGD304 inference: aten.addmm.default: sizes s\d+ are not known", result.stdout)
+    told = json.loads(invoke(*analyze, "edge-npu", "--json").stdout)
+    assert [*told["sizes"].values()] == [4]
+    (tmp_path / "any.toml").write_text('name = "any"\n')
+    result = invoke(*analyze, tmp_path / "any.toml")
+    assert (result.exit_code, "TGD304" in result.stdout) == (0, False)
 
 
 def test_an_artifact_without_graphs_of_autograd_says_so(invoke, tmp_path):
@@ -237,6 +312,45 @@ def test_a_device_goes_with_its_own_type_alone(invoke, captured):
 def test_arguments_in_artifacts_are_read_and_never_run(text):
     with pytest.raises(ValueError, match=r"cut short|not known"):
         arguments(text, {"x": 1})
+
+
+@pytest.mark.parametrize("text", ["(" * 500 + "1", f"({'-' * 60_000}1,)", f"({'[' * 150}1{']' * 150},)"], ids=[0, 1, 2])
+def test_arguments_that_are_nested_too_deeply_are_refused_or_read(text):
+    with contextlib.suppress(ValueError):
+        arguments(text, {})
+
+
+HOSTILE = [{"schema": 1, "nodes": [{"name": 5}]}, {"schema": 1}, [], None, "x", {"schema": 1, "guards": 3, "count": 1}]
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("file", ["dynamo.json", "forward.json", "guards.json", "recompiles.json"])
+def test_a_file_of_another_form_is_said_in_one_sentence(invoke, captured, tmp_path, content, file):
+    found = next(one for one in captured if file in one.files and "forward.json" in one.files)
+    path = tmp_path / "store" / found.id
+    shutil.copytree(found.path, path)
+    (path / file).write_text(json.dumps(content))
+    manifest = json.loads((path / "manifest.json").read_text())
+    written = (path / file).read_bytes()
+    manifest["files"][file] = {"bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    is_graph = file in ("dynamo.json", "forward.json")
+    for verb in (["analyze", "-t", kind] for kind in (("graph", "memory") if is_graph else ("guards",))):
+        result = invoke(*verb, "--dir", tmp_path / "store", found.id)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert f"{file} is not of the form" in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("parts", [80, 2_000])
+def test_ops_that_take_many_tensors_can_be_made_again(invoke, tmp_path, parts):
+    def joined(x):
+        return torch.cat([x * (i + 1) for i in range(3)] + [x] * parts)
+
+    with artifacts.capture(tmp_path):
+        torch.compile(joined, backend="aot_eager")(torch.randn(4))
+    result = invoke("analyze", "-t", "memory", "--json", "--dir", tmp_path)
+    assert result.exit_code == 0, result.stderr
 
 
 def test_arguments_are_read_as_they_were():

@@ -117,8 +117,18 @@ def test_an_unknown_id_gets_close_matches(invoke, captured):
 
 def test_an_id_that_could_be_several_is_refused(invoke, captured):
     result = invoke("show", "2", "--dir", captured.root)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "Write more" in result.stderr
+
+
+@pytest.mark.parametrize("verb", [["show"], ["analyze", "--type", "guards"]], ids=" ".join)
+def test_where_all_artifacts_are_half_written_there_is_nothing_to_show(invoke, store, verb):
+    for one in store:
+        (one.path / "manifest.json").unlink()
+        one.path.rename(store.root / f".{one.id}.partial")
+    result = invoke(*verb, "--dir", store.root)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "There is no whole artifact" in result.stderr
 
 
 def test_diff_of_an_artifact_with_itself_is_fine(invoke, captured):
@@ -177,6 +187,11 @@ def test_without_a_terminal_and_yes_clean_refuses_in_words(invoke, store):
     assert ids(store) == before
 
 
+def test_clean_says_why_each_goes(invoke, store):
+    told = json.loads(invoke("clean", "--all", "--dry-run", "--json", "--dir", store.root).stdout)
+    assert {one["why"] for one in told["removed"]} == {"all"}
+
+
 def test_clean_removes_only_what_torchguard_wrote(invoke, store):
     (store.root / "notes.txt").write_text("mine")
     (store.root / "weights").mkdir()
@@ -209,6 +224,30 @@ def test_on_a_terminal_clean_asks(store, answer, left):
     os.close(theirs)
     assert "Remove them?" in asked
     assert len(ids(store)) == left
+
+
+def test_clean_removes_what_it_showed_and_nothing_that_came_or_changed_since(store):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchguard", "clean", "--all", "--dir", store.root],
+        stdin=theirs,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    asked = ""
+    while "Remove them?" not in asked:
+        asked += process.stderr.read(1)
+    changed, *rest = store
+    came = store.root / changed.id.replace("20", "21", 1)
+    shutil.copytree(rest[0].path, came)
+    (changed.path / "more.json").write_text("{}")
+    os.write(ours, b"y\n")
+    process.communicate(timeout=100)
+    os.close(ours)
+    os.close(theirs)
+    assert sorted(path.name for path in store.root.iterdir()) == sorted([changed.id, came.name])
 
 
 def test_text_in_artifacts_cannot_drive_the_terminal(invoke, store):

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from torchguard import artifacts
+
 TRAIN = """
 import sys
 import torch
@@ -197,16 +199,44 @@ def test_a_device_is_checked_without_changing_what_runs_and_without_writing(comm
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
+def test_a_report_on_the_device_goes_into_the_artifacts(command, script, tmp_path):
+    ran = command("run", "--device", "edge-npu", "--report", "report.json", script(TRAIN))
+    assert ran.returncode == 0
+    of_all = json.loads((tmp_path / "report.json").read_text())["device"]
+    of_each = [
+        json.loads(one.read_text(file))
+        for one in artifacts.Store(tmp_path / "debug_artifacts")
+        for file in one.attached("device.json")
+    ]
+    assert len(of_each) == 4
+    assert of_all["by_rule"]["TGD101"] == sum(one["by_rule"].get("TGD101", 0) for one in of_each) > 0
+    assert len(of_all["graphs"]) == sum(len(one["graphs"]) for one in of_each) == 8
+
+
 @pytest.mark.parametrize(("ending", "code"), [("", 4), ("sys.exit(5)\n", 5)], ids=["well", "badly"])
 def test_strict_ends_with_4_if_rules_are_broken_and_the_script_ended_well(command, script, ending, code):
     ran = command("run", "-q", "--no-capture", "--strict", "--device", "edge-npu", script(TRAIN + ending))
     assert ran.returncode == code
 
 
+@pytest.mark.parametrize("hidden", ["sys.stdout = None", "sys.stdout.close()", "sys.stderr = object()"])
+def test_strict_ends_with_4_whatever_the_script_did_to_its_streams(command, script, hidden):
+    ran = command("run", "-q", "--no-capture", "--strict", "--device", "edge-npu", script(f"{TRAIN}{hidden}\n"))
+    assert ran.returncode == 4
+    assert "Traceback" not in ran.stderr
+
+
 def test_a_script_without_torch_runs(command, script):
     ran = command("run", script("print(1)"))
     assert ran.stdout == "1\n"
     assert "torch.compile was never used" in ran.stderr
+
+
+def test_a_report_that_cannot_be_written_is_said_past_a_script_that_hides_stderr(command, script):
+    ran = command("run", "-q", "--report", "no/such/place.json", script("import sys\nsys.stderr = None\n"))
+    assert ran.returncode == 0
+    assert "place.json cannot be written: No such file or directory." in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 def test_a_report_finds_its_way_past_a_script_that_hides_stderr(command, script):

@@ -3,11 +3,16 @@
 import copy
 import io
 import json
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
+from torchguard import guards
+from torchguard.cli import facts
+from torchguard.cli.terminal import console
+from torchguard.cli.views import guards as guards_view
 from torchguard.cli.watched import Watcher
 
 
@@ -199,6 +204,30 @@ def test_training_saving_and_copying_go_on_as_before(watcher, model):
     assert watcher.logs[0].calls == 2
 
 
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled, saved], ids=lambda way: way.__name__)
+def test_a_model_watched_where_it_is_is_copied_and_pickled_as_one_of_its_own_class(watcher, model, copied):
+    step = as_closure(model)
+    step(batch())
+    twin = copied(model)
+    assert type(twin) is Net
+    assert "_watch" not in vars(twin)
+    assert torch.equal(twin(batch()), model(batch()))
+    step(batch(3))
+    twin(batch(1))
+    assert bad(watcher.logs[0]) == [(2, 3, "input")]
+
+
 def test_a_run_tells_which_samples_went_bad(command, tmp_path):
     (tmp_path / "script.py").write_text(
         "import torch\n"
@@ -214,5 +243,36 @@ def test_a_run_tells_which_samples_went_bad(command, tmp_path):
     assert ran.stdout == "torch.Size([3, 2])\n"
     assert "Sequential: something went bad in 1 of 2 calls." in ran.stderr
     assert "call 2: sample 1: NAN at input" in ran.stderr
+    assert "forward_of_Sequential" in ran.stderr
+    assert "Nothing was compiled" not in ran.stderr
     (log,) = json.loads((tmp_path / "report.json").read_text())["watched"]
     assert [one["text"] for one in log["incidents"]] == ["sample 1: NAN at input, position 0, seen in 3 places"]
+
+
+def test_recompiles_of_watched_models_are_shown_and_what_watches_is_not(watcher):
+    class Scaled(Net):
+        def __init__(self):
+            super().__init__()
+            self.scale = 1
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    with guards.inspect() as seen:
+        model, other = Scaled(), Net()
+        compiled = torch.compile(model, backend="eager", dynamic=False)
+        compiled(batch())
+        model.scale = 2
+        compiled(batch())
+        torch.compile(other, backend="eager")(batch())
+    told = facts.of_inspection(seen)
+    shown = io.StringIO()
+    console(shown).print(guards_view.compilations(told), *guards_view.recompiles(told), sep="\n")
+    lines = shown.getvalue().splitlines()
+    assert [line.split()[1:3] for line in lines if "forward_of" in line and " s" in line] == [
+        ["forward_of_Scaled", "watched"],
+        ["forward_of_Scaled", "watched"],
+        ["forward_of_Net", "watched"],
+    ]
+    assert "    - L['self'].scale == 1, but it is 2" in lines
+    assert "shell.py" not in shown.getvalue()

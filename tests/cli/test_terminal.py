@@ -41,6 +41,22 @@ def test_tables_are_plain_in_a_file_and_never_cut(tmp_path, monkeypatch):
     assert lines[2].split() == ["[red]y[/red]", "22"]
 
 
+@pytest.mark.parametrize(
+    ("verb", "usage", "says"),
+    [
+        ("analyze", "analyze [OPTIONS] [TARGET] ", "the newest artifact"),
+        ("show", "show [OPTIONS] [ID] ", "the newest"),
+        ("run", "SCRIPT} [ARGS]... ", "What it is given"),
+    ],
+    ids=["analyze", "show", "run"],
+)
+def test_help_says_how_a_verb_is_used(invoke, monkeypatch, verb, usage, says):
+    monkeypatch.setenv("COLUMNS", "200")
+    told = invoke(verb, "--help").stdout
+    assert usage in told
+    assert says in told
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("1.5h", 5400), ("7d", 604800), (" 2 W ", 1209600)])
 def test_ages_are_read_as_written(text, seconds):
     assert age_of(text).total_seconds() == seconds

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from torchguard.compiled import Builder, Certificate, CompileError, compile_out, compile_scalar
+from torchguard.compiled.executables import BACKENDS
 
 
 def block(x, w, v):
@@ -25,7 +26,9 @@ def c(point):
     return compile_out(block, *point, backend="eager")
 
 
-class SlightlyWrong(torch.autograd.Function):
+class Right(torch.autograd.Function):
+    factor = 2.0
+
     @staticmethod
     def forward(x):
         return x * x
@@ -35,13 +38,17 @@ class SlightlyWrong(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2.002 * ctx.saved_tensors[0]
+    @classmethod
+    def backward(cls, ctx, gradient):
+        return gradient * cls.factor * ctx.saved_tensors[0]
 
-    @staticmethod
-    def jvp(ctx, tangent):
-        return tangent * 2.002 * ctx.saved_tensors[0]
+    @classmethod
+    def jvp(cls, ctx, tangent):
+        return tangent * cls.factor * ctx.saved_tensors[0]
+
+
+class SlightlyWrong(Right):
+    factor = 2.002
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -73,15 +80,21 @@ def test_a_slightly_wrong_rule_is_found_by_algebra_alone():
     assert {claim.layer for claim in certificate.of("fail")} == {"algebraic"}
 
 
-def test_a_wrong_tangent_has_a_taylor_remainder_of_slope_one():
-    class Wrong(SlightlyWrong):
-        @staticmethod
-        def jvp(ctx, tangent):
-            return tangent * 3 * ctx.saved_tensors[0]
+def test_a_right_rule_is_certified_by_algebra():
+    def f(x):
+        with torch.no_grad():
+            scale = Right.apply(x).sum()
+        return Right.apply(x) + scale * x
 
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 3 * ctx.saved_tensors[0]
+    certificate = compile_out(lambda x: Right.apply(x) + x, torch.randn(8), backend="eager").certify()
+    assert not (*certificate.of("fail"), *certificate.of("inconclusive"))
+    detached = [str(node.target) for node in compile_out(f, torch.randn(8), backend="eager").graph.nodes]
+    assert "aten.detach.default" in detached, "what the user computes without grad stays a constant"
+
+
+def test_a_wrong_tangent_has_a_taylor_remainder_of_slope_one():
+    class Wrong(Right):
+        factor = 3.0
 
     c = compile_out(lambda x: Wrong.apply(x), torch.randn(8), backend="eager")
     (claim,) = c.certify(level="probe").of("fail")
@@ -167,3 +180,73 @@ def test_it_is_shown_as_text_and_as_a_table(c):
 
 def test_a_scalar_function_is_certified():
     assert compile_scalar(lambda x: (x**2).sum(), torch.randn(5), backend="eager").certify().ok
+
+
+def test_the_code_in_two_parts_is_checked_as_well(monkeypatch):
+    def second_part_wrong(graph):
+        wrong = not any(node.name == "x" for node in graph.graph.find_nodes(op="placeholder"))
+        return lambda values: [y * 1.5 if wrong else y for y in graph(*values)]
+
+    monkeypatch.setitem(BACKENDS, "eager", second_part_wrong)
+    c = compile_out(lambda x: x.sin(), torch.randn(8), backend="eager", probe=False)
+    failed = c.certify(level="probe").of("fail")
+    assert {claim.subject for claim in failed} == {"jvp", "vjp"}
+    assert all("In two parts it differs from one run by 5.0e-01" in claim.says for claim in failed)
+
+
+def no_grad_factor(x):
+    with torch.no_grad():
+        scale = x.sum()
+    return x * scale
+
+
+def autocast_inside(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ x).float().tanh()
+
+
+EXCUSED = {
+    "detach": lambda x: x * x.detach(),
+    "no_grad": no_grad_factor,
+    "bf16 inside": lambda x: (x.bfloat16() @ x.bfloat16()).float(),
+    "autocast inside": autocast_inside,
+    "f32 inside f64": lambda x: x.double().float().double().sin(),
+    "cancellation": lambda x: ((x + 1e4) - 1e4).sin(),
+}
+
+
+@pytest.mark.parametrize("name", EXCUSED)
+def test_a_right_derivative_does_not_fail_for_constants_or_rounding_inside(name):
+    c = compile_out(EXCUSED[name], torch.randn(8, 8), backend="eager")
+    assert not c.certify(level="probe").of("fail")
+
+
+def test_an_old_autograd_function_has_no_derivatives_to_probe():
+    class Old(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    certificate = compile_out(lambda x: Old.apply(x), torch.randn(3), backend="eager").certify(level="algebraic")
+    assert certificate.ok
+    assert {claim.subject for claim in certificate.of("inconclusive")} >= {"jvp", "vjp"}
+
+
+def test_verification_is_at_the_same_point(c, point):
+    elsewhere = tuple(x + 1 for x in point)
+    stored = c.certify(level="typed", at=elsewhere)
+    assert stored.verify(c, at=elsewhere).ok
+    found = stored.verify(c)
+    assert not found.ok
+    assert str(found) == "the point is another one: pass the one that was certified as at="
+
+
+def test_verification_notices_other_strides():
+    x = torch.ones(3, 4)
+    stored = compile_out(torch.sin, x, backend="eager").certify(level="typed")
+    transposed = compile_out(torch.sin, x.t().contiguous().t(), backend="eager")
+    assert str(stored.verify(transposed)) == "leaf x0: f32[3, 4] then, f32[3, 4] of stride (1, 3) now"

@@ -11,7 +11,9 @@ from tests.compiled.programs import BINARY, UNARY
 from tests.compiled.zoo import ZOO, graphs, traced
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torchguard.compiled import compile_out
 from torchguard.compiled.claims import Verdict
+from torchguard.compiled.enclosing import outside, samples
 from torchguard.compiled.enclosure import COVERED, Box, BoxError, enclose
 
 # The functions of the zoo that have bounds, on a box around their example.
@@ -184,6 +186,45 @@ def test_each_corner_of_a_small_box_stays_inside():
     (box,) = enclose(gm, [Box(low, high)]).outputs
     for corner in itertools.product(*zip(low.tolist(), high.tolist(), strict=True)):
         assert box.contains(gm(torch.tensor(corner))[0])
+
+
+def test_a_certificate_tells_eager_values_from_compiled_ones():
+    made = compile_out(lambda x: (x - 0.1).tanh(), torch.full((3,), 0.1), backend="eager")
+    claim = made.certify("enclosure").claims[-1]
+    assert (claim.layer, claim.verdict) == ("enclosure", Verdict.PASS)
+    assert "10 points of a box" in claim.says
+    assert "0 eager values are out of the bounds proven for it" in claim.says
+    assert "0 compiled values by more than 64 roundings" in claim.says
+
+
+@pytest.mark.parametrize("point", [math.nan, math.inf, 3.4e38])
+def test_around_a_point_that_is_not_finite_a_certificate_shows_nothing(point):
+    made = compile_out(torch.tanh, torch.ones(3), backend="eager")
+    claims = made.certify("enclosure", at=torch.full((3,), point)).claims
+    assert [(c.verdict, c.says) for c in claims if c.layer == "enclosure"] == [
+        (Verdict.INCONCLUSIVE, "There are no bounds around a point that is not finite.")
+    ]
+
+
+def test_eager_values_have_no_slack_and_compiled_ones_that_of_rounding():
+    box = Box(torch.tensor([0.0], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64))
+    just_out, far_out = torch.tensor([1 + 2.0**-23]), torch.tensor([1.001])
+    assert outside([just_out], [box], slack=0) == 1
+    assert outside([just_out], [box], slack=64) == 0
+    assert outside([far_out], [box], slack=64) == 1
+    assert outside([torch.tensor([math.nan])], [box], slack=64) == 1
+
+
+def test_a_certificate_tries_the_corners_of_its_box():
+    x = torch.linspace(-1, 1, 5)
+    box = Box(x - 0.5, x + 0.5)
+    points = [point for (point,) in samples([box], [x], seed=0)]
+    is_corner = [bool(((p == box.low) | (p == box.high)).all()) for p in points]
+    assert torch.equal(points[0], box.low)
+    assert torch.equal(points[1], box.high)
+    assert torch.equal(points[-1], x)
+    assert sum(is_corner) == 6
+    assert all(box.contains(p) for p in points)
 
 
 def test_the_table_of_operators_is_the_documented_one():

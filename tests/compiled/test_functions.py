@@ -9,7 +9,7 @@ from torch import func, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from torchguard.compiled import CompileError, LeafTypeError, MissingRuleError, compile_out, compile_scalar, state_of
-from torchguard.compiled.listing import CONVENTIONS
+from torchguard.compiled.listing import CONVENTIONS, SWITCHES
 
 
 @pytest.fixture(params=["eager", "aot_eager", "inductor"])
@@ -214,6 +214,46 @@ def test_a_pullback_notices_that_its_point_was_changed():
         pullback(torch.ones(3))
 
 
+def halves_of_a_leaf(x):
+    first, second = x.split(2)
+    return first * second
+
+
+def halves_of_an_output(x):
+    h = x.exp()
+    first, second = h.chunk(2)
+    return first, first * second
+
+
+def transposed_output(x):
+    h = x.reshape(2, 2).exp()
+    return h.T, h * h
+
+
+@pytest.mark.parametrize("f", [halves_of_a_leaf, halves_of_an_output, transposed_output], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", ["vjp", "linearize"])
+def test_it_is_noticed_when_memory_that_is_shared_was_changed(f, way, backend):
+    c, x = compile_out(f, torch.ones(4), backend=backend), torch.randn(4)
+    y, derivative = getattr(c, way)(x)
+    direction = (y if isinstance(y, tuple) else (y,)) if way == "vjp" else x
+    before = derivative(direction)
+    (x if f is halves_of_a_leaf else y[0]).mul_(10)
+    with pytest.raises(CompileError, match="changed in place"):
+        derivative(direction)
+    assert before is not None
+
+
+def test_tensors_without_versions_are_copied(backend):
+    c = compile_out(lambda x: (x * x).exp(), torch.ones(4), backend=backend)
+    with torch.inference_mode():
+        x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        y, pullback = c.vjp(x)
+        right = 2 * x * y
+        x.zero_()
+        y.zero_()
+    assert_same(pullback(torch.ones(4)), right)
+
+
 def test_integers_and_masks_are_not_differentiated_by(backend):
     x, index, mask = torch.randn(3, 4), torch.tensor([0, 2]), torch.tensor([True, False])
     c = compile_out(lambda x, i, m: torch.where(m[:, None], x[i], 0.0), x, index, mask, backend=backend)
@@ -327,6 +367,34 @@ def test_an_operation_of_ones_own_never_has_a_tangent_of_zero():
     for derivative in (c.jvp, c.vjp_with_seed):
         with pytest.raises(MissingRuleError, match=r"torchguard_test.square has no rule"):
             derivative(torch.ones(3), torch.ones(3))
+
+
+def test_an_operation_autograd_was_not_told_of_has_no_gradient_of_zero():
+    library = torch.library.Library("torchguard_untold", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
+    torch.library.register_fake("torchguard_untold::double", torch.empty_like, lib=library)
+    c = compile_out(lambda x: torch.ops.torchguard_untold.double(x) + x, torch.ones(3), backend="eager")
+    with pytest.raises(MissingRuleError, match=r"torchguard_untold.double has no rule for gradients, at test_func"):
+        c.vjp_with_seed(torch.ones(3), torch.ones(3))
+
+
+def test_a_registered_rule_of_an_operation_of_ones_own_is_used(backend):
+    name = f"torchguard_test::cube_{backend}"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        return x**3
+
+    cube.register_fake(torch.empty_like)
+    keep = lambda ctx, inputs, output: ctx.save_for_backward(*inputs)  # noqa: E731
+    cube.register_autograd(lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g, setup_context=keep)
+    c, x = compile_out(lambda x, unused: (cube(x) + x, x.argmax()), torch.ones(3), torch.ones(2), backend=backend), 2.0
+    point = torch.full((3,), x), torch.ones(2)
+    gradient, of_unused = c.vjp_with_seed(point, (torch.ones(3), None))
+    assert gradient.tolist() == [13.0] * 3
+    assert of_unused.tolist() == [0.0, 0.0]
+    assert_same(c.vjp(point)[1]((torch.ones(3), None))[0], gradient)
 
 
 class StraightThrough(torch.autograd.Function):
@@ -443,6 +511,18 @@ def test_kinks_are_recorded(point):
     assert "test_functions.py" in kink.source
 
 
+def test_selu_has_a_kink_and_celu_has_none():
+    f = lambda x: F.celu(x, 2.0) + F.elu(x)  # noqa: E731
+    assert not compile_out(f, torch.ones(3), backend="eager").kinks
+    assert [kink.op for kink in compile_out(F.selu, torch.ones(3), backend="eager").kinks] == ["aten.elu"]
+
+
+def test_masks_that_are_given_are_no_kinks():
+    f = lambda x, m, i: x.masked_fill(m, 0.0) * (i > 0) + i.int()  # noqa: E731
+    leaves = torch.ones(3), torch.tensor([True, False, True]), torch.arange(3)
+    assert not compile_out(f, *leaves, backend="eager").kinks
+
+
 AT_KINKS = {
     "relu": (torch.relu, 0.0, 0.0),
     "abs": (torch.abs, 0.0, 0.0),
@@ -471,6 +551,17 @@ AT_KINKS = {
     "minimum": (lambda x: torch.minimum(x, x.detach()), 1.0, 0.5),
     "linalg_vector_norm": (lambda x: torch.linalg.vector_norm(x[None], dim=0), 0.0, 0.0),
     "sqrt": (torch.sqrt, 0.0, float("inf")),
+    "hardshrink": (F.hardshrink, 0.5, 0.0),
+    "softshrink": (F.softshrink, -0.5, 0.0),
+    "hardswish": (F.hardswish, 3.0, 1.0),
+    "elu": (lambda x: F.elu(x, 2.0), 0.0, 2.0),
+    "huber_loss": (lambda x: F.huber_loss(x, torch.zeros(())), 1.0, 1.0),
+    "smooth_l1_loss": (lambda x: F.smooth_l1_loss(x, torch.zeros(())), 1.0, 1.0),
+    "frac": (torch.frac, 1.0, 1.0),
+    "gt": (lambda x: x * (x > 0), 0.0, 0.0),
+    "le": (lambda x: x * (x <= 0), 0.0, 1.0),
+    "masked_fill": (lambda x: x.masked_fill(x < 0, 7.0), 0.0, 1.0),
+    "_to_copy": (lambda x: x - x.int(), 1.0, 1.0),
 }
 
 
@@ -478,5 +569,5 @@ AT_KINKS = {
 def test_at_a_kink_the_derivative_is_the_one_recorded(op):
     f, place, derivative = AT_KINKS[op]
     c = compile_out(lambda x: f(x), torch.tensor(place), backend="eager", probe=False)
-    assert CONVENTIONS[op] in {kink.convention for kink in c.kinks if kink.op == f"aten.{op}"}
+    assert (CONVENTIONS | SWITCHES)[op] in {kink.convention for kink in c.kinks if kink.op == f"aten.{op}"}
     assert c.vjp_with_seed(torch.tensor(place), torch.tensor(1.0)).item() == derivative

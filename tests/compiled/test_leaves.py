@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from torchguard.compiled import CompileError, LeafTypeError, compile_out
 
@@ -115,3 +116,38 @@ def test_complex_numbers_may_be_used_inside():
 def test_an_example_that_is_no_dense_tensor_is_refused(value):
     with pytest.raises(CompileError, match=r"compile: (argument \[0\] is a|leaf x is a)"):
         compile_out(lambda x: x, value)
+
+
+def lazily_negated():
+    """Minus 2, four times: torch negates it when it is read, and its memory holds 2."""
+    return torch.tensor([1 + 2j] * 4).conj().imag
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_what_is_negated_lazily_is_refused_as_a_leaf_and_resolved_as_a_direction(backend):
+    c = compile_out(lambda x: x * 3, torch.ones(8)[::2], backend=backend)
+    x = torch.ones(8)[::2]
+    with pytest.raises(LeafTypeError, match=r"leaf x is negated lazily. Call .resolve_neg\(\) on it"):
+        c(lazily_negated())
+    assert c.vjp_with_seed(x, lazily_negated()).tolist() == [-6.0] * 4
+    assert c.jvp(x, lazily_negated())[1].tolist() == [-6.0] * 4
+    one = compile_out(lambda x: x * 3, torch.tensor(1.0), backend=backend)
+    assert one.vjp_with_seed(torch.tensor(1.0), lazily_negated()[0]).item() == -6.0
+
+
+@pytest.mark.parametrize("x", [5, None, "ab", {"x": torch.ones(2, 3)}], ids=["number", "none", "text", "dict"])
+def test_a_point_that_is_no_tuple_is_refused(c, x):
+    with pytest.raises(LeafTypeError, match=r"<lambda>: x is a \w+\. Pass the tuple of its arguments"):
+        c.jvp(x, x)
+
+
+def test_gradients_of_a_list_are_a_list(c):
+    assert isinstance(c.vjp_with_seed([torch.ones(2, 3), torch.ones(3, 2)], torch.ones(2, 2)), list)
+
+
+def test_a_dual_tensor_is_refused_as_its_tangent_would_be_lost(c):
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(2, 3), torch.ones(2, 3))
+        with pytest.raises(CompileError, match=r"given a dual tensor .* Use its own jvp"):
+            c(x, torch.ones(3, 2))
+        assert c(torch.ones(2, 3), torch.ones(3, 2)).shape == (2, 2)

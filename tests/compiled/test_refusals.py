@@ -1,5 +1,6 @@
 """What is not pure is refused when it is compiled, and the line is named."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ from torch import nn
 from torchguard.compiled import CompileError, ImpureFunctionError, compile_out, state_of
 
 HIDDEN = torch.ones(3)
+ARRAY = np.ones(3, dtype=np.float32)
 
 
 def changes_its_argument(x):
@@ -66,7 +68,34 @@ def records(x):
     return torch.autograd.grad(x.sin().sum(), x)[0]  # the line
 
 
+def writes_out(x):
+    torch.add(x, 1, out=x)  # the line
+    return x * 2
+
+
+def replaces_data(x):
+    x.data = x.data * 0  # the line
+    return x * 1
+
+
+def reads_a_global_list(x):
+    return x * HIDDEN.tolist()[0]  # the line
+
+
+def reads_a_global_array(x):
+    return x + torch.from_numpy(ARRAY)  # the line
+
+
+def reads_what_was_left_in_memory(x):
+    return x + torch.empty(3)  # the line
+
+
 REASONS = {
+    writes_out: "aten.add changes an argument in place",
+    replaces_data: "the data of a tensor are replaced",
+    reads_a_global_list: r"Tensor.tolist reads a tensor that is no argument",
+    reads_a_global_array: "reads a tensor that is no argument",
+    reads_what_was_left_in_memory: "aten.empty returns memory as it was left. Use torch.zeros",
     changes_its_argument: "aten.add_ changes an argument in place. Use the out-of-place form",
     changes_a_view_of_it: "aten.mul_ changes an argument in place",
     branches: "the value of a tensor decides what is run. Use torch.where",
@@ -152,3 +181,53 @@ def test_random_numbers_of_a_module_may_be_lifted():
     c = compile_out(model, torch.ones(2, 3), lift_rng=True, backend="eager")
     state, mask = state_of(model), torch.ones(2, 3)
     torch.testing.assert_close(c(state, torch.ones(2, 3), mask), 2 * model[0](torch.ones(2, 3)).detach())
+
+
+def test_spectral_norm_that_trains_is_refused():
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    with pytest.raises(ImpureFunctionError, match=r"at \S+:\d+ in \w+: aten.\w+ changes an argument in place"):
+        compile_out(model, torch.ones(2, 4), backend="eager")
+    assert compile_out(model.eval(), torch.ones(2, 4), backend="eager").leaves
+
+
+def test_memory_that_is_filled_first_is_fine():
+    c = compile_out(lambda x: x + torch.empty(3).fill_(2.0), torch.ones(3), backend="eager")
+    assert c(torch.ones(3)).tolist() == [3.0] * 3
+
+
+def test_a_closed_over_tensor_may_not_be_returned():
+    with pytest.raises(
+        ImpureFunctionError, match=r"at test_refusals.py:\d+ in <lambda>: result \[1\] is a tensor that"
+    ):
+        compile_out(lambda x: (x * 1, HIDDEN), torch.ones(3), backend="eager")
+
+
+class KeepsWhatItSaw(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(3, 3), None
+        self.register_buffer("seen", torch.zeros(2, 3))
+
+    def forward(self, x):
+        self.last = [self.linear(x)]
+        return self.last[0] * 2
+
+
+class ReplacesItsBuffer(KeepsWhatItSaw):
+    def forward(self, x):
+        self.seen = self.seen + x
+        return self.linear(x)
+
+
+def test_a_module_that_keeps_a_tensor_is_refused_and_left_as_it_was():
+    model = KeepsWhatItSaw()
+    with pytest.raises(ImpureFunctionError, match=r"in forward: it sets the attribute 'last' to a tensor"):
+        compile_out(model, torch.ones(2, 3), backend="eager")
+    assert model.last is None
+
+
+def test_a_module_that_replaces_its_buffer_is_refused():
+    model = ReplacesItsBuffer()
+    with pytest.raises(ImpureFunctionError, match=r"in forward: it replaces the buffer 'seen'"):
+        compile_out(model, torch.ones(2, 3), backend="eager")
+    assert torch.equal(model.seen, torch.zeros(2, 3))

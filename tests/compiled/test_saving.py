@@ -103,6 +103,41 @@ HOSTILE = {
         with_op("aten.empty.memory_format", [3, 4]),
         "'aten.empty.memory_format' is refused",
     ),
+    "what others left, by a tensor": (
+        with_op("aten.new_empty.default", {"node": "batch__x"}, [3, 4]),
+        "'aten.new_empty.default' is refused",
+    ),
+    "what others left, in prims": (
+        with_op("prims.empty_strided.default", [3, 4], [4, 1]),
+        "'prims.empty_strided.default' is refused",
+    ),
+    "indices nobody checks": (
+        with_op("aten._unsafe_index.Tensor", {"node": "batch__x"}, []),
+        "'aten._unsafe_index.Tensor' is refused",
+    ),
+    "more memory than there is": (
+        with_op("aten._reshape_alias.default", {"node": "batch__x"}, [100], [1]),
+        "'aten._reshape_alias.default' is refused",
+    ),
+    "printing": (with_op("aten._print.default", "evil"), "'aten._print.default' is refused"),
+    "another's storage": (
+        with_op("aten.set.source_Tensor", {"node": "batch__x"}, {"node": "scale"}),
+        "'aten.set.source_Tensor' is refused",
+    ),
+    "writing where nobody checks": (
+        with_op("aten.embedding_dense_backward.default", {"node": "batch__x"}),
+        "'aten.embedding_dense_backward.default' is refused",
+    ),
+    "a scalar that is none": (set_at("kind", value="scalar"), "not one number of shape"),
+    "arguments of another number": (
+        set_at("arguments", value={"tuple": [0, 1, 2]}),
+        "the arguments do not hold as many tensors as there are leaves",
+    ),
+    "an argument twice": (set_at("arguments", value={"tuple": [0, 0]}), r"are numbered \[0, 0\]"),
+    "a leaf a terminal obeys": (set_at("leaves", 0, "name", value="x\x1b[31m"), "is no name"),
+    "a function a terminal obeys": (set_at("name", value="\x1b]0;evil\x07"), "is no name"),
+    "two leaves of one name": (set_at("leaves", 0, "name", value="scale"), "two leaves have one name"),
+    "a complex leaf": (set_at("leaves", 0, "dtype", value="complex64"), "is complex"),
     "arguments that do not fit": (with_op("aten.mm.default", {"node": "batch__x"}), "missing value for argument"),
     "a node that is not there": (with_op("aten.relu.default", {"node": "nowhere"}), "KeyError: 'nowhere'"),
     "another type than it has": (with_op("aten.relu.default", {"node": "scale"}), "and the file says"),
@@ -186,8 +221,35 @@ def test_what_cannot_be_saved_says_why(tmp_path):
             return gradient * 3
 
     path, x = tmp_path / "g.json", torch.ones(3)
-    with pytest.raises(SavedGraphError, match=r"an autograd.Function has rules of its own"):
+    with pytest.raises(SavedGraphError, match=r"an autograd.Function, which has rules of its own"):
         compile_out(Own.apply, x, backend="eager").save(path)
     with pytest.raises(SavedGraphError, match="lifted or dynamic leaves"):
         compile_out(lambda x: x, x, dynamic={"x": 0}, backend="eager").save(path)
     assert not path.exists()
+
+
+def test_what_a_terminal_obeys_is_left_out_of_sources(saved):
+    read = json.loads(saved.read_text())
+    read["sources"] = dict.fromkeys(read["sources"], "f.py:1\x1b]0;evil\x07\n in f")
+    saved.write_text(json.dumps(read))
+    c = load(saved, backend="eager")
+    assert {line.source for line in c.nodes if line.source} == {"f.py:1]0;evil in f"}
+    assert "\x1b" not in str(c)
+
+
+def test_rules_of_ones_own_are_not_saved_even_where_they_agree(tmp_path):
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return torch.where(gradient.abs() > 1e6, 0.0, gradient * 2)
+
+    with pytest.raises(SavedGraphError, match=r"autograd.Function, which has rules of its own"):
+        compile_out(lambda x: Same.apply(x), torch.ones(3), backend="eager").save(tmp_path / "g.json")

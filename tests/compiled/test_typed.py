@@ -81,6 +81,34 @@ def test_an_operator_outside_the_table_is_named_and_decides_nothing():
     assert claim.details["unsupported"] == ["aten.special_bessel_j0.default"]
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda z: torch.fft.rfft(z.abs()).abs(),
+        lambda z: torch.stft(z.abs(), 4, return_complex=True, window=torch.ones(4)).abs(),
+        lambda z: torch.linalg.vector_norm(z, dim=1),
+        lambda z: z.var(0) + z.std(0),
+        lambda z: torch.var_mean(z, 0),
+        lambda z: torch.linalg.eigvalsh(z[:3]),
+        lambda z: torch.linalg.svdvals(z),
+        lambda z: z.abs() * (1 + 2j),
+    ],
+    ids=["rfft", "stft", "norm", "spread", "spread and mean", "eigenvalues", "singular values", "complex number"],
+)
+def test_what_is_real_of_complex_numbers_is_known_to_be(fn):
+    gm = make_fx(fn, tracing_mode="fake")(torch.randn(4, 3, dtype=torch.complex64).repeat(1, 3)[:, :3])
+    assert check_types(gm, leaves_of(gm)).verdict is not Verdict.FAIL
+
+
+def test_a_complex_size_fails():
+    gm = make_fx(torch.abs, tracing_mode="fake")(torch.randn(4, dtype=torch.complex64))
+    assert check_types(gm, leaves_of(gm)).verdict is Verdict.PASS
+    node = gm.graph.find_nodes(op="call_function", target=aten.abs.default)[0]
+    with node.meta["val"].fake_mode:
+        node.meta["val"] = torch.empty(4, dtype=torch.complex64)
+    assert "abs_1 is float32[4], but records complex64[4]" in check_types(gm, leaves_of(gm)).says
+
+
 dtypes = st.sampled_from(
     [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16]
     + [torch.float32, torch.float64]

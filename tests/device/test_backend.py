@@ -1,6 +1,7 @@
 """The backend: when it raises, what it logs, what it runs, and that it leaves guards and results alone."""
 
 import logging
+import pickle
 import subprocess
 import sys
 import threading
@@ -400,6 +401,17 @@ def test_threads_may_compile_with_one_backend():
     for thread in threads:
         thread.join()
     assert len(backend.report().violations) == len(backend.report().graphs) / 2 > 0
+
+
+def test_a_rejection_travels_between_processes():
+    strict = mock_backend(Device(name="chip", deny="aten.gelu"), mode="strict")
+    error = rejection(torch.compile(MyModel(), backend=strict), torch.randn(3, 16))
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, DeviceRejectionError)
+    assert str(again) == str(error)
+    assert str(again).startswith("1 violation of device chip:\n")
+    assert again.violations == error.violations
+    assert again.report is None
 
 
 def test_a_report_can_be_forgotten():

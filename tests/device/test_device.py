@@ -66,6 +66,10 @@ def test_by_default_double_precision_alone_is_refused():
         ("deny", "aten::gelu, torch.ops.aten.add.Tensor", ("aten.gelu", "aten.add.Tensor")),
         ("deny", "gelu", ("aten.gelu",)),
         ("deny", ["mylib.op", "higher_order.cond"], ("mylib.op", "higher_order.cond")),
+        ("deny", "any", ()),
+        ("deny", None, ()),
+        ("deny", ["aten.any"], ("aten.any",)),
+        ("deny", "aten.linear", ("aten.linear",)),
         ("allow", "aten.*softmax*", ("aten.*softmax*",)),
         ("max_rank", "4", 4),
         ("max_dim", 65536, 65536),
@@ -101,6 +105,10 @@ def test_a_field_is_read_from_values_and_from_text(field, given, kept):
         ("deny", "aten.gellu", "No op is called 'aten.gellu'. Did you mean 'aten.gelu'?"),
         ("deny", "aten.add.Tensro", "Did you mean 'aten.add.Tensor'?"),
         ("allow", "aten.zzz*", "No op is called 'aten.zzz*'"),
+        ("deny", "aten.cosine_similarity", "is taken apart before there is a graph. Name what it is made of"),
+        ("deny", "aten.lstm", "is taken apart before there is a graph, which may hold aten._"),
+        ("deny", ["aten.softshrink"], "'aten.softshrink' is taken apart before there is a graph"),
+        ("allow", ["aten.relu", "aten.dropout_"], "'aten.dropout_' is taken apart"),
         ("deny", [3], "3 is no name of an op"),
         ("max_rank", "many", "a whole number from 1 on"),
         ("max_dim", {0: 0}, "a whole number from 1 on"),
@@ -173,6 +181,13 @@ def test_every_field_has_a_variable(monkeypatch):
 
 def test_a_variable_that_is_set_to_nothing_is_not_set(monkeypatch):
     monkeypatch.setenv("MOCK_ALIGNMENT", "")
+    assert Device.from_environment() == Device()
+
+
+def test_the_word_any_lifts_what_is_denied(monkeypatch, toml):
+    path = toml('deny = ["aten.gelu"]')
+    assert Device.from_toml(path, deny="any").deny == Device.from_toml(path, deny=None).deny == ()
+    monkeypatch.setenv("MOCK_DENY", "any")
     assert Device.from_environment() == Device()
 
 

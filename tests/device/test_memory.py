@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -122,12 +123,13 @@ def graphs(draw):
     graph = fx.Graph()
     values = [graph.placeholder(f"x{i}") for i in range(draw(st.integers(1, 3)))]
     for _ in range(draw(st.integers(1, 8))):
-        one = values[draw(st.integers(0, len(values) - 1))]
-        if draw(st.booleans()):
-            values.append(UNARY[draw(st.sampled_from(sorted(UNARY)))](graph, one))
-        else:
-            other = values[draw(st.integers(0, len(values) - 1))]
-            values.append(BINARY[draw(st.sampled_from(sorted(BINARY)))](graph, one, other))
+        one, other = (values[draw(st.integers(0, len(values) - 1))] for _ in range(2))
+        made = draw(st.one_of(*(st.sampled_from(sorted(kind)) for kind in (UNARY, BINARY))))
+        # What is there twice may become one.
+        values += [
+            UNARY[made](graph, one) if made in UNARY else BINARY[made](graph, one, other)
+            for _ in range(draw(st.integers(1, 2)))
+        ]
     returned = draw(st.lists(st.integers(0, len(values) - 1), min_size=1, max_size=3))
     graph.output(tuple(values[i] for i in returned))
     return fx.GraphModule(nn.Module(), graph), draw(st.booleans())
@@ -139,14 +141,21 @@ def with_fake_values(module, inputs):
     return module
 
 
+def without_duplicates(module):
+    """As the partitioner leaves it: a node that computes what another one does is gone, and its views are not."""
+    return fx.GraphModule(module, fx_graph_cse(module.graph))
+
+
+@pytest.mark.parametrize("change", [lambda module: module, without_duplicates], ids=["as drawn", "without duplicates"])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(graphs())
-def test_the_plan_is_what_an_interpreter_counts_at_every_node(drawn):
+def test_the_plan_is_what_an_interpreter_counts_at_every_node(change, drawn):
     module, share = drawn
     count = len(module.graph.find_nodes(op="placeholder"))
     base = torch.randn(count, 6, 4)
     inputs = [base[i] if share else base[i].clone() for i in range(count)]
-    plan = device.plan_memory(with_fake_values(module, inputs))
+    module = change(with_fake_values(module, inputs))
+    plan = device.plan_memory(module)
     _, curve = run_and_count(module, inputs)
     assert dict(plan.curve) == curve
     assert plan.peak == max(curve.values()) == sum(live.bytes for live in plan.at_peak)
@@ -186,7 +195,20 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 5, 16)
 
 
+class Twice(nn.Module):
+    """Computes something twice, of which the partitioner leaves one, with views of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        one, other = (x @ self.weight).t(), (x @ self.weight).view(-1)
+        return one.sin().sum() + other.cos().sum(), one
+
+
 MODELS = {
+    "twice": (Twice, (16, 16)),
     "branches": (Branches, (4, 8)),
     "convolutions": (Convolutions, (2, 3, 8, 8)),
     "attention": (Attention, (2, 5, 16)),
@@ -235,6 +257,36 @@ def test_forward_and_backward_are_planned_with_what_is_saved_between(name, decom
     del outputs
     _, curve = run_and_count(backward, inputs, held=[*given, *returned], freed=freed)
     assert dict(other.memory.curve) == curve
+
+
+def test_views_of_what_was_there_twice_share_what_is_left():
+    def twice(x):
+        one, other = (x * 2).t(), (x * 2).view(-1)
+        return one.sin().sum() + other.cos().sum()
+
+    backend = device.mock_backend()
+    torch.compile(twice, backend=backend)(torch.randn(256, 256, requires_grad=True))
+    assert backend.report().memory[0].peak == 3 * 256 * 256 * 4 + 4  # x, the product, its sine, and the sum of that
+
+
+def test_what_a_branch_holds_is_alive_while_it_runs():
+    def branch(x, w):
+        return torch.cond(x.sum() > 0, lambda x, w: (x @ w).relu() @ w + x @ w @ w, lambda x, w: x @ w, (x, w))
+
+    backend = device.mock_backend()
+    with torch.no_grad():
+        torch.compile(branch, backend=backend)(torch.randn(16, 16), torch.randn(16, 16))
+    outer, one, other = backend.report().memory
+    matrix, mask = 16 * 16 * 4, 1
+    assert (one.peak, other.peak) == (5 * matrix, 3 * matrix)
+    assert (outer.peak, outer.peak_node) == (5 * matrix + mask, "cond")
+    assert {live.name: live.bytes for live in outer.at_peak} == {
+        "inside cond": 2 * matrix,
+        "x": matrix,
+        "w": matrix,
+        "cond": matrix,
+        "gt": mask,
+    }
 
 
 def test_what_is_alive_at_the_peak_is_named_with_its_line():

@@ -87,6 +87,30 @@ def test_what_is_moved_once_is_there_for_the_next():
     assert report.transfer_bytes == 3 * 4 * 16 * 4
 
 
+def moved(fn, x, **fields):
+    transfers = report_of(fn, x, **fields).transfers
+    return [one.bytes for one in transfers if one.direction == "to the host"]
+
+
+def test_of_a_storage_every_byte_that_is_needed_moves_once():
+    rows = torch.randn(1000, 256)
+    row = 256 * 4
+    assert moved(lambda x: x[:2].cos() + x[2:4].cos(), rows, deny="aten.cos") == [4 * row]
+    assert moved(lambda x: x[:2].cos() + x[1:3].cos(), rows, deny="aten.cos") == [3 * row]
+    assert moved(lambda x: x[:2].cos() + x[:2].sin(), rows, deny=["aten.cos", "aten.sin"]) == [2 * row]
+    assert moved(lambda x: x.expand(100, 256).cos(), rows[0], deny="aten.cos") == [row]
+    assert moved(lambda x: x[:4, ::2].cos(), rows, deny="aten.cos") == [4 * row // 2]
+    assert moved(lambda x: x[:, ::2].cos(), rows, deny="aten.cos") == [1000 * row // 2]
+    assert moved(lambda x: x[:0].cos(), rows, deny="aten.cos") == [0]
+
+
+def test_a_view_that_a_device_does_not_have_is_an_op_it_cannot_run():
+    report = report_of(lambda x: x.t().sin(), x, deny="aten.t")
+    assert (report.coverage.ops, report.coverage.supported_ops) == (2, 1)
+    assert report.graphs[0].split.fallbacks == ("t",)
+    assert report_of(lambda x: x.t().sin(), x).coverage.ops == 1
+
+
 def test_views_go_where_what_they_look_at_is_made():
     report = report_of(lambda x: x.sin().t().cos().t(), x, deny=["aten.sin", "aten.cos"])
     assert report.partitions == ()
@@ -117,12 +141,13 @@ def test_violations_are_counted_by_rule_op_and_line():
 def test_it_reads_and_it_is_json():
     report = report_of(Net(), x, deny="aten.gelu", alignment=128, max_memory="1MB")
     text = str(report)
-    assert text.startswith("1 graphs on chip: ")
+    assert text.startswith("1 graph on chip: ")
     assert "pad dim 1 from 16 to 128" in text
     assert "bytes to move" in text
     assert "peak " in text
     plain = json.loads(report.to_json())
     assert plain == json.loads(report.to_json(indent=2))
+    assert plain["schema"] == 1
     (graph,) = plain["graphs"]
     assert graph["device"]["max_memory"] == 1_000_000
     assert len(graph["violations"]) == len(report.violations)
@@ -130,6 +155,15 @@ def test_it_reads_and_it_is_json():
     assert plain["transfer_bytes"] == report.transfer_bytes
     assert {one["direction"] for one in graph["transfers"]} == {"to the host", "to the device"}
     assert str(device.DeviceReport()) == "nothing was compiled"
+
+
+def test_one_is_not_many_and_nothing_counted_is_not_everything():
+    text = str(report_of(torch.relu, x, deny="aten.relu"))
+    assert text.startswith("1 graph on chip: 0.0 % of 1 op, no FLOPs counted; 1 violation\n")
+    assert "  0 partitions, 1 op left to the host, " in text
+    text = str(report_of(Net(), x))
+    assert "% of 3 ops, 100.0 % of 8,192 FLOPs; 0 violations" in text
+    assert "  1 partition, 0 ops left to the host, 0 bytes to move" in text
 
 
 def test_the_sum_of_reports_is_about_the_graphs_of_both():
@@ -147,7 +181,19 @@ def test_a_capture_holds_the_report(tmp_path):
         torch.compile(Net(), backend=backend)(x).sum().backward()
     (artifact,) = captured.artifacts
     (name,) = artifact.attached("device.json")
-    assert artifact.read_json(name) == json.loads(backend.report().to_json())
+    kept = artifact.read_json(name)
+    assert kept == json.loads(backend.report().to_json(partitions=False))
+    assert kept["schema"] == 1
+    assert {"violations", "coverage", "memory", "transfers", "fallbacks"} <= kept["graphs"][0].keys()
+
+
+def test_compiling_does_not_wait_for_partitions(tmp_path):
+    with artifacts.capture(tmp_path):
+        backend = mock_backend(Device(deny="aten.gelu"))
+        torch.compile(Net(), backend=backend)(x)
+    graph = backend.report().graphs[0]
+    assert "partitions" not in vars(graph)  # nobody has asked for them
+    assert graph.to_dict()["partitions"][0]["ops"] == 1
 
 
 def test_a_capture_of_what_is_rejected_holds_the_report_too(tmp_path):

@@ -258,6 +258,29 @@ def fake_tensors() -> contextlib.AbstractContextManager[object]:
     return FakeTensorMode()
 
 
+def source_of(placeholder: fx.Node) -> str:
+    """What Dynamo reads an input of its graph from, such as `L['x']`. Empty if that is unknown."""
+    return str(getattr(_source(placeholder), "name", ""))
+
+
+def keep_source(before: fx.Node, after: fx.Node) -> None:
+    """Give a copy of an input of Dynamo's graph its source, which Dynamo sets on the node, where no copy has it."""
+    if (source := _source(before)) is not None:
+        after._dynamo_source = source  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _source(placeholder: fx.Node) -> Any:
+    # A moment before a backend is called, Dynamo has it still where it keeps what it knows of its arguments.
+    argument = placeholder.meta.get("grapharg")
+    return getattr(placeholder, "_dynamo_source", None) or getattr(argument, "source", None)
+
+
+def position_of(placeholder: fx.Node) -> int | None:
+    """Which input of Dynamo's graph an input of AOTAutograd's is. None for tangents, and what is saved."""
+    description = placeholder.meta.get("desc")
+    return description.idx if type(description).__name__ == "PlainAOTInput" else None  # pyright: ignore[reportOptionalMemberAccess]
+
+
 def hint_of(size: torch.SymInt) -> int | None:
     """The size at hand behind a symbol, without the guard that asking the symbol itself adds. None if unknown."""
     hint = size.node.hint if size.node.has_hint() else None

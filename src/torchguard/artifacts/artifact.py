@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchguard.artifacts import journal
 from torchguard.artifacts.inside import JSON_LIMIT, TEXT_LIMIT, in_a_line, opened, parsed, read, size_of
-from torchguard.artifacts.schema import MARKER, SCHEMA, SCHEMA_VERSION, problem_with
+from torchguard.artifacts.schema import MARKER, SCHEMA, SCHEMA_VERSION, Schema, problem_with
 from torchguard.exceptions import ArtifactError, NoSuchArtifactError
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ _ID = re.compile(r"(\d{8}-\d{6}-\d{6})-[0-9a-f]{6}-[0-9A-Za-z_]{1,40}", re.ASCII
 _TIME = "%Y%m%d-%H%M%S-%f"
 _UNKNOWN_TIME = datetime.fromtimestamp(0, UTC)
 _GRACE = 60  # seconds in which a directory without a journal may be one that is just being made
+
+_OF_FILE = {f"{name}.json": SCHEMA[name] for name in ("guards", "recompiles", "environment")}
 
 State = Literal["whole", "being written", "corrupt", "foreign"]
 
@@ -66,10 +69,15 @@ class Artifact:
         return self.read_bytes(name).decode("utf-8", "replace")
 
     def read_json(self, name: str) -> Any:
+        """A file as data; what torchguard wrote by itself, and was not attached, is checked against its schema."""
         content = self.read_bytes(name)
         if len(content) > JSON_LIMIT:
             raise ArtifactError(f"{self.id}: {name} is larger than {JSON_LIMIT} bytes, more than is parsed.")
-        return parsed(content, name)
+        data = parsed(content, name)
+        schema = _schema_of(self.manifest(), name)
+        if schema is not None and (problem := problem_with(data, schema)):
+            raise ArtifactError(f"{self.id}: {name} is not of the form it has to have: {in_a_line(problem)}.")
+        return data
 
     def attached(self, name: str) -> tuple[str, ...]:
         """The files that were attached under a name: one for each time."""
@@ -81,6 +89,14 @@ class Artifact:
         from torchguard.artifacts.exporting import load
 
         return load(self, name)
+
+
+def _schema_of(manifest: Mapping[str, Any], name: str) -> Schema | None:
+    if "attached_as" in manifest["files"].get(name, ()):
+        return None
+    if any(name == graph["files"].get("json") for graph in manifest["graphs"]):
+        return SCHEMA["graph"]
+    return _OF_FILE.get(name)
 
 
 def new_id(compile_id: str, unique: str) -> str:

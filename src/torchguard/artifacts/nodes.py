@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchguard.artifacts._torch import hint_of
+from torchguard.artifacts._torch import hint_of, keep_source, position_of, source_of
 from torchguard.artifacts.schema import SCHEMA_VERSION
 
 _LONGEST = 500
+# Of all arguments of a node: what is cut short cannot be read back, and a node may take thousands of others.
+_LONGEST_ARGS = 1 << 16
 _PLACE = re.compile(r'File "(.*)", line (\d+), in (.*)\n\s*(.*)')
 
 
@@ -41,8 +43,10 @@ def nodes_of(graph: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
 def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy with nodes of its own: what compiles a graph may change it."""
     copy = fx.Graph()
-    output = copy.graph_copy(graph.graph, {})
-    copy.output(output)
+    copies: dict[fx.Node, fx.Node] = {}
+    copy.output(copy.graph_copy(graph.graph, copies))
+    for node in graph.graph.find_nodes(op="placeholder"):
+        keep_source(node, copies[node])
     return fx.GraphModule(graph, copy)
 
 
@@ -54,8 +58,13 @@ def _node(node: fx.Node, prefix: str) -> dict[str, Any]:
         "inputs": [prefix + one.name for one in node.all_input_nodes],
         "values": [_value(one) for one in values_of(node)],
     }
-    if node.op not in ("placeholder", "output"):
-        found["args"] = f"{node.args} {node.kwargs or ''}".strip()[:_LONGEST]
+    if node.op == "placeholder":
+        if source := source_of(node):
+            found["origin"] = source
+        if (position := position_of(node)) is not None:
+            found["position"] = position
+    elif node.op != "output":
+        found["args"] = f"{node.args} {node.kwargs or ''}".strip()[:_LONGEST_ARGS]
     if place := _PLACE.findall(node.meta.get("stack_trace") or ""):
         file, line, function, text = place[-1]
         found["source"] = {"file": file, "line": int(line), "function": function, "text": text.strip()}

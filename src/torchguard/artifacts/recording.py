@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from torch import fx
@@ -47,6 +47,7 @@ class Graphs:
     """The graphs of a compilation as they are compiled: first with the forward graph, again when the backward comes.
 
     `forward` is None where a backend does without AOTAutograd, and the inference graph where `is_inference`.
+    `attach` adds a file to the artifact they are in, as `artifacts.attach` does, at any time while it is captured.
     """
 
     compile_id: str
@@ -54,6 +55,7 @@ class Graphs:
     forward: fx.GraphModule | None
     backward: fx.GraphModule | None
     is_inference: bool
+    attach: Callable[[str, str | dict[str, Any]], None] = field(default=lambda *_: None, repr=False, compare=False)
 
 
 class Recording:
@@ -117,7 +119,9 @@ class Recording:
     def _call(self, suffix: str, is_inference: bool) -> None:
         forward = self._graphs.get(f"{'inference' if is_inference else 'forward'}{suffix}")
         backward = self._graphs.get(f"backward{suffix}")
-        graphs = Graphs(self.begun.compile_id, self._graphs.get("dynamo"), forward, backward, is_inference)
+        graphs = Graphs(
+            self.begun.compile_id, self._graphs.get("dynamo"), forward, backward, is_inference, self.attach_later
+        )
         for session, writer in self._open_writers():
             if session.on_graphs is not None:
                 with self._harmless(session, writer, "on_graphs"):
@@ -130,6 +134,14 @@ class Recording:
     @_never_raising
     def attach(self, name: str, content: str | dict[str, Any]) -> None:
         self._add(name, lambda: content if isinstance(content, str) else to_json(content), name)
+
+    def attach_later(self, name: str, content: str | dict[str, Any]) -> None:
+        """Add a file to what may be published already; not where it was removed since."""
+        with WRITING:
+            self._writers = [one for one in self._writers if one[1].path.exists()]
+            self.attach(name, content)
+            if self.is_published:
+                self.publish()
 
     @_never_raising
     def add_frame(self, frame: Frame | None, breaks: Sequence[GraphBreak]) -> None:

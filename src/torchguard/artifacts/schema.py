@@ -43,6 +43,8 @@ _NODE = _record(
     },
     {
         "args": _TEXT,
+        "origin": _TEXT,
+        "position": _COUNT,
         "source": _record({"file": _TEXT, "line": _COUNT, "function": _TEXT, "text": _TEXT}),
         "modules": {"type": "array", "items": _record({"path": _TEXT, "type": _TEXT})},
         "sequence": {"type": "integer"},

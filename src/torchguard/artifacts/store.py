@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -71,7 +71,11 @@ class Store:
         """
         before = None if older_than is None else datetime.now(UTC) - older_than
         chosen = _Rules(before, keep, max_bytes).removals(self._ours())
-        return [one for one in chosen if dry_run or remove(one.artifact.path)]
+        return chosen if dry_run else [one for one in chosen if remove(one.artifact.path)]
+
+    def remove(self, removals: Iterable[Removal]) -> list[Removal]:
+        """Remove what a dry run of `clean` named, and nothing else; not what has changed since. Those that went."""
+        return [one for one in removals if _is_as_it_was(one.artifact) and remove(one.artifact.path)]
 
     def make_room(self, max_bytes: int, spared: Set[str]) -> list[Removal]:
         """Remove the oldest until no more than `max_bytes` are left, but for the ids that are spared."""
@@ -112,11 +116,17 @@ class _Rules:
     def _why(self, created: datetime, count: int, total: int) -> str:
         if self.before is not None and created < self.before:
             return f"older than {self.before:%Y-%m-%d %H:%M} UTC"
+        if self.keep == 0:
+            return "all"
         if self.keep is not None and count > self.keep:
             return f"beyond the newest {self.keep}"
         if self.max_bytes is not None and total > self.max_bytes:
             return f"beyond {shown_size(self.max_bytes)} in all"
         return ""
+
+
+def _is_as_it_was(artifact: Artifact) -> bool:
+    return look(artifact.path.parent, artifact.path.name) == artifact
 
 
 def remove(path: Path) -> bool:

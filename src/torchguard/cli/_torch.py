@@ -1,11 +1,12 @@
 """The command's seam to private torch: it hears when something is compiled, and reads a model compiled in place."""
 
 import contextlib
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 
 def on_compiling(start: Callable[[str], None], end: Callable[[], None]) -> bool:
@@ -62,6 +63,18 @@ def is_view(op: Any) -> bool:
     if op is torch.ops.aten._unsafe_view.default:  # its schema does not say so, but it shares memory
         return True
     return any(given.alias_info is not None and not given.alias_info.is_write for given in op._schema.returns)
+
+
+def note_source(placeholder: fx.Node, source: str) -> None:
+    """Note what an input of Dynamo's graph is read from, where Dynamo notes it."""
+    placeholder._dynamo_source = types.SimpleNamespace(name=source)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def note_position(placeholder: fx.Node, position: int) -> None:
+    """Note which input of Dynamo's graph an input of AOTAutograd's is, as AOTAutograd notes it."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    placeholder.meta["desc"] = PlainAOTInput(idx=position)
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:

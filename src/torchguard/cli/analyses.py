@@ -76,9 +76,12 @@ def device_of_artifact(artifact: "Artifact", device: "Device") -> Analysis:
 
 
 def _device(pairs: Iterable[Pair], device: "Device") -> Analysis:
+    pairs = list(pairs)
     report = check_all(pairs, device)
+    sizes = {name: size for pair in pairs for name, size in pair.sizes.items() if name.isidentifier()}
+    shown = [*device_view.sizes(sizes), *device_view.report(report)]
     exit_code = ExitCode.FOUND if report.violations else ExitCode.FINE
-    return Analysis(device_view.facts(report), tuple(device_view.report(report)), exit_code)
+    return Analysis({**device_view.facts(report), "sizes": sizes}, tuple(shown), exit_code)
 
 
 def memory_of_target(target: Target) -> Analysis:

@@ -20,8 +20,8 @@ def arguments(text: str, nodes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dic
     positional, named = (f"{head})", f"{{{tail}") if brace and text.endswith("}") else (text, "{}")
     try:
         return _read(_parsed(positional), nodes), _read(_parsed(named), nodes)
-    except SyntaxError as error:
-        raise ValueError(f"{text[:60]!r} was cut short") from error
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two where it is nested too deeply
+        raise ValueError(f"{text[:60]!r} was cut short, or was never written by torchguard") from error
 
 
 def _parsed(text: str) -> ast.expr:

@@ -29,8 +29,9 @@ def of_artifact(artifact: "Artifact") -> Facts:
     from torchguard.guards.tree import Failure, Guard
 
     manifest = artifact.manifest()
-    guards = artifact.read_json("guards.json") if "guards.json" in manifest["files"] else {"count": 0, "guards": []}
-    again = artifact.read_json("recompiles.json") if "recompiles.json" in manifest["files"] else {}
+    own = {name for name, about in manifest["files"].items() if "attached_as" not in about}
+    guards = artifact.read_json("guards.json") if "guards.json" in own else {"count": 0, "guards": []}
+    again = artifact.read_json("recompiles.json") if "recompiles.json" in own else {}
     misses = [
         _miss(miss["compile_id"], [Failure(Guard(**_told(f["guard"])), f["now"], f["why"]) for f in miss["failures"]])
         for miss in again.get("recompiled_for", ())

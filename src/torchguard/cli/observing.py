@@ -104,10 +104,13 @@ class Observation:
         reports = []
         for pair in self._pairs:
             try:
-                reports.append(check_one(pair, self._wanted.device))
+                report = without_ours(check_one(pair, self._wanted.device))
+                reports.append(report)
+                if self._wanted.capture:
+                    pair.attach("device.json", report.to_json())
             except Exception as error:  # of a look at what was compiled, which is over
                 self.problems.append(in_a_line(f"{pair.compile_id} could not be checked: {error!r}"))
-        return without_ours(sum(reports[1:], start=reports[0])) if reports else None
+        return sum(reports[1:], start=reports[0]) if reports else None
 
 
 def _directory(given: Path | None) -> Path:

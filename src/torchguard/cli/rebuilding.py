@@ -1,5 +1,6 @@
 """A graph made again from an artifact, for rules and memory plans to look at: its ops, and tensors without memory."""
 
+import keyword
 import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -7,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from torchguard.cli._torch import fake_tensors, is_view, op_named
+from torchguard.cli._torch import fake_tensors, is_view, note_position, note_source, op_named
 from torchguard.cli.argument_text import arguments
 from torchguard.cli.exits import CommandError
+from torchguard.cli.replaced_symbols import note_symbols
 from torchguard.cli.tracing import Pair
 
 if TYPE_CHECKING:
@@ -27,15 +29,33 @@ def pairs_in(artifact: "Artifact") -> list[Pair]:
     """The graphs of AOTAutograd that an artifact has, each forward with its backward."""
     manifest = artifact.manifest()
     files = {one["name"]: one["files"]["json"] for one in manifest["graphs"] if "json" in one["files"]}
+    dynamo = inputs_again(artifact.read_json(files.pop("dynamo"))) if "dynamo" in files else None
     with fake_tensors():
-        built = {
-            name: rebuilt(artifact.read_json(file)) for name, file in files.items() if not name.startswith("dynamo")
-        }
+        read = {name: artifact.read_json(file) for name, file in files.items()}
+        built = {name: rebuilt(data) for name, data in read.items()}
     return [
-        Pair(manifest["compile_id"], graph, built.get(name.replace("forward", "backward", 1)))
+        Pair(
+            manifest["compile_id"],
+            graph,
+            built.get(f"backward{name.removeprefix('forward')}") if name.startswith("forward") else None,
+            dynamo,
+            read[name]["sizes"],
+        )
         for name, graph in built.items()
-        if name.startswith("forward")
-    ] + [Pair(manifest["compile_id"], graph) for name, graph in built.items() if name.startswith("inference")]
+        if name.startswith(("forward", "inference"))
+    ]
+
+
+def inputs_again(data: Mapping[str, Any]) -> fx.GraphModule:
+    """Of Dynamo's graph what it is given, which tells the names of inputs, and which are parameters."""
+    graph = fx.Graph()
+    for one in data["nodes"]:
+        if one["op"] == "placeholder" and "." not in one["name"]:  # and not of a graph within it
+            node = graph.placeholder(_identifier(one["name"]))
+            if "origin" in one:
+                note_source(node, one["origin"])
+    graph.output(())
+    return fx.GraphModule({}, graph)
 
 
 def rebuilt(data: Mapping[str, Any]) -> fx.GraphModule:
@@ -48,11 +68,12 @@ def rebuilt(data: Mapping[str, Any]) -> fx.GraphModule:
             node.meta["val"] = _value(one, node, sizes)
             if node.op == "get_attr":
                 root.register_buffer(one["target"], node.meta["val"])
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        except Exception as error:  # an artifact may say anything, and torch refuses it in many ways
             raise CommandError(
                 f"{one['name']} of the {data['name']} graph cannot be made again from an artifact: {error}. "
                 "Give package.module:callable instead."
             ) from error
+        note_symbols(node, one["values"])
         if source := one.get("source"):
             place = f'File "{source["file"]}", line {source["line"]}, in {source["function"]}'
             node.meta["stack_trace"] = f"  {place}\n    {source['text']}\n"
@@ -62,9 +83,12 @@ def rebuilt(data: Mapping[str, Any]) -> fx.GraphModule:
 
 def _node(graph: fx.Graph, one: Node, nodes: Mapping[str, fx.Node]) -> fx.Node:
     if one["op"] == "placeholder":
-        return graph.create_node("placeholder", one["name"], name=one["name"])
+        node = graph.placeholder(_identifier(one["name"]))
+        if "position" in one:
+            note_position(node, one["position"])
+        return node
     if one["op"] == "get_attr" and any("tensor" in value for value in one["values"]):  # and no graph within the graph
-        return graph.create_node("get_attr", one["target"], name=one["name"])
+        return graph.create_node("get_attr", _identifier(one["target"]), name=one["name"])
     if one["op"] == "output":
         return graph.output(tuple(nodes[name] for name in one["inputs"]))
     target = _OPERATORS.get(one["target"]) or op_named(one["target"])
@@ -72,6 +96,13 @@ def _node(graph: fx.Graph, one: Node, nodes: Mapping[str, fx.Node]) -> fx.Node:
         raise ValueError(f"it calls {one['target']}, which is no op")
     args, kwargs = arguments(one["args"], nodes)
     return graph.create_node("call_function", target, args, kwargs, name=one["name"])
+
+
+def _identifier(name: str) -> str:
+    """A name that goes into the code of a graph, which Python runs: one that is more than a name is refused."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{name[:60]!r} is no name")
+    return name
 
 
 def _value(one: Node, node: fx.Node, sizes: Mapping[str, int]) -> Any:

@@ -111,5 +111,6 @@ def _exit_code(code: Any) -> int:
         return 0
     if isinstance(code, int):
         return code
-    sys.stderr.write(f"{code}\n")
+    if sys.stderr is not None:  # the script may have done away with it
+        sys.stderr.write(f"{code}\n")
     return 1

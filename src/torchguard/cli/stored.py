@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchguard.cli.exits import CommandError, ExitCode
+from torchguard.exceptions import NoSuchArtifactError
 
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact, Store
@@ -41,4 +42,7 @@ def find(store: "Store", id: str | None) -> "Artifact":
         close = difflib.get_close_matches(id, [artifact.id for artifact in artifacts], n=3, cutoff=0.5)
         instead = f"Did you mean {' or '.join(close)}?" if close else "torchguard list shows what there is."
         raise CommandError(f"There is no artifact {id!r} in {store.root}. {instead}", ExitCode.NOTHING)
-    return store.find(id)
+    try:
+        return store.find(id)
+    except NoSuchArtifactError as error:  # all are half-written, or several are meant
+        raise CommandError(str(error), ExitCode.NOTHING) from error

@@ -2,8 +2,9 @@
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchguard.cli.exits import CommandError
@@ -17,12 +18,17 @@ if TYPE_CHECKING:
 
 
 class Pair(NamedTuple):
-    """A forward graph of AOTAutograd, its backward if it has one, and the graph of Dynamo's they were made from."""
+    """A forward graph of AOTAutograd, its backward if it has one, and the graph of Dynamo's they were made from.
+
+    `sizes` are those that stand in the graphs for symbols, and `attach` adds a file to the artifact they are in.
+    """
 
     compile_id: str
     forward: "fx.GraphModule"
     backward: "fx.GraphModule | None" = None
     dynamo: "fx.GraphModule | None" = None
+    sizes: Mapping[str, int] = MappingProxyType({})
+    attach: Callable[[str, str], None] = lambda name, content: None
 
 
 class Collected:
@@ -33,7 +39,7 @@ class Collected:
 
     def __call__(self, graphs: "Graphs") -> None:
         if graphs.forward is not None:  # as long as it is kept, its id is nobody else's
-            pair = Pair(graphs.compile_id, graphs.forward, graphs.backward, graphs.dynamo)
+            pair = Pair(graphs.compile_id, graphs.forward, graphs.backward, graphs.dynamo, attach=graphs.attach)
             self._by_forward[id(graphs.forward)] = pair
 
     def __iter__(self) -> Iterator[Pair]:
@@ -80,4 +86,9 @@ def check_one(pair: Pair, device: "Device") -> "DeviceReport":
     values = (node.meta.get("val") for node in pair.forward.graph.find_nodes(op="placeholder"))
     modes = (mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None)
     with next(modes, contextlib.nullcontext()):  # what is taken apart may make constants, of the same kind
-        return check(pair.forward, pair.backward, device=device, dynamo=pair.dynamo)
+        report = check(pair.forward, pair.backward, device=device, dynamo=pair.dynamo)
+    if not pair.sizes:
+        return report
+    from torchguard.cli.replaced_symbols import with_symbols
+
+    return with_symbols(report)

@@ -11,12 +11,14 @@ import torch
 import torch.fx.traceback as traceback
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
-__all__ = ["DispatchMode"]
+__all__ = ["DispatchMode", "TorchFunctionMode"]
 
 # A function that takes its arguments as a list, which it empties, and returns a list or tuple.
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -33,12 +35,27 @@ def in_transform() -> bool:
     return _functorch.peek_interpreter_stack() is not None
 
 
+def has_tangent(values: Sequence[Any]) -> bool:
+    """Whether forward mode is on and a tensor carries a tangent; no other way to ask is as quick."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in values)
+
+
 Versions = list[tuple[Tensor, int]]
 
 
 def versions_of(tensors: Sequence[Tensor]) -> Versions:
-    """Tensors with how often each was changed in place; inference tensors do not count, and are left out."""
-    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    """Tensors with how often each was changed in place."""
+    return [(tensor, tensor._version) for tensor in tensors]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, overlapping ones as well."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        storage = tensor.untyped_storage().clone()
+        return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def is_unchanged(versions: Versions) -> bool:
@@ -81,13 +98,25 @@ def is_fake(tensor: Tensor) -> bool:
 
 def fake(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor without values. Each is a storage of its own, so that two leaves are never taken for one."""
-    with fake_mode():
+    with torch.inference_mode(False), fake_mode():
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
 
 
 def schema_of(operation: Any) -> Any:
     """What an ATen operation is called, takes, returns and changes; None for anything else. There is no public way."""
     return getattr(operation, "_schema", None)
+
+
+def sets_grad_mode(function: Any) -> bool:
+    """Whether a function is what `no_grad` and `enable_grad` call, which a torch function mode sees."""
+    return function is torch._C._set_grad_enabled
+
+
+def has_autograd(operation: Any) -> bool:
+    """Whether an operation says anything to autograd; one that does not has gradients of zero, without a word."""
+    name = schema_of(operation).name
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has_kernel(name, key) for key in ("Autograd", "AutogradCPU", "AutogradCUDA"))
 
 
 def rename(node: torch.fx.Node, name: str) -> None:
@@ -135,8 +164,17 @@ def _without_onednn() -> Iterator[None]:
 def trace(
     fn: Callable[..., Any], fakes: Sequence[Tensor], decompose: Any = None, *, grad_enabled: bool = False
 ) -> GraphModule:
-    """The ATen operations that a function runs on fake tensors; whatever needs a value is an error."""
-    with torch.set_grad_enabled(grad_enabled), traceback.preserve_node_meta(), quiet(), _without_onednn():
+    """The ATen operations that a function runs on fake tensors; whatever needs a value is an error.
+
+    In inference mode nothing would be recorded, and gradients would be zero.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad_enabled),
+        traceback.preserve_node_meta(),
+        quiet(),
+        _without_onednn(),
+    ):
         traced = make_fx(fn, decompose or {}, tracing_mode="fake", _error_on_data_dependent_ops=True)
         return traced(*fakes)
 

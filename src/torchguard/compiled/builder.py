@@ -72,7 +72,7 @@ class _Recorder(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _torch.schema_of(func).is_mutable:
-            raise self._error(user_line(), f"{name_of(func)} changes a variable in place", "Use the out-of-place form")
+            raise self.error(user_line(), f"{name_of(func)} changes a variable in place", "Use the out-of-place form")
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._builder.record(func, args, kwargs or {}, result)
         return result

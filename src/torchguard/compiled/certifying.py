@@ -1,15 +1,16 @@
 """What was checked of a compiled function, layer by layer, as a record that can be kept and checked again."""
 
+import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+import torchguard
 from torchguard.compiled.claims import Claim, Verdict
 from torchguard.compiled.encoding import graph_hash
 from torchguard.compiled.probing import probe_claims
@@ -30,6 +31,7 @@ class Certificate:
     level: str
     seed: int
     graph_hash: str
+    point_hash: str
     leaves: tuple[str, ...]
     versions: tuple[tuple[str, str], ...]
     flags: tuple[tuple[str, str], ...]
@@ -52,6 +54,7 @@ class Certificate:
             "level": self.level,
             "seed": self.seed,
             "graph_hash": self.graph_hash,
+            "point_hash": self.point_hash,
             "leaves": list(self.leaves),
             "versions": dict(self.versions),
             "flags": dict(self.flags),
@@ -74,6 +77,7 @@ class Certificate:
                 str(read["level"]),
                 int(read["seed"]),
                 str(read["graph_hash"]),
+                str(read["point_hash"]),
                 tuple(map(str, read["leaves"])),
                 tuple(sorted(read["versions"].items())),
                 tuple(sorted(read["flags"].items())),
@@ -128,7 +132,7 @@ def certify(made: "CompiledOut", level: str, *, at: Any, seed: int) -> Certifica
         raise CompileError(f"certify: level is one of {', '.join(LEVELS)}, not {level!r}.")
     point = point_of(made, at, seed)
     claims = [claim for layer in LEVELS[: LEVELS.index(level) + 1] for claim in _LAYERS[layer](made, point, seed)]
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "torchguard": version("torchguard")}
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "torchguard": torchguard.__version__}
     flags = {"backend": made.backend, "grad by": ",".join(leaf.name for leaf in made.leaves if leaf.differentiable)}
     flags |= {
         "matmul precision": torch.get_float32_matmul_precision(),
@@ -140,7 +144,8 @@ def certify(made: "CompiledOut", level: str, *, at: Any, seed: int) -> Certifica
         level,
         seed,
         graph_hash(made.graphs.forward),
-        tuple(f"{leaf.name}: {leaf}" for leaf in made.leaves),
+        _point_hash(point),
+        tuple(f"{leaf.name}: {leaf.in_full()}" for leaf in made.leaves),
         tuple(sorted(versions.items())),
         tuple(sorted(flags.items())),
         tuple(map(str, made.kinks)),
@@ -153,16 +158,22 @@ def point_of(made: "CompiledOut", at: Any, seed: int) -> tuple[Tensor, ...]:
     from torchguard.compiled.probe import random_like
 
     if at is not None:
-        own, leaves, _ = made._open(at)
-        if own is not made:
-            raise CompileError("certify: the point has another size than the example. Compile for that size.")
-        return tuple(leaves)
+        return made.point_at(at)
     if made.examples is not None:
         return made.examples
     drawn = random_like(made.leaves, seed)
     return tuple(
         d if leaf.dtype.is_floating_point else torch.zeros_like(d) for d, leaf in zip(drawn, made.leaves, strict=True)
     )
+
+
+def _point_hash(point: Sequence[Tensor]) -> str:
+    """What tells a point from every other one, by the bits of its numbers."""
+    found = hashlib.sha256()
+    for leaf in point:
+        found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+        found.update(leaf.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _typed(made: "CompiledOut", point: tuple[Tensor, ...], seed: int) -> Iterator[Claim]:
@@ -205,6 +216,8 @@ def _changes(before: Certificate, now: Certificate) -> Iterator[str]:
     """What differs between two certificates, in words."""
     if before.graph_hash != now.graph_hash:
         yield f"the graph is another one: {before.graph_hash[:12]} was certified, and this is {now.graph_hash[:12]}"
+    if before.point_hash != now.point_hash:
+        yield "the point is another one: pass the one that was certified as at="
     yield from _differences(
         "leaf", [line.split(": ", 1) for line in before.leaves], [line.split(": ", 1) for line in now.leaves]
     )

@@ -3,16 +3,18 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from torchguard.compiled._torch import flatten
 from torchguard.compiled.functions import CompiledOut, CompiledScalar, Signature
 from torchguard.compiled.leaves import names_to_flags, short_name, type_of, with_dynamic
 from torchguard.compiled.nesting import Nest, leaf_names, nest_of
 from torchguard.compiled.tracing import Program, with_lifted_leaves
-from torchguard.exceptions import CompileError
+from torchguard.exceptions import CompileError, ImpureFunctionError
 
 _ARGUMENT = ("compile: argument ", "Pass a tensor, or bind it with functools.partial.")
 Made = TypeVar("Made", bound=CompiledOut)
@@ -97,7 +99,7 @@ def _compiled(
         replace(leaf, differentiable=leaf.differentiable and not off) for leaf, off in zip(types, fixed, strict=True)
     ]
     run, results = _flat(f, nest, _name_of(f))
-    program = Program(_name_of(f), run, with_dynamic(types, dynamic or {}), lifts_rng=lift_rng)
+    program = Program(_name_of(f), run, with_dynamic(types, dynamic or {}), _line_of(f), lifts_rng=lift_rng)
     if lift_rng:
         program = with_lifted_leaves(program)
         nest = (
@@ -130,12 +132,43 @@ def _flat(f: Callable[..., Any], nest: Nest, name: str) -> tuple[Callable[..., l
 
 
 def _call_module(module: nn.Module, state: Mapping[str, Tensor], *args: Any) -> Any:
-    return functional_call(module, dict(state), args)
+    """What a module returns. One that keeps a tensor of this run for the next has a state that is no argument."""
+    attributes = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
+    given = dict(state)
+    try:
+        result = functional_call(module, given, args)
+        for name, (part, before) in attributes.items():
+            for key, value in vars(part).items():
+                if before.get(key, None) is not value and any(isinstance(one, Tensor) for one in flatten(value)[0]):
+                    raise _keeps(part, f"sets the attribute '{f'{name}.{key}'.lstrip('.')}' to a tensor")
+    finally:
+        for part, before in attributes.values():
+            for key in [key for key, value in vars(part).items() if before.get(key, part) is not value]:
+                if key in before:
+                    vars(part)[key] = before[key]
+                else:
+                    del vars(part)[key]
+    for name, value in given.items():
+        if value is not state[name]:
+            raise _keeps(module, f"replaces the buffer '{name}'")
+    return result
+
+
+def _keeps(module: nn.Module, what: str) -> ImpureFunctionError:
+    return ImpureFunctionError(
+        f"{type(module).__name__}: at {_line_of(module)}: it {what}. Return it, and pass it as an argument."
+    )
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """A module's parameters and buffers by name: the first argument of what it is compiled to."""
     return {name: value.detach() for name, value in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _line_of(f: Any) -> str:
+    """Where a function is defined, or the `forward` of a module."""
+    code = getattr(f.forward if isinstance(f, nn.Module) else f, "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}" if code else _name_of(f)
 
 
 def _name_of(f: Any) -> str:

@@ -12,8 +12,9 @@ from torch.fx import GraphModule, Node
 
 from torchguard.compiled import _torch
 from torchguard.compiled.leaves import LeafType
-from torchguard.compiled.listing import op_name, type_text
+from torchguard.compiled.listing import type_text
 from torchguard.compiled.nesting import Nest
+from torchguard.compiled.nodes import full_name
 from torchguard.exceptions import SavedGraphError
 
 FORMAT, VERSION = "torchguard.compiled", 1
@@ -21,8 +22,11 @@ TORCH_VALUES = {"dtype": torch.dtype, "memory_format": torch.memory_format, "lay
 # Operations of these namespaces alone are looked up, by a name of this form, and none of the refused ones.
 _NAMESPACES = {"aten": torch.ops.aten, "prims": torch.ops.prims}
 _OP = re.compile(r"(aten|prims)\.([a-z0-9_]+)\.([A-Za-z0-9_]+)")
-# It reads and makes files; views of memory at will; and what is left in memory by others.
-_REFUSED = ("from_file", "as_strided", "set_", "empty", "resize")
+# What reads and makes files; views of memory at will; what others left in memory; indices that nobody checks.
+_REFUSED = re.compile(
+    r"from_file|as_strided|reshape_alias|^_?set(_|$)|^data$|empty|resize|nested|sparse|buffer|quant|_test|segment_reduce"
+    r"|unsafe_(?!view)|(pool|embedding|nll_loss|ctc_loss|margin_loss).*backward|cudnn|mkldnn|miopen"
+)
 
 
 def graph_hash(graph: GraphModule) -> str:
@@ -49,7 +53,7 @@ def encoded_graph(graph: GraphModule, names: dict[Node, str]) -> dict[str, Any]:
         if node.op == "call_function":
             encoded: dict[str, Any] = {
                 "name": names[node],
-                "op": op_name(node.target),
+                "op": full_name(node),
                 "type": type_text(node.meta["val"]),
             }
             encoded["args"] = _encoded(node.args, names)
@@ -110,7 +114,13 @@ def operation(name: Any) -> Any:
     schema = _torch.schema_of(found)
     if schema is None:
         raise SavedGraphError(f"load: torch {torch.__version__} has no operation {name!r}.")
-    if schema.is_mutable or packet.startswith(_REFUSED) or torch.Tag.nondeterministic_seeded in found.tags:
+    returns_tensors = any("Tensor" in str(result.type) for result in schema.returns)
+    if (
+        not returns_tensors
+        or schema.is_mutable
+        or _REFUSED.search(packet)
+        or torch.Tag.nondeterministic_seeded in found.tags
+    ):
         raise SavedGraphError(
             f"{name!r} is refused in saved graphs: it is not pure, or reads memory that is not its own."
         )

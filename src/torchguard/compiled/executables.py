@@ -1,5 +1,6 @@
 """Code for graphs: traced when first asked for, compiled when first asked for, and kept."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchguard.compiled import _torch
-from torchguard.compiled.splitting import Split, split
+from torchguard.compiled.splitting import Split, depends_on_directions, split
 from torchguard.compiled.tracing import (
     Program,
     derivative_graph,
@@ -54,8 +55,14 @@ class Graphs:
     def __init__(self, program: Program) -> None:
         self.program = program
         with ONE_AT_A_TIME:
-            self.forward, self._source = forward_graph(program)
+            self._forward = forward_graph(program)
+        self.forward, self.has_own_rules = self._forward.graph, self._forward.has_own_rules
         self.outputs = output_values(self.forward)
+        values = [node.meta["val"] for node in self.forward.graph.nodes if node.op != "output"]
+        dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
+        # The coarsest rounding anywhere inside, and what it may make of an identity.
+        self.eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        self.tolerance = 8 * math.sqrt(self.eps)
         self._derivatives: dict[str, GraphModule] = {}
         self._splits: dict[str, Split] = {}
 
@@ -69,11 +76,16 @@ class Graphs:
             return getattr(self.split_of(base), part)
         with ONE_AT_A_TIME:
             if base not in self._derivatives:
-                source = self._source
+                forward = self._forward
                 if base != "vjp":
-                    source = without_fused_attention(self.program, self.forward, source)
-                self._derivatives[base] = derivative_graph(source, self.forward, base)
+                    forward = without_fused_attention(self.program, forward)
+                self._derivatives[base] = derivative_graph(forward, base)
             return self._derivatives[base]
+
+    def is_zero(self, base: str) -> bool:
+        """Whether no result of a derivative depends on its tangents or seeds, at any point."""
+        count = 0 if base == "hvp" else len(self.outputs)
+        return not depends_on_directions(self[base], len(self.program.leaves), count)
 
     def split_of(self, base: str) -> Split:
         """The first and second part of "vjp" or "jvp"."""
@@ -105,9 +117,14 @@ class Executables:
 def as_compiled(run: _torch.Boxed) -> Run:
     """Run code the way it was compiled: without recording for autograd, and without autocast."""
     is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
-    any_autocast, in_transform = _torch.any_autocast, _torch.in_transform
+    any_autocast, in_transform, has_tangent = _torch.any_autocast, _torch.in_transform, _torch.has_tangent
 
     def call(values: list[Any]) -> Sequence[Tensor]:
+        if has_tangent(values):
+            raise CompileError(
+                "compiled function: given a dual tensor of torch.autograd.forward_ad, whose tangent would be lost. "
+                "Use its own jvp."
+            )
         if in_transform():
             raise CompileError(
                 "compiled function: called inside a transform of torch.func, which cannot see into it. "

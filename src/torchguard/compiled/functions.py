@@ -13,6 +13,7 @@ from torch.fx import Graph
 
 from torchguard.compiled import _torch, probe
 from torchguard.compiled.certifying import Certificate, certify
+from torchguard.compiled.directions import Directions
 from torchguard.compiled.executables import ONE_AT_A_TIME, SAFER, Executables, Graphs, Run
 from torchguard.compiled.leaves import LeafType, check_all, fits, sizes_of
 from torchguard.compiled.listing import Kink, Line, kinks_of, lines_of, listing_of
@@ -22,6 +23,7 @@ from torchguard.compiled.tracing import Program, seed_types, tangent_types
 from torchguard.exceptions import CompiledFunctionWarning, CompileError, LeafTypeError
 
 Close: TypeAlias = Callable[[Sequence[Any]], Any]
+_PROBES_EACH_CALL = 8
 
 
 @dataclass(frozen=True)
@@ -30,53 +32,6 @@ class Signature:
 
     arguments: Nest | None
     results: Callable[[], Nest]
-
-
-@dataclass(frozen=True)
-class Directions:
-    """Tangents or seeds: one for each of some values that is differentiable, in the layout the code was made for."""
-
-    what: str
-    types: tuple[LeafType, ...]
-    chosen: tuple[bool, ...]
-    nest: Nest | None
-    fit: Callable[[tuple[Any, ...]], bool]
-
-    def open(self, given: Any) -> tuple[Any, ...]:
-        """What the code takes, from one tensor, a flat tuple, or what is nested as the values are."""
-        flat = given if type(given) is tuple else (given,)
-        return flat if self.fit(flat) else self._open_slowly(given)
-
-    def _open_slowly(self, given: Any) -> tuple[Any, ...]:
-        count = len(self.chosen)
-        if (
-            isinstance(given, (tuple, list))
-            and len(given) == count
-            and all(isinstance(one, Tensor | None) for one in given)
-        ):
-            values = list(given)
-        elif count == 1 and isinstance(given, (Tensor, int, float)):
-            values = [given]
-        elif self.nest is None:
-            raise LeafTypeError(f"{self.what}: expected a tuple of {count} tensors, got {type(given).__name__}.")
-        else:
-            values = self.nest.take_apart(given, self.what)
-        values = [value for value, is_chosen in zip(values, self.chosen, strict=True) if is_chosen or value is not None]
-        if len(values) != len(self.types):
-            raise LeafTypeError(f"{self.what}: pass None for what is not differentiable.")
-        values = [_laid_out(value, leaf) for value, leaf in zip(values, self.types, strict=True)]
-        check_all(self.types, values, self.what)
-        return tuple(values)
-
-
-def _laid_out(value: Any, leaf: LeafType) -> Any:
-    """A tangent or seed with the strides the code was made for; it is a direction, so a copy will do."""
-    if isinstance(value, (int, float)) and leaf.shape == ():
-        return torch.full((), value, dtype=leaf.dtype, device=leaf.device)
-    if isinstance(value, Tensor) and value.shape == leaf.shape and tuple(value.stride()) != leaf.stride:
-        laid = torch.empty_strided(leaf.shape, leaf.stride, dtype=value.dtype, device=value.device)
-        return laid.copy_(value.detach())
-    return value
 
 
 class CompiledOut:
@@ -106,6 +61,7 @@ class CompiledOut:
         self._count = len(self.graphs.outputs)
         self._is_all = all(program.differentiable)
         self._ready: dict[str, tuple[Run, ...]] = {}
+        self._tries: dict[str, int] = {}
         self._by_size: dict[tuple[tuple[str, int], ...], CompiledOut] = {}
         self.healed: dict[str, str] = {}
         tangents, seeds = tuple(tangent_types(program)), tuple(seed_types(self.graphs.forward))
@@ -229,6 +185,36 @@ class CompiledOut:
         """Write the forward graph to a JSON file, which `load` reads."""
         save(self, path)
 
+    # For the rest of the package: flat leaves in, flat tensors out.
+
+    @property
+    def program(self) -> Program:
+        return self._program
+
+    @property
+    def signature(self) -> Signature:
+        return self._signature
+
+    @property
+    def directions(self) -> tuple[Directions, Directions]:
+        """What tangents and seeds have to be."""
+        return self._tangents, self._seeds
+
+    def point_at(self, x: Any) -> tuple[Tensor, ...]:
+        """The leaves of a point of the size this was compiled for."""
+        own, leaves, _ = self._open(x)
+        if own is not self:
+            raise CompileError(f"{self.name}: the point has another size than the example. Compile for that size.")
+        return tuple(leaves)
+
+    def value_at(self, point: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._executables["forward"]([*point])
+
+    def derivative_at(self, kind: str, point: Sequence[Tensor], v: Any, w: Any) -> list[Tensor]:
+        """What the code for "jvp", "vjp", or "vjp_split" returns for tangents v and seeds w."""
+        runs = self._ready.get(kind) or self._prepare(kind, point)
+        return probe.derivative_by(self.graphs, kind, runs, point, v, w)
+
     # How it is done.
 
     def _open(self, x: Any) -> tuple["CompiledOut", Sequence[Tensor], Close]:
@@ -238,10 +224,12 @@ class CompiledOut:
         return self._open_slowly(x)
 
     def _open_slowly(self, x: Any) -> tuple["CompiledOut", Sequence[Tensor], Close]:
-        close: Close = tuple
+        close: Close = list if type(x) is list else tuple
         nest = self._signature.arguments
         if isinstance(x, Tensor):
             x, close = (x,), _only
+        if not isinstance(x, (tuple, list)):
+            raise LeafTypeError(f"{self.name}: x is a {type(x).__name__}. Pass the tuple of its arguments.")
         if nest is not None and not all(isinstance(leaf, Tensor) for leaf in x):
             x, close = nest.take_apart(tuple(x), self.name), nest.put_together
         check_all(self.leaves, x, self.name)
@@ -268,14 +256,15 @@ class CompiledOut:
         return self._by_size[key]
 
     def _first(self, base: str, first: Run, leaves: Sequence[Tensor]) -> tuple[Any, list[Tensor], _torch.Versions]:
-        """The outputs, the residuals, and the versions of those that the caller can reach."""
+        """The outputs, the residuals, and the versions of those tensors the caller could change them through."""
         found = first([*leaves])
-        outputs = found[: self._count]
-        places = {"leaf": leaves, "output": outputs, "private": found[self._count :]}
-        residuals = self.graphs.split_of(base).residuals
-        kept = [places[where][i] for where, i in residuals]
-        reachable = [tensor for tensor, (where, _) in zip(kept, residuals, strict=True) if where != "private"]
-        return outputs, kept, _torch.versions_of(reachable)
+        outputs, split = found[: self._count], self.graphs.split_of(base)
+        residuals = split.found(leaves, outputs, found[self._count :])
+        shared = [leaves[i] if where == "leaf" else outputs[i] for where, i in split.shared]
+        for tensor in shared:
+            if tensor.is_inference():  # these have no versions: nothing would tell that one was changed
+                return outputs, [_torch.copied(residual) for residual in residuals], []
+        return outputs, residuals, _torch.versions_of(shared)
 
     def _changed(self) -> CompileError:
         return CompileError(
@@ -302,7 +291,15 @@ class CompiledOut:
         kinds = [f"{base}_first", f"{base}_second"] if parted else [base]
         runs, used = tuple(self._executables[one] for one in kinds), self.backend
         wrong: list[str] = []
-        while self._probe and (gap := probe.gap_at(self.graphs, kind, runs, leaves)) is not None and not gap.is_small:
+        is_done = not self._probe or self.graphs.is_zero(base)
+        if not is_done and not self._is_due(kind):
+            return runs
+        while not is_done:
+            gap = probe.gap_at(self.graphs, kind, runs, leaves)
+            if not gap.tells and not wrong:
+                return runs
+            if gap.is_small:
+                break
             wrong.append(used)
             if len(wrong) > len(SAFER[self.backend]):
                 break
@@ -314,6 +311,11 @@ class CompiledOut:
             self._warn(base, wrong, used)
         self._ready[kind] = runs
         return runs
+
+    def _is_due(self, kind: str) -> bool:
+        """Whether to probe: until a point tells something. If none does for long, ever more rarely."""
+        tries = self._tries[kind] = self._tries.get(kind, 0) + 1
+        return tries <= _PROBES_EACH_CALL or tries & (tries - 1) == 0
 
     def _warn(self, base: str, wrong: Sequence[str], used: str) -> None:
         what = f"{self.name}: the {base} compiled with {', and with '.join(wrong)} fails the adjoint identity here"

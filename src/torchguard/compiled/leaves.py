@@ -33,6 +33,10 @@ class LeafType:
         where = "" if self.device.type == "cpu" else f" {self.device}"
         return f"{short_name(self.dtype)}[{', '.join(sizes)}]{where}"
 
+    def in_full(self) -> str:
+        """The type with its strides, where they are not those of a contiguous tensor."""
+        return str(self) if self.stride == _contiguous(self.shape) else f"{self} of stride {self.stride}"
+
     def fake(self) -> Tensor:
         return _torch.fake(self.shape, self.stride, self.dtype, self.device)
 
@@ -81,6 +85,8 @@ def fits(types: Sequence[LeafType]) -> Callable[[tuple[Any, ...]], bool]:
             for leaf, (shape, stride, dtype, device) in zip(leaves, expected):  # noqa: B905 (quick, and counted above)
                 if leaf.shape != shape or leaf.dtype is not dtype or leaf.stride() != stride or leaf.device != device:
                     return False
+                if leaf.is_neg():
+                    return False
         except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without strides
             return False
         return True
@@ -110,6 +116,8 @@ def wrong_with(leaf: LeafType, value: Any) -> str | None:
     ):
         hint = " Call .contiguous() on it." if expected == _contiguous(value.shape) else ""
         return f"has stride {tuple(value.stride())}, and {expected} was compiled for.{hint}"
+    if value.is_neg():  # a view that torch negates when it is read, and compiled code does not
+        return "is negated lazily. Call .resolve_neg() on it."
     return None
 
 

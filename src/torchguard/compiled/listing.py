@@ -1,6 +1,5 @@
 """Graphs as text: one operation a line, with its type and where it comes from; and where they are not smooth."""
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchguard.compiled.leaves import short_name
+from torchguard.compiled.nodes import full_name, op_name
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Kink:
 
 
 _STEPS = "0 everywhere, also at the steps"
+_MEET = "smooth, and the second derivative jumps where the parts meet"
 _TIES = "at ties the derivative is shared evenly"
 _FIRST = "at ties one of the largest is taken, by index"
 # By operation, without overload, as torch's rules have it. The tests hold most of them to what is returned.
@@ -48,6 +49,13 @@ CONVENTIONS = {
     "threshold": "0 at the threshold",
     "hardtanh": "0 at both ends",
     "hardsigmoid": "0 at both ends",
+    "hardshrink": "0 at both ends",
+    "softshrink": "0 at both ends",
+    "hardswish": "0 at the lower end, 1 at the upper",
+    "elu": "elu'(0) = the slope from the left",
+    "huber_loss": _MEET,
+    "smooth_l1_loss": _MEET,
+    "frac": "1, also at the steps",
     "clamp": "1 at both ends",
     "clamp_min": "1 at the end",
     "clamp_max": "1 at the end",
@@ -77,15 +85,18 @@ CONVENTIONS = {
     "cummin": _FIRST,
     "linalg_vector_norm": "0 at the zero vector",
     "sqrt": "inf at 0",
-    "where": "the derivative of the branch that is taken",
     "prelu": "prelu'(0) = weight",
     "_prelu_kernel": "prelu'(0) = weight",
+    "copysign": "0 at 0",
 }
-
-
-def op_name(target: Any) -> str:
-    """An operation as it is saved and shown: `aten.mm.default`, `getitem`."""
-    return "getitem" if target is operator.getitem else str(target)
+# What is not smooth only if it depends on a leaf that holds floating point numbers: masks may be given.
+SWITCHES = {
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne", "signbit", "argmax", "argmin", "argsort"), _STEPS),
+    **dict.fromkeys(("bucketize", "searchsorted", "_to_copy"), _STEPS),
+    "where": "the derivative of the branch that is taken",
+    "masked_fill": "the derivative of what is taken",
+}
+_MASK = {"where": 0, "masked_fill": 1}  # which argument it is
 
 
 def type_text(value: Any) -> str:
@@ -105,7 +116,7 @@ def lines_of(graph: GraphModule) -> tuple[Line, ...]:
 def _line(node: Node) -> Line:
     named = [f"{key}={_text(value)}" for key, value in node.kwargs.items()]
     arguments = ", ".join([*map(_text, node.args), *named])
-    return Line(node.name, op_name(node.target), arguments, type_text(node.meta["val"]), node.stack_trace or "")
+    return Line(node.name, full_name(node), arguments, type_text(node.meta["val"]), node.stack_trace or "")
 
 
 def _text(value: Any) -> str:
@@ -129,13 +140,31 @@ def listing_of(graph: GraphModule, name: str) -> str:
 
 def kinks_of(graph: GraphModule) -> tuple[Kink, ...]:
     """The operations of a graph whose derivative is a convention somewhere, once for each line of the source."""
-    found = {}
+    found: dict[tuple[str, str | None], Kink] = {}
+    moving: set[Node] = set()
     for node in graph.graph.nodes:
-        name = (
-            op_name(node.target).split(".")[1]
-            if node.op == "call_function" and node.target is not operator.getitem
-            else ""
-        )
-        if name in CONVENTIONS:
-            found[name, node.stack_trace] = Kink(f"aten.{name}", CONVENTIONS[name], node.stack_trace or "")
+        value = node.meta.get("val")
+        is_leaf = node.op == "placeholder" and value.is_floating_point()
+        if is_leaf or any(source in moving for source in node.all_input_nodes):
+            moving.add(node)
+        convention = _convention(node, moving) if node.op == "call_function" else None
+        if convention is not None:
+            name = op_name(node)
+            found[name, node.stack_trace] = Kink(f"aten.{name}", convention, node.stack_trace or "")
     return tuple(found.values())
+
+
+def _convention(node: Node, moving: set[Node]) -> str | None:
+    """What the derivative of an operation is taken to be where it has none; None if it is smooth."""
+    name = op_name(node)
+    if name == "elu":
+        given: tuple[Any, ...] = (*node.args, 1, 1, 1)
+        _, alpha, _, input_scale = given[:4]
+        return CONVENTIONS[name] if alpha * input_scale != 1 else None
+    if name not in SWITCHES:
+        return CONVENTIONS.get(name)
+    is_moving = (node.args[_MASK[name]] if name in _MASK else node) in moving
+    if name == "_to_copy":
+        before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+        is_moving = is_moving and before.is_floating_point() and not after.is_floating_point()
+    return SWITCHES[name] if is_moving else None

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from torchguard.compiled import _torch
+from torchguard.compiled.compiling import as_scalar
 from torchguard.compiled.encoding import FORMAT, TORCH_VALUES, VERSION, operation
 from torchguard.compiled.functions import CompiledOut, CompiledScalar, Signature
 from torchguard.compiled.leaves import LeafType
@@ -52,14 +53,18 @@ def _decoded(read: Any, backend: str, probe: bool) -> CompiledOut:
     if read["version"] != VERSION:
         raise SavedGraphError(f"load: the file is of version {read['version']!r}, and {VERSION} is known.")
     leaves = tuple(_decoded_leaf(leaf) for leaf in read["leaves"])
+    if len({leaf.name for leaf in leaves}) != len(leaves):
+        raise SavedGraphError("load: two leaves have one name.")
     graph = _decoded_graph(read["graph"], leaves, read.get("sources") or {})
     arguments = None if read["arguments"] is None else _decoded_nest(read["arguments"])
     results = _decoded_nest(read["results"])
-    program = program_of(graph, str(read["name"])[:200], leaves)
+    if arguments is not None and len(arguments.places) != len(leaves):
+        raise SavedGraphError("load: the arguments do not hold as many tensors as there are leaves.")
+    program = program_of(graph, _shown(read["name"])[:200], leaves)
     made = _KINDS[read["kind"]](program, Signature(arguments, lambda: results), backend=backend, probe=probe)
     if len(made.graphs.outputs) != len(results.places):
         raise SavedGraphError("load: the graph does not return as many tensors as its results hold.")
-    return made
+    return as_scalar(made) if isinstance(made, CompiledScalar) else made
 
 
 def _decoded_leaf(read: dict[str, Any]) -> LeafType:
@@ -68,7 +73,9 @@ def _decoded_leaf(read: dict[str, Any]) -> LeafType:
         raise SavedGraphError(f"load: leaf {read['name']!r} has {len(shape)} sizes and {len(stride)} strides.")
     dtype = _torch_value("dtype", read["dtype"])
     differentiable = read["differentiable"] is True and dtype.is_floating_point
-    return LeafType(str(read["name"]), shape, dtype, torch.device(read["device"]), stride, differentiable)
+    if dtype.is_complex:
+        raise SavedGraphError(f"load: leaf {read['name']!r} is complex.")
+    return LeafType(_shown(read["name"]), shape, dtype, torch.device(read["device"]), stride, differentiable)
 
 
 def _count(value: Any) -> int:
@@ -93,7 +100,7 @@ def _decoded_graph(read: dict[str, Any], leaves: tuple[LeafType, ...], sources: 
         }
         node = nodes[name] = graph.create_node("call_function", target, args, kwargs, name=name)
         if isinstance(sources.get(name), str):
-            node.stack_trace = sources[name][:300]
+            node.stack_trace = "".join(filter(str.isprintable, sources[name]))[:300]
         values = torch.fx.map_arg((args, kwargs), lambda part: part.meta["val"])
         with _torch.fake_mode(), torch.no_grad():
             node.meta["val"] = target(*values[0], **values[1])
@@ -138,6 +145,13 @@ def _checked_name(name: Any) -> str:
     return name
 
 
+def _shown(name: Any) -> str:
+    """A name that is only shown: whatever a terminal would not obey."""
+    if not isinstance(name, str) or not name.isprintable():
+        raise SavedGraphError(f"load: {name!r} is no name.")
+    return name
+
+
 def _new_name(name: Any, taken: dict[str, Node]) -> str:
     if _checked_name(name) in taken:
         raise SavedGraphError(f"load: %{name} is there twice.")
@@ -145,15 +159,20 @@ def _new_name(name: Any, taken: dict[str, Node]) -> str:
 
 
 def _decoded_nest(read: Any) -> Nest:
-    return nest_of(_decoded_part(read), "load: ", "")[0]
+    numbers: list[int] = []
+    value = _decoded_part(read, numbers)
+    if numbers != list(range(len(numbers))):
+        raise SavedGraphError(f"load: the tensors of a value are numbered {numbers}.")
+    return nest_of(value, "load: ", "")[0]
 
 
-def _decoded_part(read: Any) -> Any:
+def _decoded_part(read: Any, numbers: list[int]) -> Any:
     if type(read) is int:
+        numbers.append(read)
         return torch.empty(0)
     if read is None:
         return None
     ((key, value),) = read.items()
-    parts = value.items() if key == "dict" else enumerate(value)
-    decoded = {name: _decoded_part(part) for name, part in parts}
+    parts = ((_shown(name), part) for name, part in value.items()) if key == "dict" else enumerate(value)
+    decoded = {name: _decoded_part(part, numbers) for name, part in parts}
     return decoded if key == "dict" else {"tuple": tuple, "list": list}[key](decoded.values())

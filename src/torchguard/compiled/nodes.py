@@ -6,6 +6,11 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+# These take the shape of a tensor, and none of its values.
+OF_SHAPES = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+# These return memory as others left it.
+UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+
 
 def op_name(node: Node) -> str:
     """An operator without namespace and overload: `add` of `aten.add.Tensor`, `view` of `aten.view_copy.default`."""
@@ -14,6 +19,11 @@ def op_name(node: Node) -> str:
     parts = str(node.target).split(".")
     name = parts[1] if parts[0] == "aten" and len(parts) > 1 else str(node.target)
     return name if name == "_to_copy" else name.removesuffix("_copy")
+
+
+def full_name(node: Node) -> str:
+    """An operation as it is saved and shown: `aten.mm.default`, `getitem`."""
+    return "getitem" if node.target is operator.getitem else str(node.target)
 
 
 def attribute(gm: GraphModule, path: object) -> Tensor:

@@ -32,14 +32,13 @@ class Gap:
         return math.isfinite(self.left) and math.isfinite(self.right) and math.isfinite(self.scale)
 
     @property
+    def tells(self) -> bool:
+        """Whether anything was compared: of a point where all is zero, or not finite, nothing can be told."""
+        return self.is_finite and self.scale > 0
+
+    @property
     def is_small(self) -> bool:
         return self.relative <= self.tolerance
-
-
-def tolerance_of(values: Sequence[Tensor | LeafType]) -> float:
-    """What rounding may make of an identity: some square roots of the coarsest precision at hand."""
-    coarsest = max((torch.finfo(v.dtype).eps for v in values if v.dtype.is_floating_point), default=0.0)
-    return 8 * math.sqrt(coarsest)
 
 
 def random_like(types: Sequence[LeafType], seed: int) -> list[Tensor]:
@@ -60,36 +59,37 @@ def inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[float, float
     return total, math.sqrt(sum(float(term.square().sum()) for term in terms))
 
 
-def adjoint_gap(tangents: Any, pushed: Any, seeds: Any, pulled: Any) -> Gap:
+def adjoint_gap(tangents: Any, pushed: Any, seeds: Any, pulled: Any, tolerance: float) -> Gap:
     """<Jv, w> against <v, J'w>."""
     left, left_size = inner(pushed, seeds)
     right, right_size = inner(tangents, pulled)
-    return Gap(left, right, max(left_size, right_size), tolerance_of([*pushed, *pulled]))
+    return Gap(left, right, max(left_size, right_size), tolerance)
 
 
-def gap_at(graphs: Graphs, kind: str, runs: tuple[Run, ...], leaves: Sequence[Tensor], seed: int = 0) -> Gap | None:
+def gap_at(graphs: Graphs, kind: str, runs: tuple[Run, ...], leaves: Sequence[Tensor], seed: int = 0) -> Gap:
     """How far a compiled derivative is from being the adjoint of the other one, which is run by eager mode.
 
-    None if it cannot be told: something is not finite, or there is no other one.
+    Where there is no other one, it is compared with itself as eager mode runs it.
     """
     v, w = random_like(tangent_types(graphs.program), seed), random_like(seed_types(graphs.forward), seed + 1)
     base = kind.partition("_")[0]
     found = derivative_by(graphs, kind, runs, leaves, v, w)
     eager = Executables(graphs, "eager")
-    if base == "hvp":
-        reference = eager["hvp"]([*leaves, *v, *w])
-        (left, size), (right, _) = inner(found, v), inner(reference, v)
-        gap = Gap(left, right, size, tolerance_of(found))
-    else:
-        try:
-            other = "jvp" if base == "vjp" else "vjp"
-            dual = derivative_by(graphs, other, (eager[other],), leaves, v, w)
-            gap = adjoint_gap(v, dual, w, found) if base == "vjp" else adjoint_gap(v, found, w, dual)
-        except MissingRuleError:
-            same = derivative_by(graphs, base, (eager[base],), leaves, v, w)
-            (left, size), (right, _) = inner(found, v if base == "vjp" else w), inner(same, v if base == "vjp" else w)
-            gap = Gap(left, right, size, tolerance_of(found))
-    return gap if gap.is_finite else None
+    try:
+        if base == "hvp":
+            return _same(found, eager["hvp"]([*leaves, *v, *w]), v, graphs.tolerance)
+        other = "jvp" if base == "vjp" else "vjp"
+        dual = derivative_by(graphs, other, (eager[other],), leaves, v, w)
+        pushed, pulled = (dual, found) if base == "vjp" else (found, dual)
+        return adjoint_gap(v, pushed, w, pulled, graphs.tolerance)
+    except MissingRuleError:
+        again = derivative_by(graphs, base, (eager[base],), leaves, v, w)
+        return _same(found, again, v if base == "vjp" else w, graphs.tolerance)
+
+
+def _same(found: Sequence[Tensor], right: Sequence[Tensor], weights: Sequence[Tensor], tolerance: float) -> Gap:
+    (left, left_size), (other, other_size) = inner(found, weights), inner(right, weights)
+    return Gap(left, other, max(left_size, other_size), tolerance)
 
 
 def derivative_by(
@@ -103,6 +103,5 @@ def derivative_by(
         found = runs[0]([*leaves, *directions])
         return list(found if base == "hvp" else found[count:])
     first = runs[0]([*leaves])
-    places = {"leaf": leaves, "output": first[:count], "private": first[count:]}
-    residuals = [places[where][i] for where, i in graphs.split_of(base).residuals]
+    residuals = graphs.split_of(base).found(leaves, first[:count], first[count:])
     return list(runs[1]([*residuals, *directions]))

@@ -22,6 +22,8 @@ _LITERALS = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _RUNNING_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
 
+# These read values without an operation.
+_READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 # What an error is given that was raised at a node whose line is known.
 LINE = "torchguard_line"
 
@@ -29,12 +31,14 @@ LINE = "torchguard_line"
 class Watch(_torch.DispatchMode):
     """Sees every operation of a function: notes the line it comes from, and refuses what is not pure.
 
-    A function has rules of its own where an `autograd.Function` was met, of which operations do not tell.
+    A function has rules of its own where an `autograd.Function` was met, of which operations do not tell. What is
+    neither ATen's nor in such a function is `foreign`.
 
     Args:
         lifted: what random operations are replaced with, in order; None to refuse them.
         own: the storages of the leaves, which may not be changed.
         detaches: whether what is computed under `no_grad` is detached, which forward mode would not do otherwise.
+            Torch runs an `autograd.Function` without grad as well, which makes no constants.
         finds_lines: whether the line is looked for on the stack; otherwise it is that of a node being run.
     """
 
@@ -54,15 +58,27 @@ class Watch(_torch.DispatchMode):
         self._name, self._lifted, self._own, self._finds_lines = name, lifted, own, finds_lines
         self.drawn: list[tuple[str, Tensor]] = []
         self.has_own_rules = False
+        self.foreign: list[tuple[Any, str]] = []
+        self._calls = _Calls(self)
+        self.grad_is_off = False
+
+    def __enter__(self) -> "Watch":
+        self._calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._calls.__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         where = user_line() if self._finds_lines else _torch.current_line()
         set_stack_trace([where])
-        self.has_own_rules = self.has_own_rules or _in_autograd_function()
+        has_own_rule = in_autograd_function()
+        self.has_own_rules = self.has_own_rules or has_own_rule
         schema = _torch.schema_of(func)
         if schema is None:
-            raise self._error(where, f"{func} takes functions, and a graph has none", "Use torch.where")
+            raise self.error(where, f"{func} takes functions, and a graph has none", "Use torch.where")
         self._refuse(func, args, kwargs, where)
         if is_random(func, args, kwargs):
             return self._draw(func, args, kwargs, where)
@@ -72,29 +88,33 @@ class Watch(_torch.DispatchMode):
             raise self._of_values(func, where) from error
         if any(isinstance(size, torch.SymInt) for out in _tensors(result) for size in out.shape):
             raise self._of_values(func, where)
-        if self._detaches and not torch.is_grad_enabled() and isinstance(result, Tensor) and not schema.is_mutable:
+        if not has_own_rule and func.namespace not in ("aten", "prims") and _tensors(result):
+            self.foreign.append((func, where))
+        is_constant = self.grad_is_off or torch.is_inference_mode_enabled()
+        if self._detaches and is_constant and isinstance(result, Tensor) and not schema.is_mutable:
             return torch.ops.aten.detach.default(result)
         return result
 
     def _of_values(self, func: Any, where: str) -> ImpureFunctionError:
-        return self._error(where, f"the shape of what {name_of(func)} returns depends on values", "Use a mask instead")
+        return self.error(where, f"the shape of what {name_of(func)} returns depends on values", "Use a mask instead")
 
     def _refuse(self, func: Any, args: Any, kwargs: Any, where: str) -> None:
         schema, tensors = _torch.schema_of(func), _tensors((args, kwargs))
-        if schema.name not in _LITERALS and not all(map(_torch.is_fake, tensors)):
-            advice = "Make it an argument, or pass the nn.Module itself to the compiler"
-            raise self._error(where, f"{name_of(func)} reads a tensor that is no argument (a hidden constant)", advice)
+        is_literal = schema.name in _LITERALS and all(tensor.untyped_storage().resizable() for tensor in tensors)
+        if not is_literal and not all(map(_torch.is_fake, tensors)):
+            raise self.hidden(where, name_of(func))
         if torch.Tag.data_dependent_output in func.tags:
             raise branches_on_values(self._name, where)
         trains = schema.name in _RUNNING_STATISTICS and _argument(func, args, kwargs, "training")
         if trains and _argument(func, args, kwargs, "running_mean") is not None:
             advice = "Call .eval() on it, or pass track_running_stats=False"
-            raise self._error(where, "batch norm changes its running statistics", advice)
+            raise self.error(where, "batch norm changes its running statistics", advice)
         if schema.is_mutable:
-            for given, declared in zip(args, schema.arguments, strict=False):
+            for declared in schema.arguments:
                 written = declared.alias_info is not None and declared.alias_info.is_write
+                given = _argument(func, args, kwargs, declared.name)
                 if written and any(_torch.storage_of(tensor) in self._own for tensor in _tensors(given)):
-                    raise self._error(
+                    raise self.error(
                         where, f"{name_of(func)} changes an argument in place", "Use the out-of-place form"
                     )
 
@@ -102,7 +122,7 @@ class Watch(_torch.DispatchMode):
         schema = _torch.schema_of(func)
         if self._lifted is None:
             advice = "Draw outside and pass the numbers as a leaf, which lift_rng=True does for you"
-            raise self._error(where, f"{name_of(func)} draws random numbers", advice)
+            raise self.error(where, f"{name_of(func)} draws random numbers", advice)
         if schema.name == "aten::native_dropout":
             values, probability = args[0], args[1]
             mask = self._take("dropout", lambda: torch.empty_like(values, dtype=torch.bool))
@@ -111,7 +131,7 @@ class Watch(_torch.DispatchMode):
         if schema.is_mutable and "out" not in kwargs:
             return args[0].copy_(self._take(kind, lambda: torch.empty_like(args[0])))
         if len(schema.returns) != 1 or schema.is_mutable:
-            raise self._error(where, f"{name_of(func)} draws random numbers that cannot be lifted", "Draw them outside")
+            raise self.error(where, f"{name_of(func)} draws random numbers that cannot be lifted", "Draw them outside")
         return self._take(kind, lambda: func(*args, **kwargs))
 
     def _take(self, kind: str, make: Any) -> Tensor:
@@ -121,8 +141,29 @@ class Watch(_torch.DispatchMode):
         self.drawn.append((f"{kind}_{index}", taken))
         return taken.clone()  # the function may go on to change it
 
-    def _error(self, where: str, what: str, advice: str) -> ImpureFunctionError:
+    def hidden(self, where: str, name: str) -> ImpureFunctionError:
+        advice = "Make it an argument, or pass the nn.Module itself to the compiler"
+        return self.error(where, f"{name} reads a tensor that is no argument (a hidden constant)", advice)
+
+    def error(self, where: str, what: str, advice: str) -> ImpureFunctionError:
         return ImpureFunctionError(f"{self._name}: at {where}: {what}. {advice}.")
+
+
+class _Calls(_torch.TorchFunctionMode):
+    """Sees what never becomes an operation: switches of grad, and values that are read or replaced behind its back."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _torch.sets_grad_mode(func) and not in_autograd_function():
+            self._watch.grad_is_off = not args[0]
+        elif func in _READERS and not _torch.is_fake(args[0]):
+            raise self._watch.hidden(user_line(), f"Tensor.{func.__name__}")
+        elif func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
+            raise self._watch.error(user_line(), "the data of a tensor are replaced", "Use the new tensor itself")
+        return func(*args, **(kwargs or {}))
 
 
 def branches_on_values(name: str, where: str) -> ImpureFunctionError:
@@ -151,7 +192,8 @@ def user_line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def _in_autograd_function() -> bool:
+def in_autograd_function() -> bool:
+    """Whether an `autograd.Function` is being run."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "apply" and frame.f_code.co_filename.endswith(_AUTOGRAD_FUNCTION):

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchguard.compiled import _torch
+from torchguard.compiled.nodes import OF_SHAPES, op_name
 from torchguard.compiled.tidying import is_view
 
 # Where a residual is found: among the leaves, among the outputs, or among what the first part returns besides.
@@ -15,11 +18,20 @@ Source = tuple[Literal["leaf", "output", "private"], int]
 
 @dataclass(frozen=True)
 class Split:
-    """`first` maps leaves to outputs and private residuals; `second` maps all residuals and tangents to the rest."""
+    """`first` maps leaves to outputs and private residuals; `second` maps all residuals and tangents to the rest.
+
+    `shared` are the leaves and outputs whose memory a residual lies in: the caller can change it.
+    """
 
     first: GraphModule
     second: GraphModule
     residuals: tuple[Source, ...]
+    shared: tuple[Source, ...]
+
+    def found(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], private: Sequence[Tensor]) -> list[Tensor]:
+        """The residuals, from what the first part was given and returned."""
+        places = {"leaf": leaves, "output": outputs, "private": private}
+        return [places[where][i] for where, i in self.residuals]
 
 
 def split(graph: GraphModule, leaves: int, outputs: int) -> Split:
@@ -32,10 +44,20 @@ def split(graph: GraphModule, leaves: int, outputs: int) -> Split:
     places: dict[Node, Source] = {node: ("leaf", i) for i, node in enumerate(placeholders[:leaves])}
     places |= {node: ("output", i) for i, node in enumerate(results[:outputs]) if node not in places}
     private = [node for node in needed if node not in places]
+    memory = {_torch.storage_of(node.meta["val"]) for node in needed if isinstance(node.meta["val"], Tensor)}
+    shared = tuple(place for node, place in places.items() if _torch.storage_of(node.meta["val"]) in memory)
     places |= {node: ("private", i) for i, node in enumerate(private)}
     first = _part(placeholders[:leaves], nodes, set(nodes) - linear, [*results[:outputs], *private])
     rest = _part([*needed, *placeholders[leaves:]], nodes, second, results[outputs:])
-    return Split(first, rest, tuple(places[node] for node in needed))
+    return Split(first, rest, tuple(places[node] for node in needed), shared)
+
+
+def depends_on_directions(graph: GraphModule, leaves: int, outputs: int) -> bool:
+    """Whether what follows the first `outputs` outputs depends on a placeholder past `leaves`."""
+    nodes = list(graph.graph.nodes)
+    computing = [node for node in nodes if op_name(node) not in OF_SHAPES]
+    linear = _reached_from(computing, graph.graph.find_nodes(op="placeholder")[leaves:])
+    return any(node in linear for node in nodes[-1].args[0][outputs:])
 
 
 def _reached_from(nodes: Sequence[Node], starts: Sequence[Node]) -> set[Node]:

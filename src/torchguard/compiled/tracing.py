@@ -1,8 +1,9 @@
 """From a function of leaves to graphs of ATen operations: its value, and its derivatives."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchguard.compiled import _torch
 from torchguard.compiled.leaves import LeafType, cotangent_type
+from torchguard.compiled.nodes import OF_SHAPES, UNINITIALISED, op_name
 from torchguard.compiled.purity import LINE, Watch, branches_on_values, line_of, name_of
 from torchguard.compiled.tidying import tidied
-from torchguard.exceptions import CompileError, MissingRuleError, TorchGuardError
+from torchguard.exceptions import CompileError, ImpureFunctionError, MissingRuleError, TorchGuardError
 
 # How torch words that a rule is missing, in forward mode, of an operation of its own, and of an autograd.Function.
 _NO_FORWARD_RULE = re.compile(r"forward AD with (\S+) that does not support it")
@@ -41,6 +43,7 @@ class Program:
     name: str
     run: Callable[..., list[Tensor]]
     leaves: tuple[LeafType, ...]
+    where: str = "an unknown line"
     lifts_rng: bool = False
     lifted: int = 0
     knows_its_lines: bool = False
@@ -90,49 +93,66 @@ def with_lifted_leaves(program: Program) -> Program:
     return replace(program, leaves=(*program.leaves, *types), lifted=len(types))
 
 
-def forward_graph(program: Program) -> tuple[GraphModule, Program]:
-    """Leaves to outputs; and what to take derivatives of: that graph, or the function if it has rules of its own.
+@dataclass(frozen=True)
+class Forward:
+    """Leaves to outputs as a graph, and what to take derivatives of.
 
-    Raises where the function is not pure.
+    That is the graph, or the function itself if it has rules of its own. `foreign` are the operations that are not
+    ATen's, and their lines.
     """
-    has_own_rules = []
+
+    graph: GraphModule
+    source: Program
+    has_own_rules: bool
+    foreign: tuple[tuple[Any, str], ...]
+
+
+def forward_graph(program: Program) -> Forward:
+    """What a function computes. Raises where it is not pure."""
+    watches: list[Watch] = []
 
     def run(watch: Watch, *leaves: Tensor) -> list[Tensor]:
+        watches.append(watch)
         found = program.watched(watch, *leaves)
-        has_own_rules.append(watch.has_own_rules)
+        for i, out in enumerate(found):
+            if not _torch.is_fake(out):
+                what = f"result [{i}] is a tensor that is no argument (a hidden constant)"
+                raise watch.error(program.where, what, "Make it an argument")
         return found
 
     traced = _trace(program, run, program.leaves, grad_enabled=True)
     forward = tidied(traced, [leaf.name for leaf in program.leaves])
     if any(value.is_complex() for value in output_values(forward)):
         raise CompileError(f"{program.name}: returns complex numbers. Return torch.view_as_real(z).")
-    source = program if has_own_rules[0] else program_of(forward, program.name, program.leaves)
-    return forward, source
+    _refuse_uninitialised(program, forward)
+    own = watches[0].has_own_rules
+    source = program if own else program_of(forward, program.name, program.leaves)
+    return Forward(forward, source, own, tuple(watches[0].foreign))
 
 
-def without_fused_attention(program: Program, forward: GraphModule, source: Program) -> Program:
+def without_fused_attention(program: Program, forward: Forward) -> Forward:
     """What to push tangents through: fused attention has no rule for them, and what it is made of has."""
-    fused = any("scaled_dot_product" in str(node.target) for node in forward.graph.nodes)
-    if not fused or source is program:
-        return source
+    fused = any("scaled_dot_product" in str(node.target) for node in forward.graph.graph.nodes)
+    if not fused or forward.has_own_rules:
+        return forward
     with sdpa_kernel(SDPBackend.MATH):
-        return forward_graph(program)[1]
+        return replace(forward, source=forward_graph(program).source)
 
 
-def derivative_graph(program: Program, forward: GraphModule, kind: str) -> GraphModule:
+def derivative_graph(forward: Forward, kind: str) -> GraphModule:
     """A derivative as a graph, by torch's rules for the function itself, custom ones included.
 
     - jvp: leaves and tangents to outputs and their tangents;
     - vjp: leaves and seeds to outputs and gradients;
     - hvp: leaves, tangents and seeds to the tangents of the gradients.
     """
+    program = forward.source
     tangents = tangent_types(program)
-    seeds = seed_types(forward)
+    seeds = seed_types(forward.graph)
     if not tangents or not seeds:
         missing = "leaf" if not tangents else "output"
         raise CompileError(f"{kind} of {program.name}: no {missing} is differentiable.")
-    if kind != "vjp":
-        _refuse_foreign(program, forward, kind)
+    _refuse_foreign(forward, kind)
     given = {"jvp": tangents, "vjp": seeds, "hvp": [*tangents, *seeds]}[kind]
     types = [*program.leaves, *given]
     n, m = len(program.leaves), len(tangents)
@@ -156,13 +176,14 @@ def derivative_graph(program: Program, forward: GraphModule, kind: str) -> Graph
             _, pushed, found = _jvp(outputs, own, rest)
             return [*found, *pushed]
         if kind == "vjp":
-            found, pull = _vjp(outputs, own)
+            found, pull = (_recorded_vjp if forward.foreign else _vjp)(outputs, own)
             return [*found, *pull(tuple(rest))]
         return list(func.jvp(gradients, tuple(own), tuple(rest[:m]))[1])
 
     # Fused attention has no rule for tangents; what it is made of has.
     with sdpa_kernel(SDPBackend.MATH) if kind != "vjp" else torch.no_grad():
-        traced = _trace(program, derivative, types, kind, _foreign(forward))
+        lines = {name_of(operation): where for operation, where in forward.foreign}
+        traced = _trace(program, derivative, types, kind, lines)
     return tidied(traced, [leaf.name for leaf in types], keep_detach=False)
 
 
@@ -170,6 +191,22 @@ def _vjp(f: Callable[..., Any], x: Sequence[Tensor]) -> tuple[list[Tensor], Call
     """All outputs, and the pullback of those that are differentiable."""
     made: Any = func.vjp(f, *x, has_aux=True)
     return made[2], made[1]
+
+
+def _recorded_vjp(f: Callable[..., Any], x: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
+    """The same by autograd: rules registered for an operation of one's own are not for transforms."""
+    with torch.enable_grad():
+        tracked = [leaf.detach().requires_grad_() for leaf in x]
+        smooth, found = f(*tracked)
+
+    def pull(seeds: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        chosen = [(out, seed) for out, seed in zip(smooth, seeds, strict=True) if out.requires_grad]
+        if not chosen:
+            return tuple(map(torch.zeros_like, x))
+        outs, weights = zip(*chosen, strict=True)
+        return torch.autograd.grad(outs, tracked, weights, allow_unused=True, materialize_grads=True)
+
+    return [out.detach() for out in found], pull
 
 
 def _jvp(f: Callable[..., Any], x: Sequence[Tensor], dx: Sequence[Tensor]) -> Any:
@@ -202,7 +239,7 @@ def _trace(
     fn: Callable[..., Any],
     types: Sequence[LeafType],
     kind: str = "",
-    foreign: Sequence[tuple[str, str]] = (),
+    lines: Mapping[str, str] = MappingProxyType({}),
     *,
     grad_enabled: bool = False,
 ) -> GraphModule:
@@ -225,28 +262,52 @@ def _trace(
             run = torch.fx.Interpreter(traced).run
             functional = func.functionalize(run, remove="mutations")
             traced = _torch.trace(functional, [leaf.fake() for leaf in types], _WRITTEN_OUT)
+            _refuse_changes(program, traced)
         return traced
     except TorchGuardError:
         raise
     except _torch.data_dependent_errors() as error:
         raise branches_on_values(program.name, line_of(error)) from error
     except Exception as error:
-        raise _in_words(program, error, kind, foreign) from error
+        raise _in_words(program, error, kind, lines) from error
 
 
-def _in_words(program: Program, error: Exception, kind: str, foreign: Sequence[tuple[str, str]]) -> TorchGuardError:
+def _refuse_changes(program: Program, traced: GraphModule) -> None:
+    """What is left of changes in place once they were rewritten is what nobody knows how to rewrite."""
+    for node in traced.graph.nodes:
+        if (schema := _torch.schema_of(node.target)) and schema.is_mutable:
+            raise ImpureFunctionError(
+                f"{program.name}: at {node.stack_trace}: {name_of(node.target)} changes a tensor in place, and cannot "
+                "be rewritten. Use the out-of-place form."
+            )
+
+
+def _refuse_uninitialised(program: Program, forward: GraphModule) -> None:
+    """Memory that nobody wrote to may be used for its shape alone."""
+    for node in forward.graph.nodes:
+        is_left = op_name(node) in UNINITIALISED and node.meta["val"].numel() > 0
+        if is_left and not all(op_name(user) in {"fill", "zero", "copy", *OF_SHAPES} for user in node.users):
+            raise ImpureFunctionError(
+                f"{program.name}: at {node.stack_trace}: {name_of(node.target)} returns memory as it was left. "
+                "Use torch.zeros."
+            )
+
+
+def _in_words(program: Program, error: Exception, kind: str, lines: Mapping[str, str]) -> TorchGuardError:
     text, where = str(error), line_of(error)
     found = _NO_FORWARD_RULE.search(text) or _NO_RULE.search(text)
     if found and kind:
         name = next(group for group in found.groups() if group)
+        name, where = next(((known, line) for known, line in lines.items() if known in name), (name, where))
         advice = "Write it with operations that have one, or use the other mode."
         return MissingRuleError(
             f"{kind} of {program.name}: {name} has no rule for this derivative, at {where}. {advice}"
         )
     if kind and _NO_FUNCTION_RULE.search(text):
-        name, where = foreign[0] if foreign else ("an autograd.Function", where)
-        said = "" if foreign else f": {text.splitlines()[0]}"
-        return MissingRuleError(f"{kind} of {program.name}: {name} has no rule for this derivative, at {where}{said}")
+        return MissingRuleError(
+            f"{kind} of {program.name}: an autograd.Function has no rule for this derivative, at {where}: "
+            f"{text.splitlines()[0]}"
+        )
     if "does not require grad" in text:
         return CompileError(f"{program.name}: at {where}: autograd does not record here. Use torch.func.grad inside.")
     return CompileError(
@@ -254,16 +315,11 @@ def _in_words(program: Program, error: Exception, kind: str, foreign: Sequence[t
     )
 
 
-def _refuse_foreign(program: Program, forward: GraphModule, kind: str) -> None:
-    """An operation that is not ATen's may have no rule for tangents, and torch then takes them for zero."""
-    foreign = _foreign(forward)
-    if foreign:
-        name, where = foreign[0]
-        raise MissingRuleError(f"{kind} of {program.name}: {name} has no rule for tangents, at {where}. Use the vjp.")
-
-
-def _foreign(forward: GraphModule) -> list[tuple[str, str]]:
-    """The operations that are not ATen's, and where they are."""
-    nodes = [node for node in forward.graph.nodes if _torch.schema_of(node.target) is not None]
-    named = [(name_of(node.target), node.stack_trace or "an unknown line") for node in nodes]
-    return [(name, where) for name, where in named if name.partition(".")[0] not in ("aten", "prims")]
+def _refuse_foreign(forward: Forward, kind: str) -> None:
+    """An operation that is not ATen's may have no rule, and torch then takes its derivative for zero."""
+    for operation, where in forward.foreign:
+        if kind != "vjp" or not _torch.has_autograd(operation):
+            what, advice = ("tangents", "Use the vjp") if kind != "vjp" else ("gradients", "Register one with autograd")
+            raise MissingRuleError(
+                f"{kind} of {forward.source.name}: {name_of(operation)} has no rule for {what}, at {where}. {advice}."
+            )

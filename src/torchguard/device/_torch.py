@@ -3,8 +3,11 @@
 import contextlib
 import copy
 import functools
+import importlib
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -13,6 +16,8 @@ from torch import Tensor, fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
+logger = logging.getLogger("torchguard.device")
+
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -20,6 +25,8 @@ Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 SAY = "torch._check"
 
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_SIZE = re.compile(r"\.size\(\)\[(\d+)\]")
+_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _LOCAL = re.compile(r"^L\['([^']*)'\]")
 # What Dynamo calls the module that is compiled, whose parameters go by the names they have in its state dict.
 _ROOT = re.compile(r"^(?:self|fn)\.")
@@ -40,6 +47,40 @@ def op_names() -> tuple[str, ...]:
 
 
 @functools.cache
+def op_name_set() -> frozenset[str]:
+    return frozenset(op_names())
+
+
+# What is left of writing into an input where a graph is not trained.
+_WRITES = frozenset({"aten.copy_", "aten.set_", "aten.resize_"})
+
+
+@functools.cache
+def is_taken_apart(name: str) -> bool:
+    """Whether an op, by its full name, is gone before there is a graph: it is made of others, or writes in place.
+
+    Nothing public says which kernels an op has.
+    """
+    namespace, op, overload = name.split(".")
+    if f"{namespace}.{op}" in _WRITES:
+        return False
+    kernels = f"{namespace}::{op}" + ("" if overload == "default" else f".{overload}")
+
+    def has(key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(kernels, key)
+
+    # Where there is a kernel of its own for a device, that is what runs there.
+    if has("CompositeImplicitAutograd") and not (has("CPU") or has("CUDA")):
+        return True
+    found = getattr(getattr(getattr(torch.ops, namespace), op, None), overload, None)
+    if not isinstance(found, torch._ops.OpOverload):
+        return False
+    importlib.import_module("torch._decomp")  # where ops get kernels that are written in Python
+    in_python = {torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd}
+    return found._schema.is_mutable or not in_python.isdisjoint(found.py_kernels)
+
+
+@functools.cache
 def names_an_op(pattern: str) -> bool:
     return any(fits(name, pattern) for name in op_names())
 
@@ -55,6 +96,14 @@ def is_view(target: object) -> bool:
         return True
     returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
     return any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+
+
+def shares_input(target: object) -> bool:
+    """Whether what an op returns has the storage of its first input, always: `reshape` says so, and may copy."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.returns:
+        return False
+    is_alias = target._schema.returns[0].alias_info is not None or is_view(target)
+    return is_alias and (target._schema.is_mutable or not is_taken_apart(str(target)))
 
 
 def is_op(target: object) -> bool:
@@ -83,6 +132,20 @@ def hint(size: int | torch.SymInt) -> int | None:
     return size.node.hint if size.node.has_hint() else None
 
 
+def in_program(size: torch.SymInt) -> str | None:
+    """A size as the program can say it, such as `x.shape[1]`. None where it is of nothing that it was given."""
+    expression, sources = size.node.expr, size.node.shape_env.var_to_sources
+    names = {}
+    for symbol in expression.free_symbols:
+        name = getattr(next(iter(sources.get(symbol, ())), None), "name", None)
+        if name is None:
+            return None
+        source = str(name() if callable(name) else name)  # a method on torch 2.11
+        names[str(symbol)] = _SIZE.sub(r".shape[\1]", _LOCAL.sub(r"\1", _MEMBER.sub(r".\1", source)))
+    text = _SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(expression))
+    return text if expression.is_symbol else f"({text})"
+
+
 def inputs_of(dynamo: fx.GraphModule) -> tuple[Input, ...]:
     """What Dynamo's graph is given, by the names of the program: Dynamo notes the source of each with the node."""
     found = []
@@ -107,7 +170,9 @@ def is_state_by_itself(placeholder: fx.Node) -> bool:
 def without_guards(values: Sequence[object]) -> Iterator[None]:
     """Let code ask for sizes without that being noted: what is traced here is looked at, and never run."""
     modes = (getattr(value, "fake_mode", None) for value in values)
-    shape_env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
+    of_sizes = (value.node for value in values if isinstance(value, torch.SymInt))
+    found = (one.shape_env for one in (*modes, *of_sizes) if one is not None)
+    shape_env = next((one for one in found if one is not None), None)
     with shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext():
         yield
 
@@ -135,6 +200,67 @@ def decomposed(module: fx.GraphModule, table: Mapping[Any, Callable[..., Any]]) 
     for old, new in zip(before, again.graph.find_nodes(op="placeholder"), strict=True):
         new.meta = {**old.meta, "val": new.meta.get("val", old.meta["val"])}
     return again
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an op, which is another call's equal if shapes, dtypes and all else are the same."""
+
+    target: Any
+    text: str
+    args: Any = field(compare=False)
+    values: tuple[Any, ...] = field(compare=False)
+
+
+def ops_made_of(node: fx.Node) -> tuple[Any, ...]:
+    """The ops that torch takes a call apart into, at the sizes at hand. None if it cannot."""
+    nodes = node.all_input_nodes
+    if node.target not in decompositions("all") or not all("val" in one.meta for one in nodes):
+        return ()
+    places: dict[fx.Node, Any] = {one: _Value(i) for i, one in enumerate(nodes)}
+    args = fx.map_arg((node.args, dict(node.kwargs)), lambda one: places[one])
+    values = tuple(_at_hand(one.meta["val"]) for one in nodes)
+    return _ops_made_of(_Call(node.target, f"{args} {values}", args, values))
+
+
+@dataclass(frozen=True)
+class _Value:
+    """The place of an input among the values."""
+
+    position: int
+
+
+def _at_hand(value: Any) -> Any:
+    """A value without symbols, of which sizes, strides and dtypes alone count."""
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        sizes, strides = ([hint(one) or 0 for one in part] for part in (value.shape, value.stride()))
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+    if isinstance(value, (tuple, list)):
+        return [_at_hand(part) for part in value]
+    return hint(value) if isinstance(value, torch.SymInt) else value
+
+
+@functools.lru_cache(maxsize=1024)
+def _ops_made_of(call: _Call) -> tuple[Any, ...]:
+    def run(*values: Any) -> Any:
+        args, kwargs = _filled(call.args, values)
+        return call.target(*args, **kwargs)
+
+    try:
+        traced = make_fx(run, decomposition_table={call.target: decompositions("all")[call.target]})(*call.values)
+    except Exception as error:  # a decomposition may raise anything, and then it is no advice to use it
+        logger.debug("%s cannot be taken apart: %s", call.target, error)
+        return ()
+    return tuple(node.target for node in traced.graph.nodes if node.op == "call_function" and is_op(node.target))
+
+
+def _filled(args: Any, values: Sequence[Any]) -> Any:
+    """Arguments with the values in their places."""
+    if isinstance(args, _Value):
+        return values[args.position]
+    if isinstance(args, (tuple, list)):
+        return type(args)(_filled(part, values) for part in args)
+    return {name: _filled(part, values) for name, part in args.items()} if isinstance(args, dict) else args
 
 
 # Taken apart, its second result is another one than its backward takes, which is never taken apart.

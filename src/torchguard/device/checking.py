@@ -1,18 +1,22 @@
 """The rules over graphs, whoever made them."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
 
 from torchguard.device import _torch
+from torchguard.device.constraints.base import Constraint
 from torchguard.device.constraints.registry import rules_of
 from torchguard.device.description import Device
 from torchguard.device.graphs import Graph, labels_of
 from torchguard.device.memory import plan_memory, plan_step, saved_between
 from torchguard.device.report import DeviceReport, GraphReport
-from torchguard.device.violations import merged
+from torchguard.device.violations import Violation, merged
 from torchguard.exceptions import DeviceError
+
+logger = logging.getLogger("torchguard.device")
 
 
 def check(
@@ -21,12 +25,14 @@ def check(
     *,
     device: Device,
     dynamo: fx.GraphModule | None = None,
+    strict: bool = True,
 ) -> DeviceReport:
     """What of a region fits a device. The graphs are left as they are, and no guard is added.
 
     Args:
         forward: a graph of ATen ops as AOTAutograd makes it, whose nodes have fake tensors in `meta["val"]`.
         dynamo: the graph they were made from, for the names of inputs, and to know which are parameters.
+        strict: whether a rule that raises is an error. Otherwise it is logged, and the others go on.
     """
     modules = {"forward": forward, "backward": backward} if backward is not None else {"inference": forward}
     for name, module in modules.items():
@@ -41,7 +47,7 @@ def check(
     else:
         plans = (plan_memory(levels["inference"], names=called),)
     graphs = [Graph(name, levels[name], plan, *labels[name]) for name, plan in zip(levels, plans, strict=True)]
-    return DeviceReport(tuple(_report(one, device) for graph in graphs for one in (graph, *_inner(graph))))
+    return DeviceReport(tuple(_report(one, device, strict) for graph in graphs for one in (graph, *_inner(graph))))
 
 
 def table_of(device: Device, is_trained: bool) -> Mapping[Any, Callable[..., Any]]:
@@ -64,9 +70,24 @@ def _at_level_of(module: fx.GraphModule, table: Mapping[Any, Callable[..., Any]]
     return _torch.decomposed(module, table)
 
 
-def _report(graph: Graph, device: Device) -> GraphReport:
-    found = (violation for rule in rules_of(device) for violation in rule.check(graph, device))
+def _report(graph: Graph, device: Device, strict: bool) -> GraphReport:
+    # A rule may ask for a size: what is looked at is not what runs, so nothing is to hold for the answer.
+    with _torch.without_guards([node.meta.get("val") for node in graph.module.graph.nodes]):
+        found = [violation for rule in rules_of(device) for violation in _broken(rule, graph, device, strict)]
     return GraphReport(graph, device, merged(found))
+
+
+def _broken(rule: Constraint, graph: Graph, device: Device, strict: bool) -> list[Violation]:
+    """What breaks a rule, up to where the rule itself fails."""
+    found: list[Violation] = []
+    try:
+        found.extend(rule.check(graph, device))
+    except Exception as error:  # it may be anybody's code
+        told = f"rule {rule.code} ({type(rule).__name__}) failed on the {graph.name} graph: {error!r}"
+        if strict:
+            raise DeviceError(f"check: {told}. Correct it, or leave it out.") from error
+        logger.warning("%s", told, exc_info=error)
+    return found
 
 
 def _inner(graph: Graph) -> Iterator[Graph]:

@@ -9,11 +9,15 @@ from torch.utils.flop_counter import flop_registry
 
 from torchguard.device import _torch
 from torchguard.device.graphs import Graph
+from torchguard.device.values import counted
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Ops and floating point operations, in all and of those supported. Views are no work, and do not count."""
+    """Ops and floating point operations, in all and of those supported.
+
+    Views are no work, and count only where a device does not have them.
+    """
 
     ops: int
     supported_ops: int
@@ -39,15 +43,17 @@ class Coverage:
         )
 
     def __str__(self) -> str:
-        return f"{self.by_count:.1f} % of {self.ops} ops, {self.by_flops:.1f} % of {self.flops:,} FLOPs"
+        flops = f"{self.by_flops:.1f} % of {counted(self.flops, 'FLOP')}" if self.flops else "no FLOPs counted"
+        return f"{self.by_count:.1f} % of {counted(self.ops, 'op')}, {flops}"
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "by_count": self.by_count, "by_flops": self.by_flops}
 
 
 def coverage_of(graph: Graph, unsupported: frozenset[str]) -> Coverage:
-    flops = {node.name: flops_of(node) for node in graph.ops}
-    supported = [node.name for node in graph.ops if node.name not in unsupported]
+    ops = set(graph.ops)
+    flops = {node.name: flops_of(node) for node in graph.calls if node in ops or node.name in unsupported}
+    supported = [name for name in flops if name not in unsupported]
     return Coverage(len(flops), len(supported), sum(flops.values()), sum(flops[name] for name in supported))
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard.device import _torch
+from torchguard.device import _torch, op_patterns
+from torchguard.device.taken_codes import TAKEN, first_taken
 from torchguard.exceptions import DeviceError
 
 LAYOUTS = ("contiguous", "channels_last", "transposed", "broadcast", "strided")
@@ -152,6 +153,22 @@ def _read_ops(value: object) -> tuple[str, ...]:
     return patterns
 
 
+def _read_ops_of_graphs(value: object) -> tuple[str, ...]:
+    """Ops that can be found: a name that no graph ever holds would be a rule that never fires."""
+    patterns = _read_ops(value)
+    for pattern in patterns:
+        if pattern.startswith("aten.") and not op_patterns.reaches_graphs(pattern):
+            others = op_patterns.similar_in_graphs(pattern)[:5]
+            instead = f", which may hold {', '.join(others)}" if others else ""
+            raise ValueError(f"{pattern!r} is taken apart before there is a graph{instead}. Name what it is made of.")
+    return patterns
+
+
+def _read_denied(value: object) -> tuple[str, ...]:
+    """No restriction is to deny nothing."""
+    return _optional(_read_ops_of_graphs)(value) or ()
+
+
 def _normal(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise ValueError(f"{name!r} is no name of an op.")
@@ -167,6 +184,8 @@ def _read_constraints(value: object) -> tuple[Any, ...]:
     items = _items(value)
     if not all(hasattr(item, "check") and hasattr(item, "code") and not isinstance(item, type) for item in items):
         raise ValueError
+    if (code := first_taken([item.code for item in items])) is not None:
+        raise ValueError(f"The code {code} is taken{f' by {TAKEN[code]}' if code in TAKEN else ''}. Choose another.")
     return tuple(items)
 
 
@@ -185,8 +204,8 @@ FIELDS: dict[str, Field] = {
         f"a whole number from 1 on for the innermost dim, one for each dim such as {{-1: 16, -2: 8}}, or {ANY!r}",
     ),
     "max_memory": Field(_optional(_read_bytes), f"a number of bytes, a text such as '16GiB', or {ANY!r}"),
-    "deny": Field(_read_ops, _OPS),
-    "allow": Field(_optional(_read_ops), f"{_OPS}, or {ANY!r}"),
+    "deny": Field(_read_denied, f"{_OPS}, or {ANY!r}"),
+    "allow": Field(_optional(_read_ops_of_graphs), f"{_OPS}, or {ANY!r}"),
     "max_rank": Field(_optional(_read_whole), f"a whole number from 1 on, or {ANY!r}"),
     "max_dim": Field(
         _optional(_read_largest),

@@ -58,15 +58,26 @@ class Graph:
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
+        return tuple(self._uses_of((node, node, by) for node, by in self._taken))
+
+    @cached_property
+    def seen_otherwise(self) -> tuple[Use, ...]:
+        """What is taken through a view of another dtype, in the dtype that it was made in."""
+        pairs = ((node, before, by) for node, by in self._taken for before in _before_views(node))
+        return tuple(self._uses_of(one for one in pairs if _dtype(one[0]) is not _dtype(one[1])))
+
+    @cached_property
+    def _taken(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """Nodes with tensors, each with a node that takes them, or that returns them."""
         output = next(iter(self.module.graph.find_nodes(op="output")), None)
         returned = [(node, output) for node in output.all_input_nodes if node.op != "placeholder"] if output else []
         taken = [(node, by) for by in self.ops for node in by.all_input_nodes]
-        return tuple(self._uses_of([*taken, *returned]))
+        return (*taken, *returned)
 
-    def _uses_of(self, pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Iterable[Use]:
-        for node, by in pairs:
+    def _uses_of(self, taken: Iterable[tuple[fx.Node, fx.Node, fx.Node]]) -> Iterable[Use]:
+        for node, shown, by in taken:
             source = _source_of(node)
-            for tensor in tensors_of(node.meta.get("val")):
+            for tensor in tensors_of(shown.meta.get("val")):
                 yield Use(tensor, source, by, role_of(tensor, source in self.state))
 
     def name_of(self, node: fx.Node) -> str:
@@ -111,8 +122,17 @@ def _is_call(node: fx.Node) -> bool:
 
 def _source_of(node: fx.Node) -> fx.Node:
     """The node whose tensor this one is a view of, or a part of views such as `split` makes."""
+    return [node, *_before_views(node)][-1]
+
+
+def _before_views(node: fx.Node) -> Iterable[fx.Node]:
+    """What a node is a view of, and what that is a view of, down to what was made."""
     while _torch.is_view(node.target) or (
         node.target is operator.getitem and _torch.is_view(node.all_input_nodes[0].target)
     ):
         node = node.all_input_nodes[0]
-    return node
+        yield node
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return next((tensor.dtype for tensor in tensors_of(node.meta.get("val"))), None)

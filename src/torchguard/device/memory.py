@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from torchguard.device import _torch
+from torchguard.device.storages import Keys, storage_keys, value_of
 from torchguard.device.values import Size, tensors_of
 from torchguard.device.violations import place_of
 from torchguard.guards.places import Place
@@ -61,13 +62,14 @@ class _Storage:
     size: Size
     first: int
     last: int
+    label: str = ""
 
     @property
     def bytes(self) -> int:
         return _torch.hint(self.size) or 0
 
 
-_Storages = dict[int, _Storage]
+_Storages = dict[int | str, _Storage]
 
 
 def plan_memory(module: fx.GraphModule, *, names: Mapping[fx.Node, str] | None = None) -> MemoryPlan:
@@ -76,7 +78,7 @@ def plan_memory(module: fx.GraphModule, *, names: Mapping[fx.Node, str] | None =
     Args:
         names: what to call nodes that are not to go by the names they have in the graph.
     """
-    storages = _storages_of(module)
+    storages = _storages_of(module, storage_keys(module))
     return _plan(module, _kept(storages, _inputs(storages), module), names or {})
 
 
@@ -94,16 +96,18 @@ def plan_step(
     Args:
         saved: positions of placeholders of the backward graph, each with that of the output which fills it.
     """
-    ahead, behind = _storages_of(forward), _storages_of(backward)
-    outputs = [_keys_of(_value(node)) for node in output_nodes(forward)]
-    given = [_keys_of(_value(node)) for node in backward.graph.find_nodes(op="placeholder")]
-    # In graphs that were traced again, what is saved is another storage on either side.
-    same = {key: other for i, o in saved.items() for key, other in zip(given[i], outputs[o], strict=True)}
-    of_caller = _inputs(ahead).union(*(keys for o, keys in enumerate(outputs) if o not in saved.values()))
-    for_backward = set(same.values()) - of_caller
-    held = {key for key in _inputs(behind) if same.get(key, key) not in for_backward}
-    elsewhere = of_caller - {same.get(key, key) for key in behind}
-    later = {**_kept(behind, held, backward), **{key: _whole(ahead[key], backward) for key in elsewhere}}
+    keys = storage_keys(forward)
+    outputs = [keys[node] if node is not None else () for node in output_nodes(forward)]
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    # What is saved is one storage to both, whatever the fake tensors on either side say.
+    keys_behind = storage_keys(backward, {placeholders[i]: outputs[o] for i, o in saved.items()})
+    ahead, behind = _storages_of(forward, keys), _storages_of(backward, keys_behind)
+    of_caller = _inputs(ahead).union(*(_set(given) for o, given in enumerate(outputs) if o not in saved.values()))
+    for_backward = set[int | str]().union(*(_set(outputs[o]) for o in saved.values())) - of_caller
+    later = {
+        **_kept(behind, _inputs(behind) - for_backward, backward),
+        **{key: _whole(ahead[key], backward) for key in of_caller - behind.keys()},
+    }
     before = _plan(forward, _kept(ahead, _inputs(ahead), forward), names or {})
     saved_bytes = sum(ahead[key].bytes for key in for_backward)
     return replace(before, saved=saved_bytes), _plan(backward, later, names or {})
@@ -124,32 +128,43 @@ def saved_between(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[int
     return {i: positions[node.name] for i, node in enumerate(placeholders) if node.name in positions}
 
 
-def _storages_of(module: fx.GraphModule) -> _Storages:
+def _storages_of(module: fx.GraphModule, keys: Mapping[fx.Node, Keys]) -> _Storages:
     found: _Storages = {}
-    keys: dict[fx.Node, list[int]] = {}
     for position, node in enumerate(module.graph.nodes):
-        keys[node] = []
-        for tensor in tensors_of(_value(node)):
-            key = _torch.storage_of(tensor)
-            if key is None:
-                continue
-            keys[node].append(key)
-            if key not in found:
+        made = 0
+        for key, tensor in zip(keys[node], tensors_of(value_of(node)), strict=True):
+            if key is not None and key not in found:
                 first = 0 if _is_input(node) else position
                 found[key] = _Storage(node, _torch.storage_bytes(tensor), first, position)
+                made += found[key].bytes
         for one in (node, *node.all_input_nodes):
-            for key in keys[one]:
+            for key in _set(keys[one]):
                 found[key].last = position
+        # While it runs, what it returns is a part of what the graph that it calls holds at its end.
+        if (inside := _bytes_inside(node) - made) > 0:
+            found[f"inside {node.name}"] = _Storage(node, inside, position, position, f"inside {node.name}")
     return found
 
 
-def _kept(storages: _Storages, throughout: set[int], module: fx.GraphModule) -> _Storages:
+def _bytes_inside(node: fx.Node) -> int:
+    """The most that a graph which an op such as `cond` calls holds, beside what it is given."""
+    called = (value_of(one) for one in node.all_input_nodes if one.op == "get_attr" and node.op == "call_function")
+    most = 0
+    for module in called:
+        if isinstance(module, fx.GraphModule):
+            storages = _storages_of(module, storage_keys(module))
+            plan = _plan(module, _kept(storages, _inputs(storages), module), {})
+            most = max(most, plan.peak - sum(storages[key].bytes for key in _inputs(storages)))
+    return most
+
+
+def _kept(storages: _Storages, throughout: set[int | str], module: fx.GraphModule) -> _Storages:
     """The storages with those given alive to the end; what is returned is anyway, by the node that returns it."""
     return {key: _whole(one, module) if key in throughout else one for key, one in storages.items()}
 
 
 def _whole(storage: _Storage, module: fx.GraphModule) -> _Storage:
-    return _Storage(storage.node, storage.size, 0, len(module.graph.nodes))
+    return replace(storage, first=0, last=len(module.graph.nodes))
 
 
 def _plan(module: fx.GraphModule, storages: _Storages, names: Mapping[fx.Node, str]) -> MemoryPlan:
@@ -165,7 +180,7 @@ def _plan(module: fx.GraphModule, storages: _Storages, names: Mapping[fx.Node, s
     peak_node = max(curve, key=lambda name: curve[name])
     at = [node.name for node in nodes].index(peak_node)
     live = [one for one in storages.values() if one.first <= at <= one.last]
-    shown = (LiveTensor(names.get(one.node, one.node.name), one.bytes, place_of(one.node)) for one in live)
+    shown = (LiveTensor(one.label or names.get(one.node, one.node.name), one.bytes, place_of(one.node)) for one in live)
     return MemoryPlan(
         curve[peak_node],
         peak_node,
@@ -176,7 +191,7 @@ def _plan(module: fx.GraphModule, storages: _Storages, names: Mapping[fx.Node, s
     )
 
 
-def _inputs(storages: _Storages) -> set[int]:
+def _inputs(storages: _Storages) -> set[int | str]:
     return {key for key, one in storages.items() if _is_input(one.node)}
 
 
@@ -184,15 +199,5 @@ def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _value(node: fx.Node | None) -> object:
-    """What a node returns, as a fake tensor; the attribute itself where a graph made by hand has no other."""
-    if node is None or node.op == "output":
-        return None
-    value = node.meta.get("val")
-    if value is None and node.op == "get_attr" and node.graph.owning_module is not None:
-        return getattr(node.graph.owning_module, str(node.target), None)
-    return value
-
-
-def _keys_of(value: object) -> list[int]:
-    return [key for tensor in tensors_of(value) if (key := _torch.storage_of(tensor)) is not None]
+def _set(keys: Keys) -> set[int | str]:
+    return {key for key in keys if key is not None}

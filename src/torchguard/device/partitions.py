@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from torchguard.device import _torch
 from torchguard.device.graphs import Graph
-from torchguard.device.values import bytes_of, tensors_of
+from torchguard.device.storages import storage_keys
+from torchguard.device.values import bytes_of, bytes_touched, tensors_of
 from torchguard.device.violations import place_of
 from torchguard.guards.places import Place
 
@@ -39,9 +39,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Split:
-    """The partitions of a graph, the ops left to the host, and what moves between."""
+    """The ops of a graph that are left to the host, and what moves for them."""
 
-    partitions: tuple[Partition, ...]
     fallbacks: tuple[str, ...]
     transfers: tuple[Transfer, ...]
 
@@ -57,18 +56,20 @@ class _Supported(OperatorSupportBase):
 
 
 def split_of(graph: Graph, unsupported: frozenset[str]) -> Split:
-    on_device = _on_device(graph, unsupported)
+    return Split(
+        tuple(node.name for node in graph.calls if node.name in unsupported),
+        tuple(_transfers(graph, _on_device(graph, unsupported))),
+    )
+
+
+def partitions_of(graph: Graph, unsupported: frozenset[str]) -> tuple[Partition, ...]:
     ops = {node.name for node in graph.ops}
     proposed = CapabilityBasedPartitioner(
-        graph.module, _Supported(on_device), allows_single_node_partition=True
+        graph.module, _Supported(_on_device(graph, unsupported)), allows_single_node_partition=True
     ).propose_partitions()
     partitions = (tuple(node.name for node in sorted(part.nodes)) for part in proposed)
-    return Split(
-        tuple(
-            Partition(graph.name, names, count) for names in partitions if (count := sum(name in ops for name in names))
-        ),
-        tuple(node.name for node in graph.ops if node.name in unsupported),
-        tuple(_transfers(graph, on_device)),
+    return tuple(
+        Partition(graph.name, names, count) for names in partitions if (count := sum(name in ops for name in names))
     )
 
 
@@ -85,21 +86,19 @@ def _on_device(graph: Graph, unsupported: frozenset[str]) -> dict[fx.Node, bool]
 
 
 def _transfers(graph: Graph, on_device: Mapping[fx.Node, bool]) -> list[Transfer]:
-    """Each storage once in each direction: what was moved is there for the next."""
-    found: dict[tuple[int | None, bool], Transfer] = {}
+    """Of each storage what is used elsewhere, once in each direction: what was moved is there for the next."""
+    keys = storage_keys(graph.module)
+    moved: dict[tuple[object, bool], list[tuple[Tensor, fx.Node, fx.Node]]] = {}
     for by in graph.module.graph.nodes:
         for node in by.all_input_nodes:
             if on_device[node] == on_device[by]:
                 continue
-            for tensor in tensors_of(node.meta.get("val")):
-                key = (_torch.storage_of(tensor), on_device[by])
-                moved = Transfer(
-                    graph.name,
-                    graph.name_of(node),
-                    bytes_of(tensor),
-                    TO_DEVICE if on_device[by] else TO_HOST,
-                    place_of(node, by),
-                )
-                if key not in found or found[key].bytes < moved.bytes:
-                    found[key] = moved
-    return list(found.values())
+            for key, tensor in zip(keys[node], tensors_of(node.meta.get("val")), strict=True):
+                moved.setdefault((key or tensor, on_device[by]), []).append((tensor, node, by))
+    found = []
+    for (_, is_on_device), uses in moved.items():
+        _, node, by = max(uses, key=lambda use: bytes_of(use[0]))
+        amount = bytes_touched([tensor for tensor, _, _ in uses])
+        direction = TO_DEVICE if is_on_device else TO_HOST
+        found.append(Transfer(graph.name, graph.name_of(node), amount, direction, place_of(node, by)))
+    return found

@@ -11,9 +11,12 @@ from torchguard.device.coverage import Coverage, coverage_of
 from torchguard.device.description import Device
 from torchguard.device.graphs import Graph
 from torchguard.device.memory import MemoryPlan
-from torchguard.device.partitions import Partition, Split, Transfer, split_of
+from torchguard.device.partitions import Partition, Split, Transfer, partitions_of, split_of
+from torchguard.device.values import counted
 from torchguard.device.violations import Violation
 
+# Of what `to_dict` returns: it grows when a key changes its meaning or goes.
+SCHEMA = 1
 # Rules that are about a graph as a whole, and say nothing of the op at which they are broken.
 _OF_THE_WHOLE = frozenset({"TGD401"})
 
@@ -48,13 +51,19 @@ class GraphReport:
     def split(self) -> Split:
         return split_of(self.graph, self.unsupported)
 
-    def to_dict(self) -> dict[str, Any]:
+    @cached_property
+    def partitions(self) -> tuple[Partition, ...]:
+        """Most of the work of a report, where much falls back to the host."""
+        return partitions_of(self.graph, self.unsupported)
+
+    def to_dict(self, *, partitions: bool = True) -> dict[str, Any]:
         return {
             "graph": self.name,
             "device": self.device.to_dict(),
             "violations": [one.to_dict() for one in self.violations],
             "coverage": self.coverage.to_dict(),
             "memory": self.memory.to_dict(),
+            **({"partitions": [asdict(one) for one in self.partitions]} if partitions else {}),
             **asdict(self.split),
         }
 
@@ -63,8 +72,8 @@ class GraphReport:
         return "\n".join(
             [
                 f"{self.name}: {self.coverage}",
-                f"  {len(self.split.partitions)} partitions, {len(self.split.fallbacks)} ops left to the host, "
-                f"{transfers:,} bytes to move",
+                f"  {counted(len(self.partitions), 'partition')}, "
+                f"{counted(len(self.split.fallbacks), 'op')} left to the host, {counted(transfers, 'byte')} to move",
                 *(f"  {line}" for line in str(self.memory).splitlines()),
             ]
         )
@@ -89,7 +98,7 @@ class DeviceReport:
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
-        return tuple(one for graph in self.graphs for one in graph.split.partitions)
+        return tuple(one for graph in self.graphs for one in graph.partitions)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -112,39 +121,42 @@ class DeviceReport:
 
     def by_rule(self) -> dict[str, int]:
         """Nodes that break a rule, by its code."""
-        return _counted((one.code, len(one.nodes)) for one in self.violations)
+        return _sums((one.code, len(one.nodes)) for one in self.violations)
 
     def by_op(self) -> dict[str, int]:
-        return _counted((one.op, len(one.nodes)) for one in self.violations)
+        return _sums((one.op, len(one.nodes)) for one in self.violations)
 
     def by_line(self) -> dict[str, int]:
         """By the line in your code; those that have none are left out."""
         places = ((one.place, len(one.nodes)) for one in self.violations if one.place)
-        return _counted((f"{place.file}:{place.line}", count) for place, count in places)
+        return _sums((f"{place.file}:{place.line}", count) for place, count in places)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, *, partitions: bool = True) -> dict[str, Any]:
+        """Everything, as JSON can hold it; `partitions=False` leaves out what takes long."""
         return {
+            "schema": SCHEMA,
             "coverage": self.coverage.to_dict(),
             "transfer_bytes": self.transfer_bytes,
             "peak_memory": self.peak_memory,
             "by_rule": self.by_rule(),
             "by_op": self.by_op(),
             "by_line": self.by_line(),
-            "graphs": [graph.to_dict() for graph in self.graphs],
+            "graphs": [graph.to_dict(partitions=partitions) for graph in self.graphs],
         }
 
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
+    def to_json(self, indent: int | None = None, *, partitions: bool = True) -> str:
+        return json.dumps(self.to_dict(partitions=partitions), indent=indent)
 
     def __str__(self) -> str:
         if not self.graphs:
             return "nothing was compiled"
         names = ", ".join(dict.fromkeys(graph.device.name for graph in self.graphs))
-        head = f"{len(self.graphs)} graphs on {names}: {self.coverage}; {len(self.violations)} violations"
+        head = f"{counted(len(self.graphs), 'graph')} on {names}: {self.coverage}"
+        head += f"; {counted(len(self.violations), 'violation')}"
         return "\n".join([head, *map(str, self.graphs), *map(str, self.violations)])
 
 
-def _counted(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Sums by name, the largest first."""
     counter: Counter[str] = Counter()
     for name, count in pairs:

@@ -9,6 +9,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torchguard.device import _torch
 
 Size = int | torch.SymInt
+_MOST_RUNS = 65536
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
@@ -26,6 +27,46 @@ def bytes_of(tensor: Tensor) -> int:
     for size in tensor.shape:
         count *= _torch.hint(size) or 0
     return count * tensor.element_size()
+
+
+def bytes_touched(tensors: Sequence[Tensor]) -> int:
+    """What tensors of one storage take of it together: each byte once, at the sizes at hand."""
+    ranges: set[tuple[int, int]] = set()
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return sum(map(bytes_of, tensors))
+    for tensor in tensors:
+        runs = _runs(tensor)
+        if runs is None:  # too many to tell which are shared
+            return min(sum(map(bytes_of, tensors)), _torch.hint(_torch.storage_bytes(tensor)) or 0)
+        ranges.update(runs)
+    total = end = 0
+    for start, stop in sorted(ranges):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _runs(tensor: Tensor) -> list[tuple[int, int]] | None:
+    """The ranges of bytes in its storage that a tensor is made of. None if they are more than anyone should list."""
+    width = tensor.element_size()
+    sizes = [_torch.hint(size) or 0 for size in tensor.shape]
+    if 0 in sizes:
+        return []
+    strides = [_torch.hint(stride) or 0 for stride in tensor.stride()]
+    run, starts = 1, [_torch.hint(tensor.storage_offset()) or 0]
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1):
+        if stride <= run:
+            run += stride * (size - 1)
+        elif len(starts) * size > _MOST_RUNS:
+            return None
+        else:
+            starts = [start + stride * i for start in starts for i in range(size)]
+    return [(start * width, (start + run) * width) for start in starts]
+
+
+def counted(count: int, what: str) -> str:
+    """`1 graph`, `2 graphs`."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
 def shape_text(shape: Sequence[Size]) -> str:

@@ -50,7 +50,10 @@ class Violation:
         times = f" [{len(self.nodes)} times]" if len(self.nodes) > 1 else ""
         what = f" ({some(self.tensors)})" if self.tensors else ""
         lines = [f"{self.code} {self.graph}: {self.op}: {self.message}{what}{needs}{times}"]
-        where = [*([f"at {self.place}"] if self.place else []), *([f"in module {some(self.modules)}"] if self.modules else [])]
+        where = [
+            *([f"at {self.place}"] if self.place else []),
+            *([f"in module {some(self.modules)}"] if self.modules else []),
+        ]
         lines += [f"    {', '.join(where)}"] if where else []
         return "\n".join([*lines, f"    {self.remedy}"] if self.remedy else lines)
 

@@ -1,5 +1,6 @@
 """A model that watches itself: the same class, modules and parameters, and flags beside its output."""
 
+import copyreg
 import functools
 import inspect
 import math
@@ -92,6 +93,8 @@ class Watched:
         return applied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if isinstance(self._watch.model, Watched):  # it became one where it was, and nobody asked for another
+            return _reduced_to_plain(self, super().__reduce_ex__(protocol))
         return new_shell, (type(self._watch.model), "forward" in self.__dict__), self.__dict__
 
 
@@ -256,11 +259,24 @@ def _without(bad: Tensor, output: Any, journal: Journal) -> Any:
     return mapped(output, blank)
 
 
+def _reduced_to_plain(shell: Any, reduced: Any) -> Any:
+    """What a model that was made a watched one where it was is copied and pickled as: one of its own class."""
+    shell_class = type(shell)
+    base = shell_class.__bases__[1]
+    make, given, *rest = reduced
+    if make is copyreg.__newobj__:  # pickle would refuse it for another class  # pyright: ignore[reportAttributeAccessIssue]
+        make = base.__new__
+    if rest and isinstance(rest[0], dict):
+        rest[0] = {name: value for name, value in rest[0].items() if value is not shell._watch}
+    return make, tuple(base if one is shell_class else one for one in given), *rest
+
+
 @functools.cache
 def _shell_class(base: type[nn.Module], overrides: bool) -> type[nn.Module]:
     # Dynamo counts what it compiles by code object: each class has one of its own.
     plain = Watched.forward
-    code = plain.__code__.replace(co_name=f"forward_of_{base.__name__}")
+    name = f"forward_of_{base.__name__}"
+    code = plain.__code__.replace(co_name=name, co_qualname=name)
     forward = types.FunctionType(code, plain.__globals__, "forward", None, plain.__closure__)
     forward.__signature__ = inspect.signature(base.forward)  # pyright: ignore[reportFunctionMemberAccess]
     named: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}

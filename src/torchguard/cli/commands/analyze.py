@@ -29,9 +29,9 @@ DeviceOption = Annotated[
 TargetArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[TARGET]",
-        help="The id of an artifact, or package.module:callable that returns (model, args) or (model, args, kwargs) "
-        "[the newest artifact].",
+        metavar="TARGET",
+        help="The id of an artifact, or package.module:callable that returns (model, args) or (model, args, kwargs). "
+        "Without one, the newest artifact.",
         show_default=False,
     ),
 ]

@@ -58,7 +58,7 @@ def clean(
     if found and not dry_run:
         if not yes:
             _ask(found)
-        found = store.clean(**rules)
+        found = store.remove(found)
     if as_json:
         told = [{"id": one.artifact.id, "size": one.artifact.size, "why": one.why} for one in found]
         emit_json({"root": str(store.root), "is_dry_run": dry_run, "removed": told})

@@ -1,6 +1,7 @@
 """`torchguard run`."""
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -8,13 +9,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
 from torchguard.cli import script
 from torchguard.cli.commands.analyze import load_device
 from torchguard.cli.exits import CommandError, ExitCode
 from torchguard.cli.observing import Observation, Wanted
 from torchguard.cli.stored import Directory
-from torchguard.cli.terminal import console, say
+from torchguard.cli.terminal import console, plain
 from torchguard.cli.views import run as view
 
 EXAMPLE = """
@@ -25,10 +27,8 @@ torchguard run --watch --device edge-npu --strict train.py
 torchguard run -m mypackage.train --epochs 3
 """
 
-Command = Annotated[
-    list[str],
-    typer.Argument(metavar="SCRIPT [ARGS]...", help="A Python file, or with -m a module, and what it is given."),
-]
+Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="What it is given.", show_default=False)]
 AsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="Check what is compiled against this device: a TOML file, or an example.")
@@ -43,7 +43,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing of what
 
 
 def run(
-    command: Command,
+    name: Script,
+    arguments: Arguments = None,
     as_module: AsModule = False,
     device: DeviceOption = None,
     watch: Watch = False,
@@ -67,12 +68,12 @@ def run(
         progress=not quiet,
     )
     report = report and report.absolute()  # the script may go elsewhere
-    program = script.program_of_module(command[0]) if as_module else script.program_of_file(command[0])
+    program = script.program_of_module(name) if as_module else script.program_of_file(name)
     seen = Observation(wanted)
     conclusion = Conclusion(seen, report, quiet, strict)
     atexit.register(conclusion)  # what was registered first runs last, when all threads have ended
     seen.start()
-    ending = script.run(program, command[1:])
+    ending = script.run(program, arguments or [])
     conclusion.exit_code = ending.exit_code
     if ending.interrupted:
         raise Interrupted
@@ -96,12 +97,10 @@ class Conclusion:
             return
         self._seen.finish()
         self._write()
-        # The script may have put anything in the place of `sys.stderr`, or closed it.
-        if not self._quiet and sys.__stderr__ is not None and not sys.__stderr__.closed:
-            console(sys.__stderr__).print(*view.report(self._seen), sep="\n")
+        if not self._quiet:
+            self._say(*view.report(self._seen))
         if self._strict and self.exit_code == 0 and self._seen.has_findings:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+            _flush()
             os._exit(ExitCode.FLAGGED)  # at exit there is no other way to end with another code
 
     def _write(self) -> None:
@@ -111,4 +110,17 @@ class Conclusion:
         try:
             self._report.write_text(told, encoding="utf-8")
         except OSError as error:
-            say(f"torchguard: {self._report} cannot be written: {error.strerror}.", "yellow")
+            self._say(plain(f"torchguard: {self._report} cannot be written: {error.strerror}.", "yellow"))
+
+    def _say(self, *shown: RenderableType) -> None:
+        # The script may have put anything in the place of `sys.stderr`, or closed it.
+        if sys.__stderr__ is not None and not sys.__stderr__.closed:
+            console(sys.__stderr__).print(*shown, sep="\n")
+
+
+def _flush() -> None:
+    """Let out what the script wrote, wherever it wrote to."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        # Any of them may be none, closed, or something of the script's own that knows nothing of flushing.
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            stream.flush()  # pyright: ignore[reportOptionalMemberAccess]

@@ -19,7 +19,8 @@ torchguard show --file forward.py 20261115-170102
 """
 
 Id = Annotated[
-    str | None, typer.Argument(metavar="[ID]", help="An id, or the start of one [the newest].", show_default=False)
+    str | None,
+    typer.Argument(metavar="ID", help="An id, or the start of one. Without one, the newest.", show_default=False),
 ]
 File = Annotated[str | None, typer.Option("--file", "-f", help="Write out one of its files.", show_default=False)]
 

@@ -1,7 +1,7 @@
 """What of a model a device can run, and what breaks its rules."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
@@ -20,6 +20,12 @@ def facts(found: "DeviceReport") -> dict[str, Any]:
     """The report as JSON can hold it."""
     told = found.to_json()
     return json.loads(told) if isinstance(told, str) else told
+
+
+def sizes(at_hand: Mapping[str, int]) -> Iterator[RenderableType]:
+    """The numbers that stand for symbols."""
+    if at_hand:
+        yield plain(f"at sizes {', '.join(f'{name}={size}' for name, size in at_hand.items())}", "bold")
 
 
 def report(found: "DeviceReport", limit: int = _SHOWN) -> Iterator[RenderableType]:
@@ -44,7 +50,9 @@ def violation(one: "Violation") -> Iterator[RenderableType]:
     from torchguard.device.violations import some
 
     times = f" [{len(one.nodes)} times]" if len(one.nodes) > 1 else ""
-    yield plain(f"{one.code} ", "red").append_text(plain(f"{one.graph}: {one.op}: {one.message}{times}", "default"))
+    what = f" ({some(one.tensors)})" if one.tensors else ""
+    line = plain(f"{one.graph}: {one.op}: {one.message}{what}{times}", "default")
+    yield plain(f"{one.code} ", "red").append_text(line)
     if one.condition:
         yield _under(f"needs {one.condition}")
     if one.place:

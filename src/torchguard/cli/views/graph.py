@@ -31,8 +31,8 @@ def facts(graph: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def graph(told: Mapping[str, Any]) -> Iterator[RenderableType]:
-    head = f"{told['name']} ({told['kind']}): {count_shown(told['nodes'], 'node')}, {len(told['inputs'])} given"
-    yield plain(head, "bold")
+    counts = f"{count_shown(told['nodes'], 'node')}, {count_shown(len(told['inputs']), 'input')}"
+    yield plain(f"{told['name']} ({told['kind']}): {counts}", "bold")
     ops = list(told["ops"].items())
     yield table(("OP", "TIMES"), ops[:_OPS_SHOWN], right=("TIMES",))
     if len(ops) > _OPS_SHOWN:
@@ -42,7 +42,7 @@ def graph(told: Mapping[str, Any]) -> Iterator[RenderableType]:
         line = plain(f"{part['module'] or '(no module)'}: ", "cyan")
         yield Padding(line.append_text(plain(_in_order(part["ops"]), "default")), (0, 0, 0, 2), expand=False)
     if len(told["outline"]) > _OUTLINE_SHOWN:
-        yield plain(f"... and {len(told['outline']) - _OUTLINE_SHOWN} more parts", "dim")
+        yield plain(f"... and {len(told['outline']) - _OUTLINE_SHOWN} more", "dim")
 
 
 def _outline(calls: Sequence[Node]) -> list[tuple[str, list[str]]]:

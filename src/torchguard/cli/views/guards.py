@@ -28,7 +28,7 @@ def compilations(facts: Facts, limit: int = 30) -> RenderableType:
         (
             frame["compile_id"],
             frame["function"],
-            place(frame["file"], frame["line"]),
+            _where(frame),
             frame["guard_count"],
             _took(frame),
         )
@@ -36,7 +36,7 @@ def compilations(facts: Facts, limit: int = 30) -> RenderableType:
     ]
     columns = ("ID", "FUNCTION", "WHERE", "GUARDS", "TIME")
     return Group(
-        plain(f"{count_shown(len(frames), 'compilation')}, {_total(frames)}", "bold"),
+        plain(f"{count_shown(len(frames), 'compilation')}{_total(frames)}", "bold"),
         table(columns, rows, right=("GUARDS", "TIME")),
         *_left_out(frames, limit),
         *([plain(f"... and {ours} of torchguard's own, which watch", "dim")] if ours else []),
@@ -49,12 +49,13 @@ def recompiles(facts: Facts, limit: int = 30) -> Iterator[RenderableType]:
     if again:
         yield plain(count_shown(len(again), "recompile"), "bold yellow")
     for frame in again[:limit]:
-        yield plain(f"{frame['compile_id']}  {frame['function']} ({place(frame['file'], frame['line'])})")
+        yield plain(f"{frame['compile_id']}  {frame['function']} ({_where(frame)})")
         yield from _misses(frame["recompiled_for"])
     yield from _left_out(again, limit)
     for frame in _of_script(facts["given_up"]):
-        where = place(frame["file"], frame["line"])
-        yield plain(f"{frame['compile_id']}  {frame['function']} ({where}) was not compiled any more:", "yellow")
+        yield plain(
+            f"{frame['compile_id']}  {frame['function']} ({_where(frame)}) was not compiled any more:", "yellow"
+        )
         yield from _misses(frame["recompiled_for"])
 
 
@@ -91,8 +92,19 @@ def cost(measured: Mapping[str, Any]) -> RenderableType:
 
 
 def _of_script(frames: Sequence[Facts]) -> list[Facts]:
-    """Those that are not torchguard's: where graphs break, Dynamo compiles what watches by itself."""
-    return [frame for frame in frames if not is_ours(frame["file"])]
+    """Those that are not torchguard's: where graphs break, Dynamo compiles what watches by itself.
+
+    A watched model as a whole is the script's, though its frame starts in torchguard.
+    """
+    return [frame for frame in frames if not is_ours(frame["file"]) or _is_watched_model(frame)]
+
+
+def _is_watched_model(frame: Facts) -> bool:
+    return frame["function"].startswith("forward_of_") and is_ours(frame["file"])
+
+
+def _where(frame: Facts) -> str:
+    return "watched" if _is_watched_model(frame) else place(frame["file"], frame["line"])
 
 
 def _misses(misses: Sequence[Facts]) -> Iterator[RenderableType]:
@@ -119,4 +131,5 @@ def _took(frame: Facts) -> str:
 
 
 def _total(frames: Sequence[Facts]) -> str:
-    return f"{sum(frame['seconds'] or 0.0 for frame in frames):.2f} s in all"
+    known = [frame["seconds"] for frame in frames if frame["seconds"] is not None]
+    return f", {sum(known):.2f} s in all" if known else ""  # an artifact does not know

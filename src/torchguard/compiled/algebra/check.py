@@ -4,7 +4,7 @@ Both are asked at random points of a prime field, where arithmetic is exact, wit
 the tangent of each operator. What torch knows of derivatives is not used: its graphs are what is tested.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchguard.compiled.algebra.evaluate import evaluate, unsupported_ops
-from torchguard.compiled.algebra.field import Field, Journal
-from torchguard.compiled.algebra.points import drawn, fields, placeholders, point, with_widest_integers
+from torchguard.compiled.algebra.field import Field
+from torchguard.compiled.algebra.points import Places, drawn, placeholders, point
+from torchguard.compiled.algebra.trials import Case, Outcome, Trials
 from torchguard.compiled.algebra.unsupported import UnfitError, UnsupportedError
 from torchguard.compiled.algebra.values import Value
 from torchguard.compiled.claims import Claim, Json, Verdict
@@ -22,19 +23,6 @@ from torchguard.compiled.nodes import op_name
 from torchguard.exceptions import GraphMismatchError
 
 TRIALS = 4
-# Tried on while a comparison has gone one way only: that of a single number may do so a few times in a row.
-_MOST_TRIALS = 12
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What one trial showed: `wrong` names the results that differ.
-
-    At a singular point the function itself divides by zero, and a difference there says nothing.
-    """
-
-    wrong: tuple[str, ...]
-    is_singular: bool
 
 
 def _evaluated(gm: GraphModule, inputs: Sequence[Value], f: Field) -> tuple[list[Any], bool]:
@@ -56,10 +44,23 @@ def check_derivatives(
     if len(leaves) != len(differentiable):
         raise GraphMismatchError(f"forward takes {len(leaves)} leaves, but differentiable has {len(differentiable)}.")
     function = _Function(forward, tuple(leaves), tuple(differentiable))
-    checks = {"jvp": (jvp, function.jvp_trial), "vjp": (vjp, function.vjp_trial)}
+    checks = {
+        "jvp": (jvp, function.jvp_trial, lambda f, gm: function.tangents(f)),
+        "vjp": (vjp, function.vjp_trial, function.seeds),
+    }
     return tuple(
-        _claim(subject, (forward, gm), lambda f, n, gm=gm, trial=trial: trial(gm, f, n), leaves, seed, TRIALS)
-        for subject, (gm, trial) in checks.items()
+        _claim(
+            subject,
+            Case(
+                (forward, gm),
+                function.leaves,
+                lambda f, places, gm=gm, trial=trial: trial(gm, f, places),
+                lambda f, gm=gm, moving=moving: moving(f, gm),
+            ),
+            seed,
+            TRIALS,
+        )
+        for subject, (gm, trial, moving) in checks.items()
         if gm is not None
     )
 
@@ -73,14 +74,14 @@ def equivalent(g1: GraphModule, g2: GraphModule, *, seed: int = 0, trials: int =
     leaves = placeholders(g1, "the first graph")
     _require_same_signature(leaves, placeholders(g2, "the second graph"))
 
-    def trial(f: Field, integers: int) -> _Outcome:
-        inputs = point(f, leaves, integers)
+    def trial(f: Field, places: Places) -> Outcome:
+        inputs = point(f, leaves, places)
         (first, is_singular), (second, is_other) = (_evaluated(gm, inputs, f) for gm in (g1, g2))
         if len(first) != len(second):
             raise GraphMismatchError(f"The first graph returns {len(first)} values, the second {len(second)}.")
-        return _Outcome(tuple(_differing("output", first, second)), is_singular and is_other)
+        return Outcome(tuple(_differing("output", first, second)), is_singular and is_other)
 
-    return _claim("equivalence", (g1, g2), trial, leaves, seed, trials)
+    return _claim("equivalence", Case((g1, g2), tuple(leaves), trial), seed, trials)
 
 
 def _require_same_signature(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
@@ -106,21 +107,20 @@ class _Function:
     leaves: tuple[Tensor, ...]
     differentiable: tuple[bool, ...]
 
-    def jvp_trial(self, gm: GraphModule, f: Field, integers: int) -> _Outcome:
-        inputs, outputs, is_singular = self._forward(f, integers)
-        tangents = [drawn(f, f"tangent {i}", x.shape) for i, x in enumerate(inputs) if x.tangent is not None]
-        results = evaluate(gm, [*(x.without_tangent() for x in inputs), *tangents], f)
+    def jvp_trial(self, gm: GraphModule, f: Field, places: Places) -> Outcome:
+        inputs, outputs, is_singular = self._forward(f, places)
+        results = evaluate(gm, [*(x.without_tangent() for x in inputs), *self.tangents(f)], f)
         ours = [_tangent(y) for y in outputs if not y.is_exact]
         _require(len(results), len(outputs) + len(ours), "jvp")
         wrong = _differing("output", outputs, results[: len(outputs)])
         wrong += _differing("tangent of output", ours, results[len(outputs) :])
-        return _Outcome(tuple(wrong), is_singular)
+        return Outcome(tuple(wrong), is_singular)
 
-    def vjp_trial(self, gm: GraphModule, f: Field, integers: int) -> _Outcome:
-        inputs, outputs, is_singular = self._forward(f, integers)
+    def vjp_trial(self, gm: GraphModule, f: Field, places: Places) -> Outcome:
+        inputs, outputs, is_singular = self._forward(f, places)
         smooth = [y for y in outputs if not y.is_exact]
-        seeds = [drawn(f, f"seed {i}", y.shape) for i, y in enumerate(smooth)]
-        _require(len(placeholders(gm, "vjp")), len(inputs) + len(seeds), "vjp", "takes")
+        _require(len(placeholders(gm, "vjp")), len(inputs) + len(smooth), "vjp", "takes")
+        seeds = self.seeds(f, gm)
         results = evaluate(gm, [*(x.without_tangent() for x in inputs), *seeds], f)
         _require(len(results), len(outputs) + sum(self.differentiable), "vjp")
         wrong = _differing("output", outputs, results[: len(outputs)])
@@ -128,12 +128,22 @@ class _Function:
         gradients = results[len(outputs) :]
         if _pairing(f, seeds, [_tangent(y) for y in smooth]) != _pairing(f, gradients, [_tangent(x) for x in moved]):
             wrong += self._wrong_gradients(f, inputs, seeds, gradients) or ["the gradients"]
-        return _Outcome(tuple(wrong), is_singular)
+        return Outcome(tuple(wrong), is_singular)
 
-    def _forward(self, f: Field, integers: int) -> tuple[list[Value], list[Any], bool]:
+    def tangents(self, f: Field) -> list[Value]:
+        """What a JVP graph takes beside the leaves."""
+        moved = (i for i, is_moved in enumerate(self.differentiable) if is_moved)
+        return [drawn(f, f"tangent {i}", self.leaves[i].shape) for i in moved]
+
+    def seeds(self, f: Field, gm: GraphModule) -> list[Value]:
+        """What a VJP graph takes beside the leaves."""
+        taken = placeholders(gm, "vjp")[len(self.leaves) :]
+        return [drawn(f, f"seed {i}", seed.shape) for i, seed in enumerate(taken)]
+
+    def _forward(self, f: Field, places: Places) -> tuple[list[Value], list[Any], bool]:
         inputs = [
             replace(x, tangent=drawn(f, f"tangent {i}", x.shape).element) if is_moved else x
-            for i, (x, is_moved) in enumerate(zip(point(f, self.leaves, integers), self.differentiable, strict=True))
+            for i, (x, is_moved) in enumerate(zip(point(f, self.leaves, places), self.differentiable, strict=True))
         ]
         return inputs, *_evaluated(self.forward, inputs, f)
 
@@ -178,22 +188,15 @@ def _is_same(a: Any, b: Any) -> bool:
     return a.shape == b.shape and bool((a.element == b.element).all())
 
 
-def _claim(
-    subject: str,
-    graphs: Sequence[GraphModule],
-    trial: Callable[[Field, int], _Outcome],
-    leaves: Sequence[Tensor],
-    seed: int,
-    trials: int,
-) -> Claim:
+def _claim(subject: str, case: Case, seed: int, trials: int) -> Claim:
     def ended(verdict: Verdict, says: str, **details: Json) -> Claim:
         return Claim("algebraic", subject, verdict, says, details)
 
-    if names := unsupported_ops(*graphs):
+    if names := unsupported_ops(*case.graphs):
         return ended(Verdict.INCONCLUSIVE, f"There is no rule for {', '.join(names)}.", unsupported=list(names))
-    journal = Journal()
+    tried = Trials(case, seed)
     try:
-        outcomes = list(_outcomes(trial, leaves, seed, trials, journal))
+        outcomes = list(tried.run(trials))
     except UnsupportedError as error:
         return ended(Verdict.INCONCLUSIVE, f"There is no rule for {error}.", unsupported=[str(error)])
     except UnfitError as error:
@@ -202,38 +205,31 @@ def _claim(
     count: dict[str, Json] = {"trials": len(outcomes), "seed": seed}
     if any(not o.is_singular for o in wrong):
         names = sorted({name for o in wrong for name in o.wrong})
-        says = f"Wrong: {', '.join(names)}.{_known_reason(subject, graphs[0])}"
+        says = f"Wrong: {', '.join(names)}.{_known_reason(subject, case.graphs[0])}"
         return ended(Verdict.FAIL, says, wrong=list(names), **count)
     if wrong:
         return ended(Verdict.INCONCLUSIVE, "It divides by zero wherever it was tried, and differs there.", **count)
     same = "They agree" if subject == "equivalence" else "It is the derivative of the forward graph"
-    says = f"{same} at {len(outcomes)} random points of a prime field."
-    if never := journal.never_taken():
-        count["never_taken"] = list(never)
-        says += f" One way of {', '.join(never)} was never taken."
-    if any(o.is_singular for o in outcomes):
-        says += " Some of what it divides by was zero there."
+    says = f"{same} at {len(outcomes)} random points of a prime field"
+    if never := tried.never_taken():
+        says += f", but one way of {', '.join(never)} was taken at none of them."
+        return ended(Verdict.INCONCLUSIVE, says, never_taken=list(never), **count)
+    says += "." + " Some of what it divides by was zero there." * any(o.is_singular for o in outcomes)
     return ended(Verdict.PASS, says, **count)
 
 
 def _known_reason(subject: str, forward: GraphModule) -> str:
     """Where torch is known to return something else than a derivative, on purpose."""
-    embeddings = [node for node in forward.graph.nodes if node.op == "call_function" and op_name(node) == "embedding"]
-    if subject == "vjp" and any(len(node.args) > 2 and node.args[2] != -1 for node in embeddings):
+    if subject != "vjp":
+        return ""
+    called = [node for node in forward.graph.nodes if node.op == "call_function"]
+    if any(op_name(node) == "embedding" and len(node.args) > 2 and node.args[2] != -1 for node in called):
         return (
             " The VJP of an embedding with padding_idx leaves that row out, which is torch's choice and no derivative."
         )
+    if any(op_name(node) == "linalg_cholesky_ex" for node in called):
+        return (
+            " The VJP of cholesky is symmetric, though only one triangle is read, which is torch's choice and no "
+            "derivative. Take the factor of (a + a.mT) / 2."
+        )
     return ""
-
-
-def _outcomes(
-    trial: Callable[[Field, int], _Outcome], leaves: Sequence[Tensor], seed: int, trials: int, journal: Journal
-) -> Iterator[_Outcome]:
-    """One trial after the other, until all is seen or something is wrong."""
-    for i, f in enumerate(fields(seed, _MOST_TRIALS, journal)):
-        if i >= trials and not journal.never_taken():
-            return
-        outcome = with_widest_integers(leaves, lambda bound, f=f: trial(f, bound))
-        yield outcome
-        if outcome.wrong and not outcome.is_singular:
-            return

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from torchguard.compiled.algebra.field import Field
+from torchguard.compiled.algebra.aiming import deciding_nodes
+from torchguard.compiled.algebra.field import Field, Journal
 from torchguard.compiled.algebra.reals import Reals
 from torchguard.compiled.algebra.rules import MAKING, NEEDS_LAYOUT, RULES
 from torchguard.compiled.algebra.unsupported import UnfitError, UnsupportedError
@@ -38,14 +39,20 @@ def evaluate(gm: GraphModule, inputs: Sequence[Value], field: Field) -> list[Any
 
     It is evaluated in real numbers first, for the sake of its comparisons.
     """
-    field.journal.sizes.clear()
+    reals = rehearsed(gm, inputs, field)
+    field.journal.sizes = reals.sizes
+    field.journal.has_nan |= any(bool(size.isnan().any()) for size in reals.sizes.values())
+    return _Run(gm, field).outputs(inputs)
+
+
+def rehearsed(gm: GraphModule, inputs: Sequence[Value], field: Field) -> Journal:
+    """What happens when a graph is evaluated in real numbers; nothing where they are not known of all inputs."""
     reals = Reals(0, field.key)
     known = [x.element if x.is_exact else x.real for x in inputs]
     if all(real is not None for real in known):
         pairs = zip(known, inputs, strict=True)
         _Run(gm, reals).outputs([Value(reals, real, is_exact=x.is_exact) for real, x in pairs if real is not None])
-        field.journal.sizes.update(reals.journal.sizes)
-    return _Run(gm, field).outputs(inputs)
+    return reals.journal
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class _Run:
 
     def outputs(self, inputs: Sequence[Value]) -> list[Any]:
         values: dict[Node, Any] = {}
-        given = iter(inputs)
+        given, deciding = iter(inputs), deciding_nodes(self.gm, frozenset(MAKING))
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(given)
@@ -66,12 +73,13 @@ class _Run:
                 return list(results) if isinstance(results, list | tuple) else [results]
             else:
                 args, options = (map_arg(a, lambda n: values[n]) for a in (node.args, node.kwargs))
+                # Nodes of several graphs may have one name.
+                self.field.journal.begin(f"{id(self.gm)}:{node.name}", node in deciding)
                 values[node] = self._called(node, args, options)
         return []
 
     def _called(self, node: Node, args: Any, options: Any) -> Any:
         name = op_name(node)
-        self.field.journal.begin(node.name)
         try:
             if name == "getitem":
                 return args[0][args[1]]
@@ -111,13 +119,19 @@ class _Run:
         if recorded.is_floating_point():
             return result.as_elements()
         if recorded.dtype == torch.bool:
-            return exact(self.field, result.element != 0)
-        if not result.is_exact:
-            if op_name(node) in MAKING:
-                return exact(self.field, torch.zeros_like(result.element))
-            # Where it rounds to is decided in the reals, like a comparison.
-            return exact(self.field, result.sizes().to(torch.int64))
-        return exact(self.field, result.element.to(torch.int64))
+            is_true = result.element != 0
+            self.field.journal.compared(is_true)
+            return exact(self.field, is_true)
+        if result.is_exact:
+            # Narrow integers wrap around.
+            return exact(self.field, result.element.to(recorded.dtype).to(torch.int64))
+        if op_name(node) in MAKING:
+            return exact(self.field, torch.zeros_like(result.element))
+        # Where it rounds to is decided in the reals, like a comparison.
+        rounded = result.sizes().to(torch.int64)
+        if not torch.equal(rounded, rounded.to(recorded.dtype).to(torch.int64)):
+            raise UnfitError(f"{node.name}: {node.target}: floats out of the range of {recorded.dtype}")
+        return exact(self.field, rounded)
 
 
 def _is_contiguous(node: Node) -> bool:

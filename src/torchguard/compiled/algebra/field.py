@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from torchguard.compiled.algebra.aiming import Aim
 from torchguard.compiled.algebra.constants import reading_of
 from torchguard.compiled.algebra.unsupported import UnsupportedError
 
@@ -29,14 +30,17 @@ class Journal:
     """
 
     node: str = ""
+    is_deciding: bool = True
     comparisons: int = 0
     asked: int = 0
     sizes: dict[str, Tensor] = field(default_factory=dict)
     outcomes: dict[str, set[bool]] = field(default_factory=dict)
     zero_divisions: set[str] = field(default_factory=set)
+    has_nan: bool = False
 
-    def begin(self, node: str) -> None:
-        self.node, self.comparisons, self.asked = node, 0, 0
+    def begin(self, node: str, is_deciding: bool = True) -> None:
+        """Outcomes of a node that no leaf decides are not noted: they cannot be others."""
+        self.node, self.is_deciding, self.comparisons, self.asked = node, is_deciding, 0, 0
 
     def next_place(self) -> str:
         self.asked += 1
@@ -44,22 +48,25 @@ class Journal:
 
     def compared(self, outcome: Tensor) -> None:
         self.comparisons += 1
+        if not self.is_deciding or not outcome.numel():
+            return
         both = self.outcomes.setdefault(f"{self.node}#{self.comparisons}", set())
-        if len(both) < 2 and outcome.numel():
+        if len(both) < 2:
             both.update({bool(outcome.any()), bool(outcome.all())})
 
-    def never_taken(self) -> list[str]:
-        """The nodes with a comparison that always went the same way."""
-        return sorted({name.split("#")[0] for name, both in self.outcomes.items() if len(both) < 2})
+    def start(self) -> None:
+        """Forget what the last trial was like."""
+        self.outcomes, self.zero_divisions, self.has_nan = {}, set(), False
 
 
 @dataclass(frozen=True)
 class Field:
-    """The integers modulo `prime`. `key` chooses the unknown functions."""
+    """The integers modulo `prime`. `key` chooses the unknown functions, `aim` the points."""
 
     prime: int
     key: int
     journal: Journal = field(default_factory=Journal)
+    aim: Aim = field(default_factory=Aim)
     dtype: ClassVar[torch.dtype] = torch.int64
 
     def reduced(self, a: Tensor) -> Tensor:

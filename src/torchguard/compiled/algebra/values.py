@@ -158,6 +158,8 @@ class Value:
 
     def log(self) -> "Value":
         x = self.as_elements()
+        if not bool(x.element.all()):
+            x.field.journal.zero_divisions.add(x.field.journal.node)
         y = torch.where(x.element == 1, 0, x.field.unknown_function("log", x.element))
         return replace(x._result("log", y), log_part=(torch.zeros_like(y), x.element))
 
@@ -189,7 +191,8 @@ class Value:
         return self._result(name, self.field.unknown_function(name, self.as_elements().element))
 
     def sqrt(self) -> "Value":
-        return self.function("sqrt")
+        x = self.as_elements()
+        return self._result("sqrt", torch.where(x.element == 0, 0, x.field.unknown_function("sqrt", x.element)))
 
     def erf(self) -> "Value":
         return self.odd("erf")
@@ -227,8 +230,7 @@ class Value:
         left, right = a.sizes(), b.sizes()
         # Of numbers that differ by less than rounding shows, one is the larger all the same, and the same one always.
         outcome = ((left > right) | ((left == right) & (a.element > b.element))) & (a.element != b.element)
-        if not a.is_exact:
-            self.field.journal.compared(outcome)
+        self.field.journal.compared(outcome)
         return exact(self.field, outcome)
 
     def lt(self, other: Operand) -> "Value":
@@ -260,7 +262,8 @@ class Value:
         return Value(self.field, element, torch.where(self.element, *tangents).expand(element.shape))
 
     def sgn(self) -> "Value":
-        return self.gt(0).where(1, self.lt(0).where(-1, 0)).as_elements()
+        signs = self.gt(0).where(1, self.lt(0).where(-1, 0))
+        return signs if self.is_exact else signs.as_elements()
 
     # Kinds
 

@@ -10,15 +10,17 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchguard.compiled.claims import Claim, Verdict
-from torchguard.compiled.enclosure import layers, pointwise
-from torchguard.compiled.enclosure.intervals import Interval, UnboundedError, known
+from torchguard.compiled.enclosure import functions, layers, moving, pointwise
+from torchguard.compiled.enclosure.intervals import Interval, UnboundedError, bounded, known
 from torchguard.compiled.nodes import attribute, op_name
 from torchguard.exceptions import BoxError
 
-RULES = {**pointwise.RULES, **layers.RULES}
+RULES = {**pointwise.RULES, **functions.RULES, **moving.RULES, **layers.RULES}
 # What depends on no input is computed as it is.
 _MAKING = frozenset({"full", "zeros", "ones", "scalar_tensor", "arange", "eye"})
 _MAKING_LIKE = frozenset({"full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_full"})
+# How a rule fails on a call it was not written for.
+_NO_RULE = (TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError)
 COVERED = frozenset(RULES) | _MAKING | _MAKING_LIKE
 
 
@@ -31,8 +33,8 @@ class Box:
 
     def contains(self, x: Tensor) -> bool:
         """Whether a tensor lies inside; NaN lies nowhere."""
-        exact = x.to(torch.float64)
-        return bool(((self.low.to(torch.float64) <= exact) & (exact <= self.high.to(torch.float64))).all())
+        low, exact, high = (t.to(torch.float64) if t.is_floating_point() else t for t in (self.low, x, self.high))
+        return bool(((low <= exact) & (exact <= high)).all())
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,11 @@ class Enclosure:
 
 
 def enclose(gm: GraphModule, boxes: Sequence[Box]) -> Enclosure:
-    """Bounds of what a graph of ATen operators computes on the CPU, for all inputs in a box.
+    """Bounds of what a graph of ATen operators computes in eager mode on the CPU, for all inputs in a box.
 
-    They hold for the numbers torch computes, rounding included, as far as its elementary functions are accurate to 16
-    units in the last place. Integer inputs have to be known: `low` equal to `high`.
+    They hold for the numbers torch computes in float32 and float64, rounding included, as far as its elementary
+    functions are accurate to 16 units in the last place. Arithmetic in other floats, integers that may wrap around, and
+    sums that may overflow on the way have no bounds.
 
     Raises:
         BoxError: the boxes do not fit the graph.
@@ -63,18 +66,23 @@ def enclose(gm: GraphModule, boxes: Sequence[Box]) -> Enclosure:
     leaves = [node for node in gm.graph.nodes if node.op == "placeholder"]
     if len(leaves) != len(boxes):
         raise BoxError(f"enclose: the graph takes {len(leaves)} tensors, and {len(boxes)} boxes were given.")
+    if _are_flushed():
+        return Enclosure(None, ("numbers that torch.set_flush_denormal makes zero",))
     if names := _unsupported(gm):
         return Enclosure(None, names)
-    values: dict[Node, Any] = {node: _leaf(node, box) for node, box in zip(leaves, boxes, strict=True)}
+    given = dict(zip(leaves, boxes, strict=True))
+    values: dict[Node, Any] = {}
     for node in gm.graph.nodes:
         try:
-            if node.op == "get_attr":
+            if node.op == "placeholder":
+                values[node] = _leaf(node, given[node])
+            elif node.op == "get_attr":
                 values[node] = known(attribute(gm, node.target))
             elif node.op == "call_function":
                 values[node] = _computed(node, values)
         except UnboundedError as error:
             return Enclosure(None, (f"{node.name} ({node.target}): {error}",))
-        except (TypeError, RuntimeError, AttributeError) as error:
+        except _NO_RULE as error:
             return Enclosure(None, (f"{node.name} ({node.target}): there is no rule for this call: {error}",))
     (output,) = gm.graph.find_nodes(op="output")
     results = map_arg(output.args[0], lambda n: values[n])
@@ -82,6 +90,10 @@ def enclose(gm: GraphModule, boxes: Sequence[Box]) -> Enclosure:
     if any(not isinstance(result, Interval) for result in results):
         return Enclosure(None, ("an output that has no bounds, such as the places of a maximum",))
     return Enclosure([Box(result.low, result.high) for result in results])
+
+
+def _are_flushed() -> bool:
+    return bool(torch.tensor(5e-324, dtype=torch.float64) == 0)
 
 
 def _unsupported(gm: GraphModule) -> tuple[str, ...]:
@@ -96,11 +108,10 @@ def _leaf(node: Node, box: Box) -> Interval:
         raise BoxError(
             f"enclose: {node.name}: the box goes from {list(box.low.shape)} to {list(box.high.shape)}{expected}."
         )
-    low, high = box.low.to(torch.float64), box.high.to(torch.float64)
-    if not bool((low <= high).all()):
+    leaf = bounded(box.low, box.high, recorded.dtype if isinstance(recorded, Tensor) else box.low.dtype)
+    if not bool((leaf.low <= leaf.high).all()):
         raise BoxError(f"enclose: {node.name}: the box is empty, or has a bound that is NaN.")
-    dtype = recorded.dtype if isinstance(recorded, Tensor) else box.low.dtype
-    return Interval(low, high, dtype)
+    return leaf
 
 
 def _computed(node: Node, values: dict[Node, Any]) -> Any:
@@ -110,18 +121,20 @@ def _computed(node: Node, values: dict[Node, Any]) -> Any:
         return args[0][args[1]]  # type: ignore[index]
     if name in _MAKING:
         return known(node.target(*args, **options))  # type: ignore[operator]
-    if name in _MAKING_LIKE:
-        return _made_like(node, args, options, recorded)
-    dtype = recorded.dtype if isinstance(recorded, Tensor) else torch.float32
-    if isinstance(recorded, Tensor) and recorded.is_complex():
+    first = recorded[0] if isinstance(recorded, list | tuple) else recorded
+    if not isinstance(first, Tensor):
+        raise UnboundedError("a node that records no dtype")
+    dtype = first.dtype
+    if dtype.is_complex:
         raise UnboundedError("complex numbers")
-    if isinstance(recorded, list | tuple) and isinstance(recorded[0], Tensor):
-        dtype = recorded[0].dtype
+    if name in _MAKING_LIKE:
+        return _made_like(name, args, options, dtype)
     kept = {k: v for k, v in options.items() if k not in ("dtype", "layout", "device", "pin_memory", "non_blocking")}  # type: ignore[union-attr]
     return RULES[name](*args, **kept, dtype=dtype)  # type: ignore[misc]
 
 
-def _made_like(node: Node, args: Any, options: Any, recorded: Any) -> Interval:
-    numbers = [a for a in args[1:] if isinstance(a, bool | int | float)]
-    fill = numbers[0] if numbers else float("ones" in op_name(node))
-    return known(torch.full(tuple(recorded.shape), fill, dtype=recorded.dtype))
+def _made_like(name: str, args: Any, options: Any, dtype: torch.dtype) -> Interval:
+    sizes = args[0].low.shape if name.endswith("_like") else args[1]
+    numbers = [*args[2 if name.startswith("new") else 1 :], *(options[k] for k in ("fill_value",) if k in options)]
+    fill = numbers[0] if "full" in name else int("ones" in name)
+    return known(torch.full(tuple(sizes), fill, dtype=dtype))

@@ -12,6 +12,7 @@ from torchguard.compiled.typed.types import (
     broadcast,
     floating,
     promoted,
+    real,
     require,
     shape_of,
 )
@@ -84,7 +85,7 @@ def _twice(x: Type) -> tuple[Type, Type]:
 
 
 _POINTWISE = {
-    1: ["neg", "abs", "sgn", "sign", "square", "relu", "floor", "ceil", "round", "trunc"],
+    1: ["neg", "sgn", "sign", "square", "relu", "floor", "ceil", "round", "trunc"],
     2: ["add", "sub", "rsub", "mul", "maximum", "minimum", "pow", "atan2", "logaddexp", "threshold_backward"],
     3: ["lerp", "addcmul", "addcdiv"],
 }
@@ -111,6 +112,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **{name: _boolean(2) for name in ("gt", "lt", "ge", "le", "eq", "ne", "logical_and", "logical_or", "logical_xor")},
     **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"), _logical_bits),
     "logical_not": _boolean(1),
+    "abs": real,
     "where": _where,
     "masked_fill": _masked_fill,
     "clamp": _clamp,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from torchguard.compiled.typed.elementwise import same_as
-from torchguard.compiled.typed.types import Type, broadcast, category, dims_of, promoted, require, wrapped
+from torchguard.compiled.typed.types import Type, broadcast, category, dims_of, promoted, real, require, wrapped
 
 Dims = int | Sequence[int] | None
 Sizes = Sequence[int]
@@ -29,7 +29,11 @@ def _summed(x: Type, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dt
 
 
 def _norm(x: Type, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Type:
-    return Type(_reduced_shape(x, dim, keepdim), dtype or x.dtype)
+    return Type(_reduced_shape(x, dim, keepdim), dtype or real(x).dtype)
+
+
+def _spread(x: Type, *args: Any, **options: Any) -> Type:
+    return real(_reduced(x, *args, **options))
 
 
 def _tested(x: Type, dim: Dims = None, keepdim: bool = False) -> Type:
@@ -94,7 +98,7 @@ def _solved(a: Type, b: Type, *_: Any, **__: Any) -> Type:
 
 
 def _eigen(a: Type, uplo: str = "L", compute_v: bool = True) -> tuple[Type, Type]:
-    return Type(a.shape[:-1], a.dtype), Type(a.shape if compute_v else (0,), a.dtype)
+    return real(Type(a.shape[:-1], a.dtype)), Type(a.shape if compute_v else (0,), a.dtype)
 
 
 def _svd(a: Type, full: bool = False, compute_uv: bool = True, **_: Any) -> tuple[Type, Type, Type]:
@@ -102,7 +106,8 @@ def _svd(a: Type, full: bool = False, compute_uv: bool = True, **_: Any) -> tupl
     k = min(m, n)
     shapes = ((m, m if full else k), (k,), (n if full else k, n)) if compute_uv else ((0,), (k,), (0,))
     batch = a.shape[:-2]
-    return tuple(Type((*batch, *s) if s != (0,) else s, a.dtype) for s in shapes)  # type: ignore[return-value]
+    u, s, v = (Type((*batch, *shape) if shape != (0,) else shape, a.dtype) for shape in shapes)
+    return u, real(s), v
 
 
 def _convolved(
@@ -241,8 +246,9 @@ def _attended(q: Type, k: Type, v: Type, *_: Any, **__: Any) -> tuple[Type, Type
 _UPSAMPLING = {"nearest1d": 1, "linear1d": 1, "nearest2d": 2, "bilinear2d": 2, "nearest3d": 3, "trilinear3d": 3}
 
 RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("mean", "amax", "amin", "var", "std", "logsumexp"), _reduced),
-    "var_mean": lambda *args, **options: (_reduced(*args, **options),) * 2,
+    **dict.fromkeys(("mean", "amax", "amin", "logsumexp"), _reduced),
+    **dict.fromkeys(("var", "std"), _spread),
+    "var_mean": lambda *args, **options: (_spread(*args, **options), _reduced(*args, **options)),
     "sum": _summed,
     "prod": _summed,
     "any": _tested,

@@ -41,6 +41,14 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+_REAL_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def real(x: Type) -> Type:
+    """The type of what is real of a tensor: its size, its variance."""
+    return Type(x.shape, _REAL_PARTS.get(x.dtype, x.dtype))
+
+
 def require(is_fine: bool, message: str) -> None:
     """Raise unless something holds."""
     if not is_fine:
@@ -85,6 +93,8 @@ def join(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 
 def number_dtype(number: bool | int | float) -> torch.dtype:
     """The dtype a Python number counts as."""
+    if isinstance(number, complex):
+        raise UncoveredError(f"the complex number {number}")
     if isinstance(number, bool):
         return torch.bool
     return torch.int64 if isinstance(number, int) else torch.get_default_dtype()

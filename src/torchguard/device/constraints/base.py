@@ -17,7 +17,7 @@ class Constraint(abc.ABC):
 
     @abc.abstractmethod
     def check(self, graph: Graph, device: Device) -> Iterable[Violation]:
-        """What in a graph breaks the rule. Sizes may be symbols: asking `if size > 8` would add a guard."""
+        """What in a graph breaks the rule. Sizes may be symbols: `if size > 8` asks for the size at hand."""
 
     def violation(
         self,

@@ -8,6 +8,7 @@ from torchguard.device import _torch
 from torchguard.device.constraints.base import Constraint
 from torchguard.device.description import Device
 from torchguard.device.graphs import Graph, op_name
+from torchguard.device.op_patterns import matched_by
 from torchguard.device.violations import Violation
 
 
@@ -18,7 +19,7 @@ class Denied(Constraint):
 
     def check(self, graph: Graph, device: Device) -> Iterable[Violation]:
         for node in graph.calls if device.deny else ():
-            pattern = next((pattern for pattern in device.deny if _torch.fits(op_name(node), pattern)), None)
+            pattern = matched_by(op_name(node), device.deny)
             if pattern is not None:
                 message = f"{device.name} does not have {pattern}"
                 yield self.violation(graph, message, by=node, remedy=_remedy(node, device))
@@ -32,15 +33,22 @@ class NotAllowed(Constraint):
     def check(self, graph: Graph, device: Device) -> Iterable[Violation]:
         allowed: tuple[str, ...] | None = device.allow
         for node in graph.ops if allowed is not None else ():
-            if not any(_torch.fits(op_name(node), pattern) for pattern in allowed or ()):
+            if matched_by(op_name(node), allowed or ()) is None:
                 message = f"is not among what {device.name} has"
                 yield self.violation(graph, message, by=node, remedy=_remedy(node, device))
 
 
 def _remedy(node: fx.Node, device: Device) -> str:
-    if device.decompositions == "none" and node.target in _torch.decompositions("all"):
-        return f"torch can take it apart: decompositions={[op_name(node)]}"
-    return ""
+    """To take it apart, where nothing that the device does not have comes of it. No device has the ops of `prims`."""
+    made = _torch.ops_made_of(node) if device.decompositions == "none" else ()
+    if not made or any(str(op).startswith("prims.") or _is_refused(op, device) for op in made):
+        return ""
+    return f"torch can take it apart: decompositions={[op_name(node)]}"
+
+
+def _is_refused(op: object, device: Device) -> bool:
+    is_missing = device.allow is not None and matched_by(str(op), device.allow) is None
+    return matched_by(str(op), device.deny) is not None or (is_missing and not _torch.is_view(op))
 
 
 RULES = (Denied(), NotAllowed())

@@ -6,6 +6,7 @@ from typing import TypeVar
 from torchguard.device.constraints import dtype, layout, memory, ops, shape
 from torchguard.device.constraints.base import Constraint
 from torchguard.device.description import Device
+from torchguard.device.taken_codes import TAKEN, first_taken
 from torchguard.exceptions import DeviceError
 
 R = TypeVar("R", bound="Constraint | type[Constraint]")
@@ -13,6 +14,9 @@ R = TypeVar("R", bound="Constraint | type[Constraint]")
 _rules: dict[str, Constraint] = {
     rule.code: rule for module in (dtype, layout, shape, memory, ops) for rule in module.RULES
 }
+
+
+TAKEN.update({code: type(rule).__name__ for code, rule in _rules.items()})
 
 
 def register(rule: R) -> R:
@@ -23,6 +27,7 @@ def register(rule: R) -> R:
     if made.code in _rules:
         raise DeviceError(f"register: {made.code} is taken by {type(_rules[made.code]).__name__}. Choose another code.")
     _rules[made.code] = made
+    TAKEN[made.code] = type(made).__name__
     return rule
 
 
@@ -30,9 +35,11 @@ def unregister(code: str) -> None:
     """Take a rule out again."""
     if code not in _rules:
         raise DeviceError(f"unregister: there is no rule {code!r}. There are {', '.join(_rules)}.")
-    del _rules[code]
+    del _rules[code], TAKEN[code]
 
 
 def rules_of(device: Device) -> Iterable[Constraint]:
     """Those that are registered, then the device's own."""
+    if (code := first_taken([rule.code for rule in device.constraints])) is not None:  # registered since it was made
+        raise DeviceError(f"Device.constraints of {device.name}: {code} is taken. Choose another code.")
     return [*_rules.values(), *device.constraints]

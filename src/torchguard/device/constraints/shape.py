@@ -29,7 +29,7 @@ class Alignment(Constraint):
                 if statically_known_true(size == 1) or statically_known_true(size % multiple == 0):
                     continue
                 is_fixed = isinstance(size, int)
-                needs = f"{size} % {multiple} == 0"
+                needs = f"{size} % {multiple} == 0" if str(size).isalnum() else f"({size}) % {multiple} == 0"
                 yield self.violation(
                     graph,
                     f"dim {dim} of {shape_text(shape)} {'is' if is_fixed else 'may be'} no multiple of {multiple}",
@@ -37,10 +37,19 @@ class Alignment(Constraint):
                     tensor=use.source,
                     remedy=f"pad dim {dim} from {size} to {-(-size // multiple) * multiple}"
                     if is_fixed
-                    else f"say so in the model: {_torch.SAY}({needs}), or compile with dynamic=False",
+                    else _say(size, f"% {multiple} == 0"),
                     condition="" if is_fixed else needs,
                     holds_now=(_torch.hint(size) or 1) % multiple == 0,
                 )
+
+
+def _say(size: torch.SymInt, rest: str) -> str:
+    """How the program can say something of a size, in words that can be pasted."""
+    name = _torch.in_program(size)
+    told = (
+        f"say so in the model: {_torch.SAY}({name} {rest})" if name else f"say so where it is made, with {_torch.SAY}"
+    )
+    return f"{told}, or compile with dynamic=False"
 
 
 class Rank(Constraint):

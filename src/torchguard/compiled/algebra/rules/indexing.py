@@ -20,7 +20,9 @@ def _index(x: Value, indices: Sequence[Value | None]) -> Value:
 
 
 def _embedding(weight: Value, ids: Value, *_: Any, **__: Any) -> Value:
-    return weight.arranged(lambda t: t[ids.element])
+    # Unlike an index, it takes no places counted from the end.
+    chosen = ids.element.reshape(-1)
+    return weight.arranged(lambda t: t.index_select(0, chosen).reshape(*ids.shape, *t.shape[1:]))
 
 
 def _embedding_backward(g: Value, ids: Value, rows: int, padding: int, scale_by_frequency: bool) -> Value:
@@ -56,9 +58,19 @@ def _source(x: Value, source: Value | float, like: Tensor) -> Value:
     return (x.without_tangent() * 0 + source).arranged(lambda t: t.reshape(-1)[:1].expand(like.shape))
 
 
+def _require_apart(writes: Tensor, source: Value) -> None:
+    """What is written twice to one place is undefined, unless it is the same."""
+    is_same = bool((source.element == source.element.reshape(-1)[:1]).all()) and source.tangent is None
+    if not is_same and bool((writes > 1).any()):
+        raise ValueError("two writes to one place")
+
+
 def _scatter(x: Value, dim: int, index: Value, source: Value | float, *, reduce: str | None = None) -> Value:
     if reduce is not None:
         raise UnsupportedError(f"scatter with reduce={reduce!r}")
+    if isinstance(source, Value):
+        ones = torch.ones(index.shape, dtype=torch.int64)
+        _require_apart(torch.zeros(x.shape, dtype=torch.int64).scatter_add(dim, index.element, ones), source)
     return _merged(x, _source(x, source, index.element), lambda a, b: a.scatter(dim, index.element, b))
 
 
@@ -75,10 +87,15 @@ def _index_put(x: Value, indices: Sequence[Value | None], values: Value, accumul
     given = {dim: index.element for dim, index in enumerate(indices) if index is not None}
     if len(given) == len(indices):
         places = tuple(given.values())
+        if not accumulate and all(p.dtype != torch.bool for p in places):
+            whole = torch.zeros(x.shape[: len(places)], dtype=torch.int64)
+            _require_apart(whole.index_put(places, torch.ones((), dtype=torch.int64), accumulate=True), values)
         return _merged(x, values, lambda a, b: a.index_put(places, b, accumulate=accumulate))
     if len(given) > 1 or next(iter(given.values())).dim() != 1:
         raise UnsupportedError("index_put with several indices, some of them missing")
     ((dim, places),) = given.items()
+    if not accumulate:
+        _require_apart(places.bincount() if bool((places >= 0).all()) else torch.full((1,), 2), values)
     return _merged(x, values, lambda a, b: _put_along(a, b, dim, places, accumulate))
 
 

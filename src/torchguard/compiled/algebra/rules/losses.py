@@ -56,6 +56,7 @@ def _smooth_l1_backward(g: Value, x: Value, y: Value, reduction: int, beta: floa
 def _weights_at(target: Value, weight: Value | None, ignored: int, like: Value) -> tuple[Value, Value]:
     """Which class each place asks for, and how much it counts: nothing where it is to be ignored."""
     is_counted = target.element != ignored
+    like.field.journal.compared(is_counted)
     chosen = exact(like.field, torch.where(is_counted, target.element, 0))
     counts = exact(like.field, is_counted.to(torch.int64)).as_elements()
     if weight is not None:

@@ -62,12 +62,20 @@ def _power_of_tensors(x: Value, e: Value) -> Value:
     a, b = x.as_elements(), e.as_elements()
     plain_a, plain_b = a.without_tangent(), b.without_tangent()
     y = _unknown_power(plain_a, plain_b)
-    slopes = plain_b * _unknown_power(plain_a, plain_b - 1), y * plain_a.log()
+    # The power of zero stays zero when the exponent moves.
+    is_zero = exact(a.field, (plain_a.element == 0) & (plain_b.sizes() >= 0))
+    logarithm = is_zero.where(0, is_zero.where(1, plain_a).log())
+    slopes = plain_b * _unknown_power(plain_a, plain_b - 1), y * logarithm
     return with_slopes(y, (a, slopes[0]), (b, slopes[1]))
 
 
 def _unknown_power(a: Value, b: Value) -> Value:
-    return Value(a.field, a.field.unknown_function("pow", *torch.broadcast_tensors(a.element, b.element)))
+    base, exponent, size = torch.broadcast_tensors(a.element, b.element, b.sizes())
+    f, is_zero = a.field, base == 0
+    if bool((is_zero & (size < 0)).any()):
+        f.journal.zero_divisions.add(f.journal.node)
+    of_zero = (exponent == 0).to(f.dtype)
+    return Value(f, torch.where(is_zero, of_zero, f.unknown_function("pow", base, exponent)))
 
 
 def with_slopes(y: Value, *terms: tuple[Value, Value]) -> Value:

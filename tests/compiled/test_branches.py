@@ -1,0 +1,231 @@
+"""Functions with branches: wrong ones are found on either side of every comparison, or the side is named."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.compiled.zoo import graphs_of, traced
+from torch.func import vjp
+
+from torchguard.compiled.algebra import check_derivatives, equivalent
+from torchguard.compiled.algebra.aiming import Aim, Mode, aim_at, places_among
+from torchguard.compiled.algebra.field import PRIMES, Field
+from torchguard.compiled.algebra.points import drawn
+from torchguard.compiled.claims import Verdict
+
+
+def square_wrong_where(is_wrong):
+    """x² of its first argument, with a derivative of the wrong sign where something holds of all its arguments."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(x, *others):
+            return x * x
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            x, *others = ctx.saved_tensors
+            return torch.where(is_wrong(x, *others), -1.0, 1.0) * 2 * x * g, *[None] * len(others)
+
+    return Square.apply
+
+
+def vjp_claim(fn, *inputs, seed=0):
+    """What is said of the gradient by the first input."""
+    n = len(inputs)
+    forward = traced(lambda *xs: [fn(*xs)], inputs, functional=False)
+    pulled = lambda *xs: [fn(*xs[:n]), *vjp(lambda x: fn(x, *xs[1:n]), xs[0])[1](xs[n])]  # noqa: E731
+    pull = traced(pulled, [*inputs, torch.randn_like(inputs[0])], functional=False)
+    differentiable = [True, *[False] * (n - 1)]
+    (claim,) = check_derivatives(forward, None, pull, differentiable=differentiable, seed=seed)
+    return claim
+
+
+def same(f, g, *inputs):
+    return equivalent(*(traced(lambda *xs, fn=fn: [fn(*xs)], inputs) for fn in (f, g)))
+
+
+ONE, THREE, MANY = torch.randn(1), torch.randn(3), torch.randn(30)
+WHOLE, MASK = torch.tensor([1, 2, 3]), torch.ones(20, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("is_wrong", "inputs"),
+    [
+        (lambda x: x > 100, [THREE]),
+        (lambda x: x.abs() < 1e-3, [THREE]),
+        (lambda x: (x > 1) & (x < 1.2), [THREE]),
+        (lambda x: torch.where(x > 1, (x < 1.2).float(), 0.0) == 1, [THREE]),
+        (lambda x: x.round() == 3, [ONE]),
+        (lambda x, y: (x > 3) & (y < -3), [ONE, ONE]),
+        (lambda x: x.sum() > 1000, [MANY]),
+        (lambda x: x.norm() < 1e-6, [MANY]),
+        (lambda x: x == x.flip(0), [THREE[:2]]),
+        (lambda x: ((x > 1) & (x < 1.5)).all(), [MANY]),
+        (lambda x, i: i < 0, [THREE, WHOLE]),
+        (lambda x, i: i > 100, [THREE, WHOLE]),
+        (lambda x, i: i == -100, [THREE, WHOLE]),
+        (lambda x, i: i > 10**6, [THREE, WHOLE]),
+        (lambda x, m: m.all(), [THREE, MASK]),
+        (lambda x, m: ~m.any(), [THREE, MASK]),
+    ],
+    ids=[
+        "large",
+        "tiny",
+        "band",
+        "nested band",
+        "rounds to 3",
+        "corner",
+        "large sum",
+        "small norm",
+        "ties",
+        "all in a band",
+    ]
+    + ["negative integer", "large integer", "one integer", "huge integer", "all true", "all false"],
+)
+def test_a_derivative_that_is_wrong_on_one_side_of_a_comparison_fails(is_wrong, inputs, seed):
+    assert vjp_claim(square_wrong_where(is_wrong), *inputs, seed=seed).verdict is Verdict.FAIL
+
+
+def test_a_gradient_that_is_clipped_far_out_fails():
+    class Clipped(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x * x
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            return (2 * ctx.saved_tensors[0] * g).clamp(-1e4, 1e4)
+
+    assert vjp_claim(Clipped.apply, THREE).verdict is Verdict.FAIL
+
+
+def test_a_side_that_cannot_be_taken_is_named_and_decides_nothing():
+    claim = vjp_claim(square_wrong_where(lambda x: x.abs() < 0), THREE)
+    assert claim.verdict is Verdict.INCONCLUSIVE
+    assert claim.details["never_taken"] == ["lt"]
+    assert "one way of lt was taken at none of them" in claim.says
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.normalize(x, dim=-1),
+        lambda x: x.sigmoid().clamp(1e-7, 1 - 1e-7).log(),
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp(min=1e-8)),
+        lambda x: x.clamp(-1e4, 1e4) + x.clamp(max=100.0),
+        lambda x: torch.where(x != x, torch.zeros_like(x), x),
+    ],
+    ids=["normalize", "clamped sigmoid", "clamped root", "wide clamps", "no NaN"],
+)
+def test_what_models_do_at_their_edges_is_conclusive(fn):
+    g = graphs_of(fn, [torch.randn(3, 4)])
+    for claim in check_derivatives(g.forward, g.jvp, g.vjp, differentiable=g.differentiable):
+        assert claim.verdict is Verdict.PASS, claim
+
+
+ROW, FEW, LOGITS, TARGETS = torch.randn(4), torch.tensor([0, 1]), torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("f", "g", "inputs", "verdict"),
+    [
+        (lambda x: x.clamp(max=100.0), lambda x: x * 1, [THREE], Verdict.FAIL),
+        (lambda x: x.abs().clamp(min=1e-6), lambda x: x.abs(), [THREE], Verdict.FAIL),
+        (lambda x, m: torch.where(m.all(), x * 2, x), lambda x, m: x * 1, [THREE, MASK], Verdict.FAIL),
+        (lambda x, i: x[i.abs()], lambda x, i: x[i], [ROW, FEW], Verdict.FAIL),
+        # Where the first differs, the second is out of range.
+        (lambda x, i: x[i.clamp(max=3)], lambda x, i: x[i], [ROW, FEW], Verdict.INCONCLUSIVE),
+        (F.cross_entropy, lambda x, i: F.cross_entropy(x, i, ignore_index=-1), [LOGITS, TARGETS], Verdict.INCONCLUSIVE),
+        (F.cross_entropy, F.cross_entropy, [LOGITS, TARGETS], Verdict.PASS),
+        (lambda x: torch.where(x >= 0, x, -x), lambda x: torch.where(x > 0, x, -x), [THREE], Verdict.PASS),
+    ],
+    ids=["clamp", "small clamp", "all true", "negative places", "clamped places", "ignored", "targets", "at zero"],
+)
+def test_graphs_that_differ_on_one_side_of_a_comparison_are_not_taken_for_equal(f, g, inputs, verdict):
+    assert same(f, g, *inputs).verdict is verdict
+
+
+SMALL = torch.tensor([3])
+
+
+@pytest.mark.parametrize(
+    ("f", "g", "x", "verdict"),
+    [
+        (lambda i: i.to(torch.int8).long(), lambda i: i * 1, SMALL, Verdict.FAIL),
+        (lambda i: i.to(torch.int32).long(), lambda i: i * 1, SMALL, Verdict.FAIL),
+        (lambda i: (i + i).long(), lambda i: i.long() * 2, SMALL.to(torch.uint8), Verdict.FAIL),
+        (lambda i: (i.to(torch.int16) * i.to(torch.int16)).long(), lambda i: i * i, SMALL, Verdict.FAIL),
+        (lambda i: (i.abs() < 0).long(), lambda i: (i == -128).long(), SMALL.to(torch.int8), Verdict.PASS),
+        (lambda i: i * i * i, lambda i: i**3, SMALL.to(torch.int32), Verdict.PASS),
+    ],
+    ids=["to int8", "to int32", "sums of uint8", "products of int16", "the lowest int8", "powers of int32"],
+)
+def test_narrow_integers_wrap_around_as_in_torch(f, g, x, verdict):
+    assert same(f, g, x).verdict is verdict
+
+
+def test_floats_out_of_the_range_of_an_integer_are_unsupported():
+    claim = same(lambda x: x.to(torch.uint8).long(), lambda x: x.long(), THREE)
+    assert claim.verdict is Verdict.INCONCLUSIVE
+    assert "floats out of the range of torch.uint8" in claim.says
+
+
+CACHE = torch.randn(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "inputs"),
+    [
+        (lambda c, n, i: c.index_put((i,), n), [torch.randn(5, 4), torch.tensor([1, 2, 3, 0, 5])]),
+        (lambda c, n, i: c.scatter(1, i, n), [torch.randn(6, 3), torch.tensor([[0, 1, 2]] * 6)]),
+        (lambda c, n, i: c.scatter(0, i, n), [torch.randn(5, 4), torch.arange(5)[:, None].expand(5, 4).contiguous()]),
+        (lambda c, n, i, j: c.index_put((i, j), n), [torch.randn(4), torch.arange(4), torch.arange(4)]),
+        (lambda c, n, i: torch.ops.aten.index_put(c, (None, i), n), [torch.randn(6, 3), torch.tensor([1, 0, 2])]),
+    ],
+    ids=["rows", "along rows", "along columns", "single elements", "columns"],
+)
+def test_writes_to_given_places_pass_for_they_are_tried_at_places_apart(fn, inputs):
+    g = graphs_of(fn, [CACHE, *inputs])
+    for claim in check_derivatives(g.forward, g.jvp, g.vjp, differentiable=g.differentiable):
+        assert claim.verdict is Verdict.PASS, claim
+
+
+def test_two_writes_to_one_place_decide_nothing():
+    g = graphs_of(lambda c, n, i: c.index_put((i * 0,), n), [CACHE, torch.randn(2, 4), FEW])
+    for claim in check_derivatives(g.forward, g.jvp, g.vjp, differentiable=g.differentiable):
+        assert claim.verdict is Verdict.INCONCLUSIVE
+        assert "two writes to one place" in claim.says
+
+
+def test_marks_are_the_numbers_that_a_graph_compares_with():
+    gm = traced(lambda x, i: [x.clamp(-2.0, 7.0) * (i == 5), F.hardswish(x)], [THREE, WHOLE])
+    aim = aim_at(gm)
+    assert aim.marks == (-7.0, -5.0, -3.0, -2.0, 0.0, 2.0, 3.0, 5.0, 7.0)
+    assert aim.equals == (5.0,)
+
+
+def test_integers_are_places_if_something_is_read_or_written_there():
+    gm = traced(lambda x, i, j: [x[i + 1] * (j > 0)], [THREE, FEW[:1], FEW[:1]])
+    assert places_among([THREE, FEW, FEW], gm) == {1}
+
+
+@pytest.mark.parametrize("number", [0, 1, *range(9, 30)])
+def test_wherever_a_point_is_aimed_its_elements_stand_for_its_real_numbers(number):
+    field = Field(PRIMES[0], 1, aim=Aim(number, (-4.0, -0.5, 0.0, 0.5, 4.0), (0.5,)))
+    x = drawn(field, "leaf 0", (50,))
+    assert x.element.tolist() == [field.number(Fraction(real)) for real in x.real.tolist()]
+
+
+def test_all_ways_to_draw_are_used():
+    assert {Aim(number).of("leaf 0").mode for number in range(120)} == set(Mode)

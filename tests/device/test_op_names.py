@@ -1,0 +1,136 @@
+"""Ops that a device does not have: by which names they are found, and what is advised."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchguard import device
+from torchguard.device import Device
+
+ANY = {"parameters": None, "activations": None}
+
+
+def found(fn, *args, dynamic=False, train=False, **fields):
+    """What does not fit when a function is compiled for a device."""
+    backend = device.mock_backend(Device(name="chip", **fields), mode="warning")
+    result = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    if train:
+        result.sum().backward()
+    return backend.report().violations
+
+
+def codes(violations):
+    return sorted({violation.code for violation in violations})
+
+
+def only(violations):
+    (violation,) = violations
+    return violation
+
+
+x = torch.randn(4, 8)
+
+
+def test_denied_ops_are_found_by_name_overload_and_glob():
+    for pattern in ("aten.gelu", "aten.gelu.default", "gelu", "aten.gel*", "aten::gelu"):
+        violation = only(found(nn.GELU(), x, deny=pattern))
+        assert (violation.code, violation.op) == ("TGD501", "aten.gelu.default")
+        assert violation.message.startswith("chip does not have aten.gel")
+    assert violation.remedy == "torch can take it apart: decompositions=['aten.gelu.default']"
+    assert found(nn.GELU(), x, deny="aten.gelu_backward") == ()
+    assert found(nn.GELU(), x, deny="aten.add.Scalar") == ()
+
+
+@pytest.mark.parametrize("op", ["cos", "exp", "add"])
+def test_taking_apart_is_no_advice_where_it_hides_the_op(op):
+    functions = {"cos": torch.cos, "exp": torch.exp, "add": lambda x: x + 1}
+    assert only(found(functions[op], x, deny=op)).remedy == ""
+
+
+def test_taking_apart_is_advice_that_can_be_followed():
+    norm = nn.LayerNorm(8)
+    remedy = only(found(norm, x, deny="aten.native_layer_norm")).remedy
+    assert remedy == "torch can take it apart: decompositions=['aten.native_layer_norm.default']"
+    with torch.no_grad():
+        names = {"deny": "aten.native_layer_norm", "decompositions": ["aten.native_layer_norm.default"]}
+        assert found(norm, x, **names) == ()
+    assert found(norm, x, deny=["aten.native_layer_norm", "aten.rsqrt"])[0].remedy == ""
+    assert found(nn.GELU(), x, allow=["aten.erf", "aten.mul.*"])[0].remedy == ""
+    assert "take it apart" in found(nn.GELU(), x, allow=["aten.erf", "aten.mul.*", "aten.add.*"])[0].remedy
+
+
+_image, _row = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8)
+# What is denied, what is compiled, and the op that is in the graph for it.
+BY_OTHER_NAMES = {
+    "linear": (nn.Linear(8, 8), x, "addmm"),
+    "linear without bias": (nn.Linear(8, 8, bias=False), x, "mm"),
+    "softmax": (lambda x: x.softmax(-1), x, "_softmax"),
+    "aten.softmax.int": (lambda x: x.softmax(-1), x, "_softmax"),
+    "log_softmax": (lambda x: x.log_softmax(-1), x, "_log_softmax"),
+    "conv1d": (nn.Conv1d(3, 4, 3), _row, "convolution"),
+    "conv2d": (nn.Conv2d(3, 4, 3), _image, "convolution"),
+    "conv?d": (nn.Conv2d(3, 4, 3), _image, "convolution"),
+    "matmul": (lambda x: x @ x.t(), x, "mm"),
+    "layer_norm": (lambda x: nn.functional.layer_norm(x, (8,)), x, "native_layer_norm"),
+    "group_norm": (nn.GroupNorm(3, 3), _image, "native_group_norm"),
+    "batch_norm": (nn.BatchNorm2d(3), _image, "_native_batch_norm_legit_functional"),
+    "native_batch_norm": (nn.BatchNorm2d(3).eval(), _image, "_native_batch_norm_legit_no_training"),
+    "dropout": (nn.Dropout(0.5), x, "native_dropout"),
+    "max_pool2d": (nn.MaxPool2d(2), _image, "max_pool2d_with_indices"),
+    "relu_": (lambda x: x.clone().relu_(), x, "relu"),
+    "aten.add_.Tensor": (lambda x: x.clone().add_(1), x, "add"),
+    "fft_fft": (lambda x: torch.fft.fft(x).abs(), x, "_fft_r2c"),
+    "scaled_dot_product_attention": (
+        lambda x: nn.functional.scaled_dot_product_attention(x, x, x),
+        torch.randn(1, 2, 4, 8),
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "scaled_dot_product_attention with dropout": (
+        lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+        torch.randn(1, 2, 4, 8),
+        "_safe_softmax",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_OTHER_NAMES)
+def test_an_op_is_found_by_the_name_it_has_in_programs(name):
+    fn, value, in_graph = BY_OTHER_NAMES[name]
+    denied = name.split(" ")[0]
+    with torch.no_grad():
+        (violation, *_) = found(fn, value, deny=denied, **ANY)
+        assert violation.op.startswith(f"aten.{in_graph}.")
+        assert violation.message == f"chip does not have aten.{denied.removeprefix('aten.')}"
+        allowed = found(fn, value, allow=denied, **ANY)
+    assert not any(one.op.startswith(f"aten.{in_graph}.") for one in allowed)
+
+
+def test_a_denied_view_is_found_and_an_allowed_list_needs_no_views():
+    assert codes(found(nn.Linear(8, 8), x, deny="aten.t")) == ["TGD501"]
+    assert found(nn.Linear(8, 8), x, allow=["aten.addmm", "aten.mm", "aten.sum.*"]) == ()
+
+
+def test_what_is_not_on_the_list_is_not_allowed():
+    violation = only(found(nn.GELU(), x, allow=["aten.relu", "aten.mm"]))
+    assert (violation.code, violation.message) == ("TGD502", "is not among what chip has")
+    assert found(nn.GELU(), x, allow="aten.gelu*") == ()
+
+
+def test_what_is_denied_is_not_allowed():
+    assert codes(found(nn.GELU(), x, allow="aten.*", deny="aten.gelu")) == ["TGD501"]
+
+
+def test_ops_of_libraries_and_of_higher_order_have_names_too():
+    with torch.library._scoped_library("torchguard_device_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        library._register_fake("twice", torch.empty_like)
+        twice = torch.ops.torchguard_device_test.twice
+        assert codes(found(lambda x: twice(x), x, deny="torchguard_device_test.twice")) == ["TGD501"]
+
+    def branch(x):
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    assert codes(found(branch, x, deny="higher_order.cond")) == ["TGD501"]
+    inside = only(found(branch, x, deny="aten.cos"))
+    assert inside.graph.startswith("inference.")

@@ -1,0 +1,134 @@
+"""Rules of your own: whom they are for, and what they may do."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torchguard import device
+from torchguard.device import Device
+
+
+def found(fn, *args, dynamic=False, train=False, **fields):
+    """What does not fit when a function is compiled for a device."""
+    backend = device.mock_backend(Device(name="chip", **fields), mode="warning")
+    result = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    if train:
+        result.sum().backward()
+    return backend.report().violations
+
+
+def codes(violations):
+    return sorted({violation.code for violation in violations})
+
+
+def only(violations):
+    (violation,) = violations
+    return violation
+
+
+x = torch.randn(4, 8)
+
+
+class EvenRows(device.Constraint):
+    """The number of rows of a result is even."""
+
+    code = "MINE1"
+
+    def check(self, graph, device):
+        for node in graph.ops:
+            value = node.meta["val"]
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] % 2:
+                yield self.violation(graph, f"{value.shape[0]} rows", by=node, remedy="add a row")
+
+
+def test_a_rule_of_your_own_is_for_every_device_or_for_one():
+    odd = torch.randn(3, 8)
+    own = only(found(torch.relu, odd, constraints=[EvenRows()]))
+    assert (own.code, own.message, own.remedy) == ("MINE1", "3 rows", "add a row")
+    assert found(torch.relu, odd) == ()
+    device.register(EvenRows)
+    try:
+        assert codes(found(torch.relu, odd)) == ["MINE1"]
+        with pytest.raises(device.DeviceError, match="MINE1 is taken by EvenRows"):
+            device.register(EvenRows())
+    finally:
+        device.unregister("MINE1")
+    assert found(torch.relu, odd) == ()
+
+
+class Raises(device.Constraint):
+    code = "MINE3"
+
+    def check(self, graph, device):
+        raise KeyError("a slip in my rule")
+
+
+def test_a_code_that_is_taken_is_no_code_for_a_rule_of_your_own():
+    class Mine(EvenRows):
+        code = "TGD301"
+
+    with pytest.raises(device.DeviceError, match=r"The code TGD301 is taken by Alignment\. Choose another"):
+        Device(constraints=[Mine()])
+    with pytest.raises(device.DeviceError, match=r"The code MINE1 is taken\. Choose another"):
+        Device(constraints=[EvenRows(), EvenRows()])
+    own = Device(constraints=[EvenRows()])
+    device.register(EvenRows)
+    try:
+        graph = make_fx(torch.relu, tracing_mode="fake")(x)
+        with pytest.raises(device.DeviceError, match="MINE1 is taken"):
+            device.check(graph, device=own)
+    finally:
+        device.unregister("MINE1")
+
+
+def test_a_rule_that_raises_is_named():
+    graph = make_fx(lambda x: x.double(), tracing_mode="fake")(x)
+    with pytest.raises(device.DeviceError, match=r"rule MINE3 \(Raises\) failed on the inference graph: KeyError"):
+        device.check(graph, device=Device(constraints=[Raises()]))
+    report = device.check(graph, device=Device(constraints=[Raises(), EvenRows()]), strict=False)
+    assert codes(report.violations) == ["TGD102"]
+
+
+def test_what_is_no_rule_is_not_registered():
+    with pytest.raises(device.DeviceError, match="no Constraint with a code"):
+        device.register(object())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(device.DeviceError, match="there is no rule 'MINE2'"):
+        device.unregister("MINE2")
+
+
+def test_a_rule_that_raises_is_logged_or_in_strict_an_error(caplog):
+    its_own = Device(constraints=[Raises()], deny="aten.gelu")
+    backend = device.mock_backend(its_own, mode="warning")
+    with caplog.at_level(logging.WARNING, "torchguard.device"):
+        torch.compile(nn.GELU(), backend=backend)(torch.randn(3, 16))
+    assert any(
+        "rule MINE3 (Raises) failed on the inference graph: KeyError" in one.getMessage() for one in caplog.records
+    )
+    assert backend.report().by_rule() == {"TGD501": 1}
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="rule MINE3") as raised:
+        torch.compile(nn.GELU(), backend=device.mock_backend(its_own, mode="strict"))(torch.randn(3, 16))
+    assert isinstance(raised.value.inner_exception, device.DeviceError)
+
+
+class AsksForSizes(device.Constraint):
+    code = "MINE4"
+
+    def check(self, graph, device):
+        for node in graph.ops:
+            rows = node.meta["val"].shape[0]
+            if rows > 8 or rows == 5 or rows % 3 == 0:
+                yield self.violation(graph, "an odd number of rows", by=node)
+
+
+def test_a_rule_may_ask_for_sizes_and_nothing_is_guarded():
+    backend = device.mock_backend(Device(constraints=[AsksForSizes()]), mode="warning")
+    compiled = torch.compile(lambda x: x + 1, backend=backend, dynamic=True)
+    for rows in (5, 16, 4, 20, 6):
+        torch.testing.assert_close(compiled(torch.ones(rows)), torch.full((rows,), 2.0))
+    assert len(backend.report().graphs) == 1
+    assert backend.report().by_rule() == {"MINE4": 1}
