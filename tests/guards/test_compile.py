@@ -8,6 +8,7 @@ from torch import nn
 
 from torchguard.exceptions import FilterError, GuardError, GuardWarning
 from torchguard.guards import compiling
+from torchguard.guards.audit import audit
 from torchguard.guards.compiling import compile, entries
 from torchguard.guards.filters import (
     by_function,
@@ -509,16 +510,9 @@ def test_what_is_no_filter_is_refused():
 
 
 def test_an_audit_is_passed_on_as_it_is():
-    class Audit:
-        is_audit = True
-        filter = keep_all()
-
-        def __call__(self, entries):
-            return self.filter(entries)
-
-    audit = Audit()
-    assert compiling._to_filter(audit) is audit
-    torch.testing.assert_close(compile(double, filter=audit, backend="eager")(X), 2 * X)
+    audited = audit(keep_all())
+    assert compiling._to_filter(audited) is audited
+    torch.testing.assert_close(compile(double, filter=audited, backend="eager")(X), 2 * X)
 
 
 def test_a_module_stays_a_module():
