@@ -9,7 +9,8 @@ if os.environ.get("TORCHGUARD_CHECK_SHAPES"):
     # Eager tests only: a checker inside traced code breaks the graph.
     from jaxtyping import install_import_hook
 
-    install_import_hook("torchguard", "beartype.beartype")
+    checked = "checks control err errors experimental flags locations operators result"
+    install_import_hook([f"torchguard.{name}" for name in checked.split()], "beartype.beartype")
 
 import torch
 
