@@ -207,24 +207,9 @@ def test_any_part_of_a_file_may_be_anything(saved, value, place):
 
 
 def test_what_cannot_be_saved_says_why(tmp_path):
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return x * 2
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 3
-
-    path, x = tmp_path / "g.json", torch.ones(3)
-    with pytest.raises(SavedGraphError, match=r"an autograd.Function, which has rules of its own"):
-        compile_out(Own.apply, x, backend="eager").save(path)
+    path = tmp_path / "g.json"
     with pytest.raises(SavedGraphError, match="lifted or dynamic leaves"):
-        compile_out(lambda x: x, x, dynamic={"x": 0}, backend="eager").save(path)
+        compile_out(lambda x: x, torch.ones(3), dynamic={"x": 0}, backend="eager").save(path)
     assert not path.exists()
 
 

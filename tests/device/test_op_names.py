@@ -3,29 +3,9 @@
 import pytest
 import torch
 from torch import nn
-
-from torchguard import device
-from torchguard.device import Device
+from violating import codes, found, only
 
 ANY = {"parameters": None, "activations": None}
-
-
-def found(fn, *args, dynamic=False, train=False, **fields):
-    """What does not fit when a function is compiled for a device."""
-    backend = device.mock_backend(Device(name="chip", **fields), mode="warning")
-    result = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
-    if train:
-        result.sum().backward()
-    return backend.report().violations
-
-
-def codes(violations):
-    return sorted({violation.code for violation in violations})
-
-
-def only(violations):
-    (violation,) = violations
-    return violation
 
 
 x = torch.randn(4, 8)
