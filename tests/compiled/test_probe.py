@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from doubled import WronglyDoubled
 
 from torchguard.compiled import CompiledFunctionWarning, compile_out
 from torchguard.compiled.executables import BACKENDS
@@ -92,24 +93,7 @@ def test_each_derivative_is_probed_once(monkeypatch, call):
 
 
 def test_a_wrong_rule_is_told_from_wrong_code():
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return x * 2
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 3
-
-        @staticmethod
-        def jvp(ctx, tangent):
-            return tangent * 2
-
-    c = compile_out(Wrong.apply, torch.ones(8), backend="eager")
+    c = compile_out(WronglyDoubled.apply, torch.ones(8), backend="eager")
     with pytest.warns(CompiledFunctionWarning, match="eager mode fails it too: a rule is wrong"):
         c.vjp_with_seed(torch.ones(8), torch.ones(8))
 
