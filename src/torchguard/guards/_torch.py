@@ -29,6 +29,10 @@ class Guards:
     def __init__(self, root: Any, scope: dict[str, Any]) -> None:
         self.root, self._scope = root, scope
 
+    def has_at_root(self, type: str) -> bool:
+        """Whether one of the guards on no source in particular is of that type."""
+        return any(leaf.type == type for leaf in leaves_of(self.root))
+
     def check(self, f_locals: dict[str, Any]) -> bool:
         return self.root.check(f_locals)
 

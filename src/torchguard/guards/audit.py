@@ -24,16 +24,26 @@ class _Observing(threading.local):
 
 
 _observing = _Observing()
+_lock = threading.Lock()
+_unobserved = 0  # how often it is off, in any thread: asking for the thread's own costs each call
 
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """While trees are called by hand, no call of the user's is under way."""
-    before, _observing.off = _observing.off, True
+    before = _observing.off
+    _observe(False, by=1)
     try:
         yield
     finally:
-        _observing.off = before
+        _observe(not before, by=-1)
+
+
+def _observe(is_on: bool, by: int) -> None:
+    global _unobserved
+    with _lock:
+        _unobserved += by
+    _observing.off = not is_on
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class Audit:
         self.filter, self.every, self.action, self.budget = filter, every, action, budget
         self._violations: dict[tuple[str, ...], Violation] = {}
         self._shadows: weakref.WeakSet[_Shadow] = weakref.WeakSet()
-        self._gone = [0, 0, 0]  # calls, checks and dropped guards of shadows whose compiled code is gone
+        self._gone: list[_Counts] = []  # of shadows whose compiled code is gone
         self._lock = threading.RLock()
         self._decided = threading.local()
 
@@ -100,13 +110,14 @@ class Audit:
             return
         shadow = _Shadow(self, built, built.full, self._decided.dropped)
         self._shadows.add(shadow)
-        weakref.finalize(shadow, _add, self._gone, shadow.counts)
-        built.guards.listen(shadow)
+        weakref.finalize(shadow, lambda gone, counts: gone.append(counts), self._gone, shadow.counts)
+        built.guards.listen(shadow.on_call)
 
     def report(self) -> AuditReport:
         with self._lock:
-            counts = [self._gone, *(shadow.counts for shadow in self._shadows)]
-            return AuditReport(tuple(self._violations.values()), *map(sum, zip(*counts, strict=True)))
+            counts = [*self._gone, *(shadow.counts for shadow in self._shadows)]
+            sums = (sum(getattr(one, name) for one in counts) for name in ("calls", "checks", "dropped"))
+            return AuditReport(tuple(self._violations.values()), *sums)
 
     def found(self, violations: list[Violation]) -> bool:
         """Tell of violations; whether the compiled code may run all the same. May raise."""
@@ -120,8 +131,17 @@ class Audit:
         return self.action == "record"
 
 
-def _add(total: list[int], counts: list[int]) -> None:
-    total[:] = [a + b for a, b in zip(total, counts, strict=True)]
+class _Counts:
+    """Of one shadow: which call is to be looked at, how many come before it and it, looks, and dropped guards."""
+
+    __slots__ = ("checks", "dropped", "due", "left")
+
+    def __init__(self, dropped: int) -> None:
+        self.due, self.left, self.checks, self.dropped = 1, 1, 0, dropped
+
+    @property
+    def calls(self) -> int:
+        return self.due - self.left
 
 
 class _Dropped:
@@ -139,56 +159,70 @@ class _Shadow:
 
     def __init__(self, audit: Audit, built: Built, full: Guards, dropped: list[_Dropped]) -> None:
         self.audit, self.full, self.compile_id = audit, full, built.compile_id
+        # Where it is still a guard, no call with another grad mode or autocast comes by.
+        self.is_state_kept = built.guards.has_at_root("GLOBAL_STATE")
         self.function = getattr(built.code, "co_qualname", built.code.co_name)
         self.dropped = {}
         for one in dropped:
             self.dropped.setdefault(one.source, []).append(one)
-        self.counts = [0, 0, len(dropped)]
+        self.counts = _Counts(len(dropped))
         self.last_held = 0  # the number of the last call for which all held
-        self.next = 1
         self.allowed = True
         self.error: Exception | None = None
-        self.state: Any = None
+        self.state: tuple[bool, bool] | None = None
+        self.training: Any = None
         self.started = time.perf_counter()
 
-    def __call__(self, f_locals: dict[str, Any]) -> bool:
+    def on_call(self, f_locals: dict[str, Any]) -> bool:
         # Every call comes by here: what users change between calls, and can be seen at once, and hardly more.
-        state = grad_mode(), any_autocast(), getattr(f_locals.get("self"), "training", None)
-        if self.counts[0] + 1 < self.next and state == self.state and not _observing.off:
-            self.counts[0] += 1
+        counts = self.counts
+        if (
+            counts.left > 1
+            and getattr(f_locals.get("self"), "training", None) is self.training
+            and (self.is_state_kept or (grad_mode(), any_autocast()) == self.state)
+            and not (_unobserved and _observing.off)
+        ):
+            counts.left -= 1
             return True
+        return self._on_noted_call(f_locals)
+
+    def _on_noted_call(self, f_locals: dict[str, Any]) -> bool:
         if _observing.off:
             return True
         if is_explaining():
             if self.error is not None:
                 raise_instead(self.error)
             return self.allowed
-        self.counts[0] += 1
-        self.state = state
+        self.training, self.state = getattr(f_locals.get("self"), "training", None), (grad_mode(), any_autocast())
+        self.counts.left -= 1
         with as_in_a_call():
-            return self._look(f_locals, self.counts[0])
+            return self._look(f_locals, self.counts.calls)
 
     def _look(self, f_locals: dict[str, Any], call: int) -> bool:
-        self.counts[1] += 1
+        self.counts.checks += 1
         start = time.perf_counter()
         self.allowed, self.error = True, None
         if self.full.check(f_locals):
-            self.last_held, self.next = call, call + self._pause(start)
+            self.last_held = call
+            self._wait(self._pause(start))
             return True
         violations = [self._violation(failure, call) for failure in failures_of(self.full, f_locals)]
-        self.next = call + (self._pause(start) if self.audit.action == "record" else 1)
+        self._wait(self._pause(start) if self.audit.action == "record" else 1)
         try:
             self.allowed = self.audit.found(violations)
         except Exception as error:  # Dynamo would swallow it here, and does not where it recompiles
             self.allowed, self.error = False, error
         return self.allowed
 
+    def _wait(self, calls: int) -> None:
+        self.counts.due, self.counts.left = self.counts.calls + calls, calls
+
     def _pause(self, start: float) -> int:
         """After how many calls to look again: as told, or so that looking takes a share of the time."""
         if self.audit.budget is None:
             return self.audit.every
         now = time.perf_counter()
-        a_call = (now - self.started) / max(self.counts[0] - 1, 1)
+        a_call = (now - self.started) / max(self.counts.calls - 1, 1)
         return max(1, math.ceil((now - start) / (self.audit.budget * a_call)))
 
     def _violation(self, failure: Failure, call: int) -> Violation:
