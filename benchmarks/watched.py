@@ -191,12 +191,14 @@ def measure(
     stages: list[Stage], small: nn.Module, model: nn.Module, x: Tensor, found: dict, options: argparse.Namespace
 ) -> None:
     result, rounds, only = options.result, options.rounds, options.only
-    for contestant in CONTESTANTS:  # the toolchain, and what the compiler imports when it first needs it
+    taking_part = {BASE, *(options.contestant or CONTESTANTS)}
+    for contestant in taking_part:  # the toolchain, and what the compiler imports when it first needs it
         with fresh_cache():
             step_of(Stage("warm up", "training"), contestant, small, x)()
     torch._dynamo.reset()
     for stage in (stage for stage in stages if only is None or stage.name in only):
-        run(stage, model, x, rounds, found)
+        names = tuple(name for name in stage.names if name in taking_part)
+        run(stage._replace(names=names), model, x, rounds, found)
         table(stage, found)
         if result:  # after each stage: a run that is cut short loses one
             result.parent.mkdir(exist_ok=True)
@@ -267,6 +269,7 @@ def main() -> None:
         kind.add_argument("result", nargs="?", type=Path, default=result)
         kind.add_argument("--rounds", type=int, default=rounds)
         kind.add_argument("--only", action="append", metavar="STAGE", help="this stage alone; may be repeated")
+        kind.add_argument("--contestant", action="append", metavar="NAME", help="beside the unwatched, this one alone")
     gpu.add_argument("--device", default="cuda")
     for name, default in {"blocks": 24, "width": 1024, "length": 1024, "batch": 8}.items():
         gpu.add_argument(f"--{name}", type=int, default=default)

@@ -183,7 +183,7 @@ def can_be_looked_at(z: Tensor) -> bool:
 
 def floats_of(z: Tensor) -> Tensor:
     """`z` without history, as floats that can be compared."""
-    z = z.detach()
+    z = z.detach() if z.requires_grad else z
     if z.is_complex():
         parts = torch.view_as_real(z.resolve_conj())
         return parts.flatten(-2) if z.ndim > 1 else parts

@@ -1,7 +1,8 @@
-"""Operators of ours: calls that Dynamo keeps whole, and that AOTAutograd traces into.
+"""Operators of ours: calls that Dynamo keeps whole, and that AOTAutograd traces into, or nobody does.
 
 What a body does while AOTAutograd runs it, Dynamo never sees. So it may hang notes on the tensors that are handed
-around, and it is traced once where Dynamo would take long.
+around, and it is traced once where Dynamo would take long. What no backend sees either is not compiled, and runs as it
+would in eager mode.
 """
 
 import zlib
@@ -21,6 +22,14 @@ def define(schema: str, body: Callable[..., Any]) -> None:
     """Make `torch.ops.torchguard.<name>`. Its body runs eagerly too, under `torch.compile(backend="eager")`."""
     _OURS.define(schema)
     _OURS.impl(schema.split("(")[0], body, "CompositeImplicitAutograd")
+
+
+def define_whole(schema: str, body: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    """Make `torch.ops.torchguard.<name>`, one call in compiled code too. `shapes` is its body for fake tensors."""
+    name = schema.split("(")[0]
+    _OURS.define(schema)
+    _OURS.impl(name, body, "CompositeExplicitAutograd")
+    operators.register_fake(f"torchguard::{name}", shapes, lib=_OURS)
 
 
 def revision_of(folder: Path) -> int:

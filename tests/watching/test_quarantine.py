@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchguard import err, flags
+from torchguard import ErrorConfig, err, flags, get_config, set_config
 from torchguard.watching import unwatch, watch
 
 NAN, INF = float("nan"), float("inf")
@@ -257,27 +257,37 @@ class Root(nn.Module):
         return self.second((self.first(x).square() * s).sqrt())
 
 
+def losses(out):
+    return per_sample(out.flatten(1))
+
+
 class TestBornInTheBackwardPass:
+    @pytest.fixture(params=[(), (3,), (2, 3)], ids=["vectors", "tokens", "images"], autouse=True)
+    def between(self, request):
+        """The dims between those of the samples and of their vectors: one of the vectors of a bad sample is bad."""
+        self.dims = request.param
+
     def arguments(self, dtype):
-        x, s = torch.randn(BATCH, 4, dtype=dtype), torch.ones(BATCH, 1, dtype=dtype)
-        return x, planted(s, BAD, 0, 0)
+        x, s = torch.randn(BATCH, *self.dims, 4, dtype=dtype), torch.ones(BATCH, *self.dims, 1, dtype=dtype)
+        s[(BAD, *(-1 for _ in self.dims))] = 0
+        return x, s
 
     def test_the_plain_model_has_no_finite_gradient(self, dtype):
         model = Root().to(dtype)
-        per_sample(model(*self.arguments(dtype))).mean().backward()
+        losses(model(*self.arguments(dtype))).mean().backward()
         assert model.first.weight.grad.isnan().any()
 
     def test_every_gradient_is_finite_and_the_other_rows_contribute_exactly(self, run, dtype):
         model, (x, s) = Root().to(dtype), self.arguments(dtype)
         out = model(x, s)
-        (second,) = torch.autograd.grad(per_sample(out).mean(), [model.second.weight])
-        share = per_sample(model(x[GOOD], s[GOOD])).sum() / BATCH
+        (second,) = torch.autograd.grad(losses(out).mean(), [model.second.weight])
+        share = losses(model(x[GOOD], s[GOOD])).sum() / BATCH
         first = torch.autograd.grad(share, [model.first.weight, model.first.bias])
 
         guarded_out, f = run(watch(model, quarantine=True))(x, s)
         assert err.all_ok(f)
         torch.testing.assert_close(guarded_out, out)
-        err.mean_ok(f, per_sample(guarded_out)).backward()
+        err.mean_ok(f, losses(guarded_out)).backward()
         got = grads(model)
         assert_close(got, got)  # all finite
         want = {"first.weight": first[0], "first.bias": first[1], "second.weight": second}
@@ -287,7 +297,7 @@ class TestBornInTheBackwardPass:
         model, (x, s) = Root(), self.arguments(torch.float32)
         guarded = watch(model, quarantine=True)
         out, f = run_light(guarded)(x, s)
-        err.mean_ok(f, per_sample(out)).backward()
+        err.mean_ok(f, losses(out)).backward()
         found = faults(guarded.backward_flags)
         assert set(found) == set(BAD)
         assert {place.split()[-1] for places in found.values() for place in places} == {"first"}
@@ -449,3 +459,56 @@ class TestTheTwinIsTheModel:
         err.mean_ok(f, per_sample(out)).backward()
         optimizer.step()
         assert not torch.equal(model[0].weight, before)
+
+
+def tokens(*modules, dtype=torch.float32):
+    """A model and a batch of sequences for it."""
+    return nn.Sequential(*modules).to(dtype), torch.randn(5, 3, 4, dtype=dtype)
+
+
+class TestOddGradients:
+    def test_of_an_empty_batch(self, run):
+        model, x = tokens(nn.Linear(4, 4), nn.Linear(4, 4))
+        out, f = run(watch(model, quarantine=True))(x[:0].requires_grad_())
+        assert f.shape[0] == 0
+        out.sum().backward()
+        assert all(p.grad.eq(0).all() for p in model.parameters())
+
+    @pytest.mark.filterwarnings(
+        "ignore:Complex modules:UserWarning", "ignore:Torchinductor does not support:UserWarning"
+    )
+    def test_complex(self, run):
+        model, x = tokens(nn.Linear(4, 4), nn.Linear(4, 4), dtype=torch.complex64)
+        model(x[1:]).abs().flatten(1).mean(1).mean().backward()
+        want = grads(model)
+        x[0, 1, 2] = NAN
+        out, f = run(watch(model, quarantine=True))(x)
+        err.mean_ok(f, out.abs().flatten(1).mean(1)).backward()
+        assert err.is_err(f).tolist() == [True, False, False, False, False]
+        assert_close(grads(model), want)
+
+    def test_of_gradients(self):
+        model, x = tokens(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2), dtype=torch.float64)
+        guarded = watch(model, quarantine=True)
+        assert torch.autograd.gradgradcheck(lambda x: guarded(x)[0], x[:2].clone().requires_grad_())
+
+
+def test_one_slot_holds_the_fault(run_light):
+    model, x = tokens(nn.Linear(4, 4))
+    x[1, 2, 3] = NAN
+    before = get_config()
+    set_config(ErrorConfig(num_slots=1))
+    try:
+        _, f = run_light(watch(model, quarantine=True))(x)
+        assert faults(f) == {1: ["NAN @ input"]}
+    finally:
+        set_config(before)
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_a_wrapper_in_cpp(quarantine):
+    model, x = tokens(nn.Linear(4, 4))
+    x[1, 2, 3] = NAN
+    guarded = watch(model, quarantine=quarantine)
+    _, f = torch.compile(guarded, fullgraph=True, options={"cpp_wrapper": True})(x)
+    assert err.is_err(f).tolist() == [False, True, False, False, False]

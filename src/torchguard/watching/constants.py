@@ -6,13 +6,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchguard._torch import is_traced
 
-def constant(values: Sequence[int], device: torch.device) -> Tensor:
-    """Whole numbers where they are needed, put there once: copying them from the host would wait for the device.
+
+def at(index: Tensor, values: Sequence[int]) -> Tensor:
+    """The value at each index."""
+    return constant(values, index)[index]
+
+
+def constant(values: Sequence[int], like: Tensor) -> Tensor:
+    """Whole numbers where a tensor is, put there once: copying them from the host would wait for the device.
 
     In a graph, Inductor does so by itself.
     """
-    return torch.tensor(values, device=device) if torch.compiler.is_compiling() else _placed(tuple(values), device)
+    if torch.compiler.is_compiling() or is_traced(like):
+        return torch.tensor(values, device=like.device)
+    return _placed(tuple(values), like.device)
 
 
 @functools.lru_cache(256)

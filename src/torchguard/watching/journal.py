@@ -1,23 +1,18 @@
 """What was seen in the course of one call, and the flags it comes to."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchguard.errors.codes import DEFAULT_SEVERITY, ErrorCode, Severity
 from torchguard.errors.config import get_config
-from torchguard.errors.layout import pack_slot
-from torchguard.errors.record import new_t
-from torchguard.errors.slots import Flags, capacity, pack
-from torchguard.watching.constants import constant
-from torchguard.watching.earliest import KIND, LAST, ORDER, POSITION, UNTOLD, earliest
-from torchguard.watching.kinds import CODES, FINE
+from torchguard.errors.slots import Flags
+from torchguard.watching.checks import Checks
+from torchguard.watching.constants import at
+from torchguard.watching.earliest import UNTOLD
+from torchguard.watching.kinds import INF, NAN
 from torchguard.watching.rows import Batch
-
-_SEVERITIES = tuple(DEFAULT_SEVERITY[code] for code in CODES)
-_REMARK_SEVERITIES = tuple(DEFAULT_SEVERITY.get(code, Severity.WARN) for code in range(16))
+from torchguard.watching.verdict import Evidence, verdict
 
 
 class Step(NamedTuple):
@@ -39,9 +34,13 @@ class Step(NamedTuple):
 class Journal:
     """The evidence of one call, in the order in which it was met."""
 
-    def __init__(self, batch: Any, repairs: bool, marks: Any = None) -> None:
+    def __init__(self, batch: Any, checks: Checks, repairs: bool, places: int, marks: Any = None) -> None:
         self.batch: Batch = batch
-        self.repairs, self.marks = repairs, marks
+        self.checks, self.repairs, self.marks = checks, repairs, marks
+        self.looks = checks.nan or checks.inf
+        self.only = None if checks.nan and checks.inf else NAN if checks.nan else INF
+        self.ends = (0, places - 1)  # the places where nothing but a look reads what is there
+        self._is_turned = batch is not None and batch.dim > 0
         self.places: list[int] = []
         self.found: list[Tensor] = []
         self.dims: list[int] = []
@@ -60,8 +59,9 @@ class Journal:
         """Along which dim the samples lie in a tensor, as far as that was told, now or when it was met before."""
         if told is not None:
             self._known.append((z, told))
-            return told
-        return next((known for other, known in self._known if other is z), None) if self._known else None
+        elif self._known:
+            return next((known for other, known in self._known if other is z), None)
+        return told
 
     def is_stray(self, z: Tensor) -> bool:
         """Whether a tensor is about no sample in particular."""
@@ -69,8 +69,7 @@ class Journal:
 
     def upright(self, z: Tensor) -> Tensor:
         """A tensor whose last dim belongs to one sample: where the samples lie along it, it gets one more."""
-        is_last = self.batch is not None and z.ndim > 1 and self.batch.dim == z.ndim - 1
-        return z.unsqueeze(-1) if is_last else z
+        return z.unsqueeze(-1) if self._is_turned and self.batch.dim == z.ndim - 1 else z
 
     def remark(self, place: int, code: int, rows: Tensor) -> None:
         """A `(batch,)` mask of samples that are no fault, but worth a warning."""
@@ -80,24 +79,9 @@ class Journal:
         """The step, for places that have these location ids, and 0 behind them."""
         if not self.found:
             self.note(0, torch.zeros(self.batch.size, dtype=torch.int8, device=self.batch.device))
-        config = get_config()
-        f = new_t(self.batch.size, self.batch.device, config)
-        # A row that was repaired is fine again: what comes next is another fault, not an echo.
-        most = min(capacity(f, config) // 2, len(self.found)) if self.repairs else 1
-        first, times = earliest(self.found, self.dims, self.ranks, self.batch, most)
-        kind, order = first & KIND, len(self.places) - (first >> ORDER)
-        places = _at(order, [*self.places, -1])  # one more, for samples that nothing was found about
-        location = (locations if locations.device == places.device else locations.to(places.device))[places]
-        slots = torch.where(kind == FINE, 0, pack_slot(_at(kind, CODES), location, _at(kind, _SEVERITIES)))
-        if self.repairs:
-            code = torch.full_like(kind, ErrorCode.FALLBACK_VALUE)
-            fallback = pack_slot(code, location, torch.full_like(kind, Severity.WARN))
-            slots = torch.stack([slots, torch.where(kind == FINE, 0, fallback)], 1).flatten(0, 1)
         remarks = self._first_remarks()
-        if self.remarks:
-            slots = _moved_up(torch.cat([slots, _slots_of(remarks, locations)]))
-        position = torch.where(kind[0] == FINE, -1, LAST - ((first[0] >> POSITION) & LAST))
-        return Step(pack(slots[: capacity(f, config)].t(), f), places[0], times, position, remarks)
+        evidence = Evidence(self.found, self.places, self.dims, self.ranks)
+        return Step(*verdict(evidence, remarks, locations, self.batch, self.repairs, get_config()), remarks)
 
     def _first_remarks(self) -> Tensor:
         """Each remark where it was made first: a layer that passes on zeros is no second cause."""
@@ -105,22 +89,6 @@ class Journal:
         for code in sorted({code for _, code, _ in self.remarks}):
             masks = torch.stack([rows for _, other, rows in self.remarks if other == code])
             packed = [place * 16 + code for place, other, _ in self.remarks if other == code]
-            first = _at(masks.to(torch.int8).argmax(0), packed)
+            first = at(masks.to(torch.int8).argmax(0), packed)
             firsts.append(torch.where(masks.any(0), first, -1).unsqueeze(0))
         return torch.cat(firsts)
-
-
-def _slots_of(remarks: Tensor, locations: Tensor) -> Tensor:
-    place, code = remarks >> 4, remarks & 0xF
-    slots = pack_slot(code, locations.to(place.device)[place], _at(code, _REMARK_SEVERITIES))
-    return torch.where(remarks < 0, 0, slots)
-
-
-def _moved_up(slots: Tensor) -> Tensor:
-    """Slots with the empty ones last."""
-    order = (slots == 0).to(torch.int8).sort(dim=0, stable=True).indices
-    return slots.gather(0, order)
-
-
-def _at(index: Tensor, values: Sequence[int]) -> Tensor:
-    return constant(values, index.device)[index]

@@ -7,43 +7,82 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchguard._torch import is_shape_only, is_traced
 from torchguard.checks import floats_of
 from torchguard.errors.codes import ErrorCode
-from torchguard.operators import are_kept_whole, define, revision_of
+from torchguard.operators import are_kept_whole, define, define_whole, revision_of
 
 # From fine to worst: where a vector holds several, the last one counts.
 CODES = (ErrorCode.OK, ErrorCode.OUT_OF_BOUNDS, ErrorCode.NEGATIVE_IDX, ErrorCode.INF, ErrorCode.NAN)
 FINE, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(CODES))
-# By the size of a number: whole numbers of that size; and by these, the bits of Inf.
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LEAST = {torch.int16: 0x7C00, torch.int32: 0x7F800000, torch.int64: 0x7FF0000000000000}
+# Whole numbers of the same size; and by these, the bits of Inf. Half is left out: of two bytes, there can be but one.
+_BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+_LEAST = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF0000000000000}
 _NOTHING = "_torchguard_nothing"
 # A GPU keeps so many numbers in its registers while it looks at them, and need not read them again to replace them.
 _LONGEST, _SHORTEST = 1_024, 256
 _REVISION = revision_of(Path(__file__).parent)
 
 
-def evidence(z: Tensor) -> Tensor:
+def evidence(z: Tensor, alone: bool = False) -> Tensor:
     """One number for each vector of `z`, by a reduction that fuses with whatever else reads the vector.
 
     On a GPU, one for each of the equal pieces of a long vector: these come last in the shape.
 
     It is the largest magnitude, or its bits, of which NaN has the largest. The CPU vectorises the one, a GPU is faster
     with the other.
+
+    Args:
+        alone: whether nothing else reads the vectors in the same pass. The CPU takes longer to compile such a look than
+            it ever saves.
     """
-    return torch.ops.torchguard.evidence(z, _REVISION) if are_kept_whole() else _evidence(z)
+    return torch.ops.torchguard.evidence(z, alone, _REVISION) if are_kept_whole() else _evidence(z)
 
 
-def _evidence(z: Tensor, revision: int = 0) -> Tensor:
-    ndim, is_complex, z = z.ndim, z.is_complex(), floats_of(z)
+def _evidence_op(z: Tensor, alone: bool, revision: int) -> Tensor:
+    if is_shape_only(z):
+        return shape_of_evidence(z)
+    if alone and z.is_cpu and is_traced(z):
+        return torch.ops.torchguard.evidence_at_once(z.detach())[0]
+    return _evidence(z)
+
+
+def _evidence_at_once(z: Tensor) -> tuple[Tensor, Tensor]:
+    return _evidence(z), z.new_empty(0)  # two results, so that the call stays where it is: see `_largest`
+
+
+def _evidence(z: Tensor) -> Tensor:
+    ndim, is_complex = z.ndim, z.is_complex()
+    z = floats_of(z) if z.is_cpu or z.dtype not in _BITS else z  # bits have no history
     if ndim == 0:
         z = z.reshape(-1)
     elif z.ndim < 2 or z.shape[-1] == 0:
         z = z.unsqueeze(-1)
     if z.is_cpu:
-        return z.abs().amax(-1)
+        return _largest(z.abs())
     pieces = _pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
     return bits_of_largest(z.unflatten(-1, (pieces, -1)) if pieces > 1 else z)
+
+
+def bits_of_largest(z: Tensor) -> Tensor:
+    """The bits of the largest magnitude in each vector, without the sign; of half, the magnitude."""
+    bits = _BITS.get(z.dtype)
+    return _largest(z.abs() if bits is None else z.view(bits) & torch.iinfo(bits).max)
+
+
+def shape_of_evidence(z: Tensor) -> Tensor:
+    """Something of the shape and dtype of the evidence, for one whose values nobody will see."""
+    if z.ndim < 2 or z.is_complex() or z.element_size() == 1 or z.shape[-1] == 0:
+        return _evidence(z)
+    pieces = 1 if z.is_cpu or z.ndim > 3 else _pieces(z.shape[-1])
+    dtype = z.dtype if z.is_cpu else _BITS.get(z.dtype, z.dtype)
+    return z.new_empty([*z.shape[:-1], pieces] if pieces > 1 else z.shape[:-1], dtype=dtype)
+
+
+def _largest(z: Tensor) -> Tensor:
+    # For inference, Inductor moves a call to where its result is used: `amax` would be far from what else reads `z`,
+    # and not be fused with it. A call with several results stays where it is.
+    return z.amax(-1, keepdim=True).unbind(-1)[0] if is_traced(z) else z.amax(-1)
 
 
 def _pieces(width: int) -> int:
@@ -54,14 +93,8 @@ def _pieces(width: int) -> int:
     return next((pieces for pieces in range(fewest, most + 1) if width % pieces == 0), 1)
 
 
-def bits_of_largest(z: Tensor) -> Tensor:
-    """The bits of the largest magnitude in each vector, without the sign. Inf of bfloat16 comes out as that of half."""
-    kind = _BITS[z.element_size()]
-    largest = (z.view(kind) & torch.iinfo(kind).max).amax(-1)
-    return largest - (0x7F80 - 0x7C00) if z.dtype == torch.bfloat16 else largest
-
-
-define("evidence(Tensor z, int revision) -> Tensor", _evidence)
+define("evidence(Tensor z, bool alone, int revision) -> Tensor", _evidence_op)
+define_whole("evidence_at_once(Tensor z) -> (Tensor, Tensor)", _evidence_at_once, _evidence_at_once)
 
 
 def nothing_like(found: Tensor) -> Tensor:
@@ -105,16 +138,13 @@ def raised(found: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
 
 
 def _bits_of(number: float, dtype: torch.dtype) -> int:
-    """As `bits_of_largest` gives them, for a number that is not half."""
     if dtype == torch.float64:
         return struct.unpack("<q", struct.pack("<d", number))[0]
     bits = struct.unpack("<i", struct.pack("<f", number))[0]
-    return bits if dtype == torch.float32 else (bits >> 16) - (0x7F80 - 0x7C00)
+    return bits if dtype == torch.float32 else bits >> 16
 
 
-def masked_kinds(found: Tensor, nan: bool, inf: bool) -> Tensor:
-    """The evidence, as far as it was asked for."""
-    if nan and inf:
-        return found
+def narrowed(found: Tensor, kind: int) -> Tensor:
+    """The evidence, as far as it speaks of one kind."""
     kinds = kinds_of(found)
-    return torch.where(kinds == (NAN if nan else INF), kinds, FINE)
+    return torch.where(kinds == kind, kinds, FINE)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard._torch import is_shape_only, mutation_count, surely_equal
+from torchguard._torch import is_shape_only, mutation_count
 from torchguard.operators import are_kept_whole, define, revision_of
-from torchguard.watching.kinds import evidence, is_bad, is_nan, nothing_like, raised
+from torchguard.watching.clearing import cleared
+from torchguard.watching.kinds import evidence, is_bad, nothing_like, raised, shape_of_evidence
+from torchguard.watching.marking import marked, marks_like
 from torchguard.watching.rows import Batch
 
-# Marks are summed over the vectors of a sample: one NaN outweighs any number of Infs.
-NAN_MARK = 2.0**20
 _REVISION = revision_of(Path(__file__).parent)
 # The largest square that does not overflow; of half it never does.
 _LARGEST = {
@@ -22,35 +22,41 @@ _LARGEST = {
     torch.float32: torch.finfo(torch.float32).max,
     torch.float64: torch.finfo(torch.float64).max,
 }
-# What is remembered on a tensor: how it was just repaired; slices of its expansion.
-_CLEAN, _SLICES = "_torchguard_clean", "_torchguard_slices"
+# What is remembered on a tensor: how it was just repaired.
+_CLEAN = "_torchguard_clean"
 
 
 class _Repair(torch.autograd.Function):
     """Zeros in the place of every vector that the evidence speaks against.
 
-    The gradient passes, since that of a sample that went bad is zero already. If it `stops`, a vector of the gradient
+    The gradient passes, since that of a sample that went bad is zero already. If it `stops`, the gradient of a sample
     that is not finite becomes zeros: it comes from a step behind this one, such as the square root of 0, or from
     0 * Inf in a sample that was replaced further on. `mark` has an entry for each vector and no influence: its gradient
     tells which vectors that happened to.
     """
 
     @staticmethod
-    def forward(z: Tensor, found: Tensor, mark: Tensor | None, stops: bool) -> Tensor:
+    def forward(
+        z: Tensor, found: Tensor, mark: Tensor | None, stops: bool, batch: Batch | None, dim: int | None
+    ) -> Tensor:
         return _without(is_bad(found), z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.is_marked, ctx.stops = inputs[2] is not None, inputs[3]
+        _, _, mark, ctx.stops, ctx.batch, ctx.dim = inputs
+        ctx.marked_on = None if mark is None else mark.device
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not ctx.stops:
-            return grad, None, None, None
+            return grad, None, None, None, None, None
         born = evidence(grad)
         bad = is_bad(born)
-        mark = torch.where(is_nan(born), NAN_MARK, bad.to(torch.float32)) if ctx.is_marked else None
-        return _without(bad, grad), None, mark, None
+        finite = _without(bad, grad)
+        if ctx.batch is not None:
+            finite = cleared(finite, bad, ctx.batch, ctx.dim)
+        mark = None if ctx.marked_on is None else marked(born).to(ctx.marked_on)
+        return finite, None, mark, None, None, None
 
 
 def repaired(
@@ -60,7 +66,7 @@ def repaired(
     place: int,
     dim: int | None,
     stops: bool,
-    limit: float = math.inf,
+    squares: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """`z` with zeros in the place of every bad vector, and the evidence; None if `z` was repaired just before.
 
@@ -68,29 +74,32 @@ def repaired(
         batch: None where the batch is not known: a checkpoint runs its part again.
         marks: `(places, batch)`, leaves whose gradient tells of faults born in the backward pass.
         stops: whether to have a look at the gradient too.
-        limit: how large a number has to be to count as bad.
+        squares: of how many numbers the squares will be summed: one whose squares overflow counts as bad.
     """
-    if batch is None or not stops or not z.requires_grad:
+    if not stops or not z.requires_grad:
+        batch = None
+    if batch is None:
         marks = None
     if are_kept_whole():
         # Dynamo takes long over an autograd.Function, and a large model has hundreds.
-        size, lengths, along = (0, (), 0) if marks is None or batch is None else (batch.size, batch.lengths, batch.dim)
-        return torch.ops.torchguard.repair(z, marks, place, size, lengths, along, dim, stops, limit, _REVISION)
-    if torch.compiler.is_compiling():
-        found = _found(z, limit)
-        return _Repair.apply(z, found, None, stops), found  # pyright: ignore[reportReturnType]
-    return _repair(z, batch, marks, place, dim, stops, limit)
+        size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
+        return torch.ops.torchguard.repair(z, marks, place, size, lengths, along, dim, stops, squares, _REVISION)
+    if torch.compiler.is_compiling():  # for an export or a transform, where marks and clearing have no place
+        found = _found(z, _limit(z.dtype, squares))
+        return _Repair.apply(z, found, None, stops, None, None), found  # pyright: ignore[reportReturnType]
+    return _repair(z, batch, marks, place, dim, stops, squares)
 
 
 def _repair(
-    z: Tensor, batch: Batch | None, marks: Tensor | None, place: int, dim: int | None, stops: bool, limit: float
+    z: Tensor, batch: Batch | None, marks: Tensor | None, place: int, dim: int | None, stops: bool, squares: int
 ) -> tuple[Tensor, Tensor | None]:
+    limit = _limit(z.dtype, squares)
     before = _evidence_before(z, stops)
     if before is not None and limit == math.inf:
         return z, None
     found = _found(z, limit) if before is None else raised(torch.where(is_bad(before), 0, before), limit, z.dtype)
-    mark = _slices(marks, batch, found, dim)[place] if marks is not None and batch is not None else None
-    mended: Tensor = _Repair.apply(z, found, mark, stops)  # pyright: ignore[reportAssignmentType]
+    mark = None if marks is None or batch is None else marks_like(found, marks, batch, dim)[place]
+    mended: Tensor = _Repair.apply(z, found, mark, stops, batch, dim)  # pyright: ignore[reportAssignmentType]
     _note_clean(mended, stops, found)
     return mended, found
 
@@ -100,7 +109,7 @@ def _found(z: Tensor, limit: float) -> Tensor:
     return found if limit == math.inf else raised(found, limit, z.dtype)
 
 
-def limit_of(dtype: torch.dtype, squares: int) -> float:
+def _limit(dtype: torch.dtype, squares: int) -> float:
     """The largest number of which so many squares can be summed; they are summed in single precision at least."""
     if not squares or dtype not in _LARGEST:
         return math.inf
@@ -108,10 +117,9 @@ def limit_of(dtype: torch.dtype, squares: int) -> float:
 
 
 def _note_clean(z: Tensor, stops: bool, found: Tensor) -> None:
-    if not z.is_inference():  # of these nobody counts the changes
-        setattr(
-            z, _CLEAN, (mutation_count(z), stops, found)
-        )  # on the tensor: a checkpoint hands it in again, much later
+    # On the tensor: a checkpoint hands it in again, much later. Of inference tensors nobody counts the changes.
+    if not z.is_inference():
+        setattr(z, _CLEAN, (mutation_count(z), stops, found))
 
 
 def _evidence_before(z: Tensor, stops: bool) -> Tensor | None:
@@ -120,44 +128,34 @@ def _evidence_before(z: Tensor, stops: bool) -> Tensor | None:
     return found if changes is not None and changes == mutation_count(z) and (stopped or not stops) else None
 
 
-def _slices(marks: Tensor, batch: Batch, found: Tensor, dim: int | None) -> tuple[Tensor, ...]:
-    """The mark of each place, shaped as the evidence. Places share one expansion, so that one sum takes all back."""
-    known = getattr(marks, _SLICES, [])
-    for shape, other_dim, slices in known:
-        if other_dim == dim and surely_equal(shape, found.shape):
-            return slices
-    slices = batch.spread(marks, found.shape, dim).unbind(0)
-    setattr(marks, _SLICES, [*known, (found.shape, dim, slices)])
-    return slices
-
-
 def _repair_op(
     z: Tensor,
     marks: Tensor | None,
     place: int,
     size: int,
     lengths: Sequence[int],
-    along: int,
+    along: int | None,
     dim: int | None,
     stops: bool,
-    limit: float,
+    squares: int,
     revision: int,
 ) -> tuple[Tensor, Tensor]:
     if is_shape_only(z):
-        return z.clone(), evidence(z)
-    batch = Batch(size, tuple(lengths), along, z.device)
-    mended, found = _repair(z, batch, marks, place, dim, stops, limit)
+        return z.clone(), shape_of_evidence(z)  # a clone needs a gradient where `z` does
+    batch = None if along is None else Batch(size, tuple(lengths), along, z.device)
+    mended, found = _repair(z, batch, marks, place, dim, stops, squares)
     if found is not None:
         return mended, found
     same = z.view_as(z)  # an operator may not return what it was given
-    before = evidence(z)
-    _note_clean(same, True, before)
+    before = _evidence_before(z, stops)
+    assert before is not None
+    _note_clean(same, stops, before)
     return same, nothing_like(before)
 
 
 define(
-    "repair(Tensor z, Tensor? marks, int place, SymInt size, SymInt[] lengths, int along, int? dim, bool stops, "
-    "float limit, int revision) -> (Tensor, Tensor)",
+    "repair(Tensor z, Tensor? marks, int place, SymInt size, SymInt[] lengths, int? along, int? dim, bool stops, "
+    "int squares, int revision) -> (Tensor, Tensor)",
     _repair_op,
 )
 

@@ -59,20 +59,6 @@ class Batch:
             rows = rows.unsqueeze(-1).expand(-1, length).flatten()
         return rows.reshape([-1 if i == along else 1 for i in range(z.ndim)])
 
-    def spread(self, marks: Tensor, shape: Sequence[int], dim: int | None = None) -> Tensor:
-        """`(places, batch)` marks as `(places, *shape)`, for evidence of that shape."""
-        places, along = marks.shape[0], self.dim if dim is None else dim
-        if len(shape) > along:
-            length = 1
-            if not is_surely(shape[along] == self.size):
-                length = self._flattened(shape[along], along)
-            if length is not None:
-                rows = marks.unsqueeze(-1).expand(places, self.size, length).flatten(1, 2)
-                return rows.reshape(places, *(-1 if i == along else 1 for i in range(len(shape)))).expand(
-                    places, *shape
-                )
-        return marks.sum(1).reshape(places, *[1] * len(shape)).expand(places, *shape)
-
 
 def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> Batch:
     """The batch of a call, read off its first tensor."""

@@ -19,8 +19,9 @@ from torchguard.flags import require_boundary
 from torchguard.nested import mapped, tensors_in
 from torchguard.watching.incidents import Incident, incidents_of
 from torchguard.watching.journal import Journal
-from torchguard.watching.kinds import evidence, index_evidence, masked_kinds
-from torchguard.watching.quarantine import NAN_MARK, blanked, limit_of, repaired
+from torchguard.watching.kinds import evidence, index_evidence, narrowed
+from torchguard.watching.marking import NAN_MARK
+from torchguard.watching.quarantine import blanked, repaired
 from torchguard.watching.rows import batch_of
 from torchguard.watching.state import Watch
 
@@ -41,13 +42,13 @@ class Watched:
         if watch.journal is not None:  # it calls itself
             return forward(*args, **kwargs)
         journal = watch.open(batch_of(args, kwargs, watch.batch_dim))
-        args, kwargs = _taken_in(args, kwargs, watch, journal, 0, watch.masks, stops=True)
+        args, kwargs = _taken_in(args, kwargs, journal, 0, watch.masks, stops=True)
         watch.journal = journal
         try:
             output = forward(*args, **kwargs)
         finally:
             watch.journal = None
-        output = _put_out(self, output, watch, journal, len(watch.paths) - 1)
+        output = _put_out(self, output, journal, len(watch.paths) - 1)
         watch.step = journal.close(watch.locations)
         if watch.quarantine:
             output = _without(watch.step.origin >= 0, output, journal)
@@ -118,6 +119,8 @@ class Eye:
 
     def __init__(self, watch: Watch, place: int, module: nn.Module) -> None:
         self.watch, self.place, self.masks, self.squares = watch, place, masks_of(module), squares_of(module)
+        # A gradient that goes bad in one of torch's own is stopped where it returns to what the module before put out.
+        self.stops = not is_of_torch(module)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         journal = self.watch.journal_now()
@@ -129,17 +132,16 @@ class Eye:
             return args, {**kwargs, "input": _clamped(kwargs["input"], module.num_embeddings, journal, self.place)}
         if not journal.repairs:
             return None
-        # A gradient that goes bad in one of torch's own is stopped where it returns to what the module before put out.
-        stops = not is_of_torch(module)
-        return _taken_in(args, kwargs, self.watch, journal, self.place, self.masks, stops, self.squares)
+        return _taken_in(args, kwargs, journal, self.place, self.masks, self.stops, self.squares)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         journal = self.watch.journal_now()
         if journal is None:
             return None
-        output = _put_out(module, output, self.watch, journal, self.place)
-        for _, z in tensors_in(output) if self.watch.checks.others else ():
-            _remark(z, self.watch, journal, self.place)
+        output = _put_out(module, output, journal, self.place)
+        if journal.checks.others:
+            for _, z in tensors_in(output):
+                _remark(z, journal, self.place)
         return output
 
 
@@ -162,7 +164,6 @@ def squares_of(module: nn.Module) -> int:
 def _taken_in(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    watch: Watch,
     journal: Journal,
     place: int,
     masks: tuple[int, ...],
@@ -170,21 +171,22 @@ def _taken_in(
     squares: int = 0,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments as they go into a module: looked at, and in quarantine mended. Masks are taken as they are."""
-    seen = []
-    for i, value in enumerate(args):
-        seen.append(value if i in masks else _seen(value, watch, journal, place, None, stops, True, squares))
-    named = {}
+    seen, named = [], {}
+    for i in range(len(args)):  # `enumerate` takes Dynamo long
+        value = args[i]
+        seen.append(value if i in masks else _seen(value, journal, place, None, stops, True, squares))
     for name, value in kwargs.items():
-        named[name] = value if _is_mask(name) else _seen(value, watch, journal, place, None, stops, True, squares)
+        named[name] = value if _is_mask(name) else _seen(value, journal, place, None, stops, True, squares)
     return tuple(seen), named
 
 
-def _put_out(module: Any, output: Any, watch: Watch, journal: Journal, place: int) -> Any:
+def _put_out(module: Any, output: Any, journal: Journal, place: int) -> Any:
     """What a module puts out, looked at, and in quarantine mended."""
-    if isinstance(module, nn.RNNBase):  # whose states have the layers first, then the samples
-        states = _seen(output[1], watch, journal, place, dim=1)
-        return _seen(output[0], watch, journal, place), states
-    return _seen(output, watch, journal, place)
+    if not isinstance(output, Tensor) and isinstance(module, nn.RNNBase):
+        # Its states have the layers first, then the samples.
+        states = _seen(output[1], journal, place, dim=1)
+        return _seen(output[0], journal, place), states
+    return _seen(output, journal, place)
 
 
 @constant_in_graphs
@@ -194,7 +196,6 @@ def _is_mask(name: str) -> bool:
 
 def _seen(
     value: Any,
-    watch: Watch,
     journal: Journal,
     place: int,
     dim: int | None = None,
@@ -203,15 +204,27 @@ def _seen(
     squares: int = 0,
 ) -> Any:
     """Note what the tensors in a value hold; in quarantine, the value with what is bad replaced."""
+    # Most are tensors, and Dynamo takes long over lambdas and lists.
     if journal.repairs:
+        if isinstance(value, Tensor):
+            return _mended(value, journal, place, dim, stops, is_argument, squares)
         return mapped(value, lambda z: _mended(z, journal, place, dim, stops, is_argument, squares))
-    if watch.checks.nan or watch.checks.inf:
-        for z in [value] if isinstance(value, Tensor) else [z for _, z in tensors_in(value)]:
-            if can_be_looked_at(z) and not (is_argument and journal.is_stray(z)):
-                looked_at = journal.upright(z)
-                found = masked_kinds(evidence(looked_at), watch.checks.nan, watch.checks.inf)
-                journal.note(place, found, journal.dim_of(z, dim), looked_at.ndim)
+    if isinstance(value, Tensor):
+        _look(value, journal, place, dim, is_argument)
+    else:
+        for _, z in tensors_in(value):
+            _look(z, journal, place, dim, is_argument)
     return value
+
+
+def _look(z: Tensor, journal: Journal, place: int, dim: int | None, is_argument: bool) -> None:
+    if not journal.looks or not can_be_looked_at(z) or (is_argument and journal.is_stray(z)):
+        return
+    looked_at = journal.upright(z)
+    found = evidence(looked_at, alone=place in journal.ends)
+    if journal.only is not None:
+        found = narrowed(found, journal.only)
+    journal.note(place, found, journal.dim_of(z, dim), looked_at.ndim)
 
 
 def _mended(
@@ -222,7 +235,7 @@ def _mended(
         return z
     dim = journal.dim_of(z, dim)
     looked_at = journal.upright(z)
-    mended, found = repaired(looked_at, journal.batch, journal.marks, place, dim, stops, limit_of(z.dtype, squares))
+    mended, found = repaired(looked_at, journal.batch, journal.marks, place, dim, stops, squares)
     if found is not None:
         journal.note(place, found, dim, looked_at.ndim)
     mended = mended if looked_at is z else mended.squeeze(-1)
@@ -230,13 +243,13 @@ def _mended(
     return mended
 
 
-def _remark(z: Tensor, watch: Watch, journal: Journal, place: int) -> None:
+def _remark(z: Tensor, journal: Journal, place: int) -> None:
     if not can_be_looked_at(z) or journal.batch is None:
         return
     rows = journal.batch.rows_first(floats_of(z), journal.dim_of(z, None))
     if rows is None or rows.ndim < 2:
         return
-    for check in watch.checks.others:
+    for check in journal.checks.others:
         found = check.look(rows.flatten(1))
         journal.remark(place, check.code, found.flatten(1).any(-1) if found.ndim > 1 else found)
 

@@ -54,7 +54,7 @@ class Watch:
     def journal_now(self) -> Journal | None:
         """The journal of the call under way. When a checkpoint runs a part again in backward, one that nobody reads."""
         if self.journal is None and self.quarantine and self.was_called and is_in_backward():
-            return Journal(None, repairs=True)
+            return Journal(None, self.checks, True, len(self.paths))
         return self.journal
 
     def place(self, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class Watch:
             self.place(batch.device)
         has_marks = self.marks is not None and self.marks.device == batch.device and torch.is_grad_enabled()
         marks = self.marks[:, : batch.size] if has_marks and holds(batch.size <= _MARKED) else None  # pyright: ignore[reportOptionalSubscript]
-        return Journal(batch, self.quarantine, marks)
+        return Journal(batch, self.checks, self.quarantine, len(self.paths), marks)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "journal": None, "step": None, "poll": Poll(), "device": self.locations.device}
