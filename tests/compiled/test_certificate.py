@@ -101,6 +101,52 @@ def test_a_wrong_tangent_has_a_taylor_remainder_of_slope_one():
     assert "slope 1.0" in claim.says
 
 
+class Quick(torch.autograd.Function):
+    """It turns ten thousand times within a unit."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(x):
+        return (1e4 * x).sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @classmethod
+    def backward(cls, ctx, g):
+        return cls.factor * 1e4 * (1e4 * ctx.saved_tensors[0]).cos() * g
+
+    @classmethod
+    def jvp(cls, ctx, dx):
+        return cls.factor * 1e4 * (1e4 * ctx.saved_tensors[0]).cos() * dx
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+def test_a_function_that_changes_quickly_is_followed_in_float64(dtype, scale):
+    c = compile_out(lambda x: (x * 1e4).sin() * scale, torch.randn(8, dtype=dtype), backend="eager")
+    (claim,) = (claim for claim in c.certify(level="probe").claims if "Taylor" in claim.says)
+    assert claim.verdict == "pass"
+    assert claim.says.startswith("In float64: ")
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5, 1.001])
+def test_a_wrong_tangent_of_one_that_changes_quickly_is_found_in_float64(factor):
+    class Chosen(Quick):
+        pass
+
+    Chosen.factor = factor
+    c = compile_out(lambda x: Chosen.apply(x), torch.randn(8), backend="eager")
+    failed = c.certify(level="probe").of("fail")
+    assert [claim.says for claim in failed if "In float64: The Taylor remainder" in claim.says] == (
+        [] if factor == 1.0 else [claim.says for claim in failed]
+    )
+    assert bool(failed) is (factor != 1.0)
+
+
 def test_kinks_and_missing_rules_are_not_failures():
     x = torch.randn(1, 1, 4, 4), torch.rand(1, 2, 2, 2)
     c = compile_out(lambda x, grid: F.grid_sample(x, grid, align_corners=False).relu(), *x, backend="eager")

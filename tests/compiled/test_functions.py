@@ -5,7 +5,9 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from doubled import Doubled
 from torch import func, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from torchguard.compiled import CompileError, LeafTypeError, MissingRuleError, compile_out, compile_scalar, state_of
@@ -348,6 +350,23 @@ def test_fused_attention_has_a_jvp():
     torch.testing.assert_close((c.jvp(q, dq)[1] * w).sum(), (c.vjp_with_seed(q, w) * dq).sum(), rtol=1e-4, atol=1e-4)
 
 
+def test_tangents_of_fused_attention_are_those_of_what_was_compiled():
+    scale = [2.0]
+
+    def attended(q):
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True) * scale[0]
+        return y.transpose(1, 2).reshape(1, 4, 16)
+
+    q, dq = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
+    c = compile_out(attended, q, backend="eager")
+    with sdpa_kernel(SDPBackend.MATH):
+        right = func.jvp(attended, (q,), (dq,))
+    scale[0] = 5.0
+    torch.testing.assert_close(c.jvp(q, dq), right, rtol=1e-4, atol=1e-4)
+    assert "test_functions.py" in c.listing("jvp")
+    assert "a saved graph" not in c.listing("jvp")
+
+
 def test_a_missing_jvp_rule_names_the_operation():
     x = torch.randn(1, 1, 4, 4), torch.rand(1, 2, 2, 2)
     c = compile_out(lambda x, grid: F.grid_sample(x, grid, align_corners=False), *x, backend="eager")
@@ -455,12 +474,79 @@ def test_autocast_around_a_call_changes_nothing():
             compile_out(lambda x: x @ x, torch.ones(2, 2))
 
 
+def beside_a_constant(x):
+    with torch.no_grad():
+        scale = x.sin().sum()
+    return Doubled.apply(x) ** 2 * scale
+
+
+def of_a_constant(x):
+    with torch.no_grad():
+        scale = Doubled.apply(x)
+    return x**2 * scale
+
+
+def with_grad_inside(x):
+    with torch.no_grad():
+        with torch.enable_grad():
+            moving = x.sin()
+        still = torch.stack(x.cos().split(1)).squeeze(1)
+    return Doubled.apply(moving) * still
+
+
+@pytest.mark.parametrize("f", [beside_a_constant, of_a_constant, with_grad_inside], ids=lambda f: f.__name__)
+def test_no_grad_makes_constants_beside_rules_of_ones_own(f):
+    c = compile_out(f, torch.ones(4), backend="eager")
+    x = torch.randn(4)
+    tracked = x.clone().requires_grad_()
+    jacobian = torch.stack([torch.autograd.grad(y, tracked, retain_graph=True)[0] for y in f(tracked)])
+    dx, w = torch.randn(2, 4)
+    assert_same(c.vjp_with_seed(x, w), jacobian.T @ w)
+    assert_same(c.jvp(x, dx)[1], jacobian @ dx)
+    assert_same(c.linearize(x)[1](dx), jacobian @ dx)
+
+
+def test_no_grad_makes_constants_of_second_derivatives_too():
+    c = compile_out(beside_a_constant, torch.ones(4), backend="eager")
+    x, dx, w = torch.randn(3, 4)
+    assert_same(c.hvp(x, dx, w), 8 * x.sin().sum() * dx * w)
+
+
+def test_a_change_in_place_without_grad_has_no_tangents_beside_rules_of_ones_own():
+    def f(x):
+        y = x.clone()
+        with torch.no_grad():
+            y.mul_(3)
+        return Doubled.apply(y)
+
+    c = compile_out(f, torch.ones(3), backend="eager", probe=False)
+    with pytest.raises(CompileError, match=r"in f: aten.mul_ changes a tensor without grad"):
+        c.jvp(torch.ones(3), torch.ones(3))
+
+
 def test_recurrent_layers_are_written_out():
     model, x = nn.LSTM(4, 6, batch_first=True), torch.randn(2, 5, 4)
     c = compile_out(lambda state, x: func.functional_call(model, state, (x,))[0], state_of(model), x, backend="eager")
     state, w = state_of(model), torch.randn(2, 5, 6)
     grads, _ = c.vjp_with_seed((state, x), w)
     model(x)[0].backward(w)
+    for name, parameter in model.named_parameters():
+        assert_same(grads[name], parameter.grad)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_a_module_may_have_recurrent_layers(layer):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = layer(4, 6, batch_first=True)
+
+        def forward(self, x):
+            return self.inner(x)[0][:, -1]
+
+    model, x, w = Last(), torch.randn(2, 5, 4), torch.randn(2, 6)
+    grads, _ = compile_out(model, x, backend="eager").vjp_with_seed((state_of(model), x), w)
+    model(x).backward(w)
     for name, parameter in model.named_parameters():
         assert_same(grads[name], parameter.grad)
 

@@ -94,9 +94,15 @@ def test_dims_of_one_name_have_to_agree():
         c(torch.ones(3), torch.ones(2))
 
 
-@pytest.mark.parametrize("dynamic", [{"z": 0}, {"x": 2}, {3: 0}], ids=["name", "dim", "position"])
+@pytest.mark.parametrize(
+    "dynamic",
+    [{"z": 0}, {"x": 2}, {3: 0}, {"x": {0: ""}}, {"x": {0: None}}],
+    ids=["leaf", "dim", "position", "empty", "none"],
+)
 def test_a_wrong_declaration_of_dynamic_is_refused(dynamic):
-    with pytest.raises(CompileError, match=r"compile: (there is no leaf|dynamic names dim 2 of x)"):
+    with pytest.raises(
+        CompileError, match=r"compile: (there is no leaf|dynamic names dim 2 of x|dynamic gives dim 0 of x no)"
+    ):
         compile_out(lambda x: x, torch.ones(4, 3), dynamic=dynamic, backend="eager")
 
 

@@ -226,6 +226,49 @@ def test_a_module_that_keeps_a_tensor_is_refused_and_left_as_it_was():
     assert model.last is None
 
 
+class FillsAList(KeepsWhatItSaw):
+    def __init__(self):
+        super().__init__()
+        self.inner = {"outputs": []}
+
+    def forward(self, x):
+        self.inner["outputs"].append(self.linear(x))
+        return self.inner["outputs"][-1] * 2
+
+
+class Registers(KeepsWhatItSaw):
+    def forward(self, x):
+        self.register_buffer("later", x * 2)
+        return self.linear(x)
+
+
+class Counts(KeepsWhatItSaw):
+    def forward(self, x):
+        self.last = [*(self.last or []), "called"]
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(FillsAList, "puts a tensor into '0.inner'"), (Registers, "puts a tensor into '0._buffers'")],
+    ids=["list", "buffer"],
+)
+def test_a_module_that_fills_a_container_of_its_own_is_refused_and_left_as_it_was(kind, message):
+    model = nn.Sequential(kind())
+    with pytest.raises(ImpureFunctionError, match=f"in forward: it {message}"):
+        compile_out(model, torch.ones(2, 3), backend="eager")
+    assert getattr(model[0], "inner", {"outputs": []}) == {"outputs": []}
+    assert set(dict(model.named_buffers())) == {"0.seen"}
+
+
+def test_a_module_that_keeps_no_tensor_is_left_as_it_was():
+    model = Counts()
+    assert compile_out(model, torch.ones(2, 3), backend="eager").vjp_with_seed(
+        (state_of(model), torch.ones(2, 3)), torch.ones(2, 3)
+    )
+    assert model.last is None
+
+
 def test_a_module_that_replaces_its_buffer_is_refused():
     model = ReplacesItsBuffer()
     with pytest.raises(ImpureFunctionError, match=r"in forward: it replaces the buffer 'seen'"):

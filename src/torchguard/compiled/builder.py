@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from torchguard.compiled import _torch
-from torchguard.compiled.compiling import as_scalar
 from torchguard.compiled.functions import CompiledOut, CompiledScalar, Signature
-from torchguard.compiled.leaves import LeafType, cotangent_type
+from torchguard.compiled.leaves import LeafType, cotangent_type, is_there
 from torchguard.compiled.listing import Line, lines_of, listing_of
 from torchguard.compiled.nesting import nest_of
 from torchguard.compiled.purity import Watch, name_of, user_line
@@ -108,6 +107,7 @@ class Builder:
         last = [node for node in self.graph.nodes if isinstance(node.meta["val"], Tensor)][-1:]
         return listing_of(self._module(last), self.name)
 
+    @_torch.one_at_a_time
     def leaf(
         self,
         name: str,
@@ -120,6 +120,8 @@ class Builder:
         """A new leaf, after those there are."""
         if any(leaf.name == name for leaf in self._leaves):
             raise CompileError(f"{self.name}: there is a leaf {name!r} already.")
+        if not is_there(torch.device(device)):
+            raise CompileError(f"{self.name}: leaf {name!r} is on {device}, and this machine has no such device.")
         with _torch.fake_mode():
             value = torch.empty(tuple(shape), dtype=dtype, device=device)
         leaf = cotangent_type(value, name)
@@ -155,8 +157,9 @@ class Builder:
 
     def compile_scalar(self, output: Var, *, backend: str = "inductor", probe: bool = True) -> CompiledScalar:
         """Compile the graph with one variable of shape () as its output."""
-        return as_scalar(self._compiled(CompiledScalar, output, backend, probe))
+        return self._compiled(CompiledScalar, output, backend, probe)
 
+    @_torch.one_at_a_time
     def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Apply a function of torch to variables, writing down the operations it runs."""
         parts, structure = _torch.flatten((args, kwargs))

@@ -14,6 +14,7 @@ import torchguard
 from torchguard.compiled.claims import Claim, Verdict
 from torchguard.compiled.encoding import graph_hash
 from torchguard.compiled.probing import probe_claims
+from torchguard.compiled.rounding import precision
 from torchguard.exceptions import CompileError, MissingRuleError
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ def certify(made: "CompiledOut", level: str, *, at: Any, seed: int) -> Certifica
         "matmul precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
+    devices = {str(leaf.device): leaf.device for leaf in made.leaves if leaf.device.type != "cpu"}
+    flags |= {f"convolution precision on {name}": precision("convolution", device) for name, device in devices.items()}
     flags |= {f"healed {kind}": backend for kind, backend in made.healed.items()}
     return Certificate(
         made.name,

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from torchguard.compiled._torch import flatten
+from torchguard.compiled._torch import one_at_a_time
 from torchguard.compiled.functions import CompiledOut, CompiledScalar, Signature
-from torchguard.compiled.leaves import names_to_flags, short_name, type_of, with_dynamic
+from torchguard.compiled.keeping import call_module
+from torchguard.compiled.leaves import names_to_flags, type_of, with_dynamic
 from torchguard.compiled.nesting import Nest, leaf_names, nest_of
 from torchguard.compiled.tracing import Program, with_lifted_leaves
-from torchguard.exceptions import CompileError, ImpureFunctionError
+from torchguard.exceptions import ImpureFunctionError
 
 _ARGUMENT = ("compile: argument ", "Pass a tensor, or bind it with functools.partial.")
 Made = TypeVar("Made", bound=CompiledOut)
@@ -36,7 +36,8 @@ def compile_out(
     Args:
         example: arguments that say what shapes, dtypes, devices and strides to compile for.
         dynamic: dims that may have other sizes later, by leaf: `{"x": 0}`, or `{"x": {0: "batch"}, "y": {0: "batch"}}`
-            where they have to agree. Each size is compiled when it is first met.
+            where they have to agree. The function is run once more, with symbols for these sizes, and what is made of
+            that serves all sizes that are alike; others are traced when they are first met.
         nondiff: leaves not to differentiate by, by name or position. Integers, bools and buffers never are.
         backend: "inductor", "aot_eager" or "eager".
         lift_rng: make random numbers drawn in the function leaves of their own, the last ones.
@@ -66,18 +67,10 @@ def compile_scalar(
     >>> c.backward(torch.tensor([1.0, 2.0]))
     tensor([2., 4.])
     """
-    return as_scalar(_compiled(CompiledScalar, f, example, dynamic, nondiff, backend, lift_rng, probe))
+    return _compiled(CompiledScalar, f, example, dynamic, nondiff, backend, lift_rng, probe)
 
 
-def as_scalar(made: CompiledScalar) -> CompiledScalar:
-    """The same, if its result is one floating point number."""
-    outputs = made.graphs.outputs
-    if len(outputs) != 1 or outputs[0].shape != () or not outputs[0].is_floating_point():
-        got = ", ".join(f"{short_name(value.dtype)}{list(value.shape)}" for value in outputs)
-        raise CompileError(f"compile_scalar: {made.name} returns {got}, not one number of shape []. Use compile_out.")
-    return made
-
-
+@one_at_a_time
 def _compiled(
     kind: type[Made],
     f: Callable[..., Any],
@@ -119,7 +112,7 @@ def _with_more(nest: Nest, example: tuple[Any, ...], program: Program) -> Nest:
 
 def _flat(f: Callable[..., Any], nest: Nest, name: str) -> tuple[Callable[..., list[Tensor]], Callable[[], Nest]]:
     """A function of flat leaves, and how its results are nested, which is known once it was traced."""
-    call: Any = functools.partial(_call_module, f) if isinstance(f, nn.Module) else f
+    call: Any = functools.partial(call_module, f, _keeps) if isinstance(f, nn.Module) else f
     seen: list[Nest] = []
 
     def run(*leaves: Tensor) -> list[Tensor]:
@@ -129,29 +122,6 @@ def _flat(f: Callable[..., Any], nest: Nest, name: str) -> tuple[Callable[..., l
         return flat
 
     return run, lambda: seen[0]
-
-
-def _call_module(module: nn.Module, state: Mapping[str, Tensor], *args: Any) -> Any:
-    """What a module returns. One that keeps a tensor of this run for the next has a state that is no argument."""
-    attributes = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
-    given = dict(state)
-    try:
-        result = functional_call(module, given, args)
-        for name, (part, before) in attributes.items():
-            for key, value in vars(part).items():
-                if before.get(key, None) is not value and any(isinstance(one, Tensor) for one in flatten(value)[0]):
-                    raise _keeps(part, f"sets the attribute '{f'{name}.{key}'.lstrip('.')}' to a tensor")
-    finally:
-        for part, before in attributes.values():
-            for key in [key for key, value in vars(part).items() if before.get(key, part) is not value]:
-                if key in before:
-                    vars(part)[key] = before[key]
-                else:
-                    del vars(part)[key]
-    for name, value in given.items():
-        if value is not state[name]:
-            raise _keeps(module, f"replaces the buffer '{name}'")
-    return result
 
 
 def _keeps(module: nn.Module, what: str) -> ImpureFunctionError:

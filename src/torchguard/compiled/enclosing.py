@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -64,8 +64,6 @@ def enclosure_claims(made: "CompiledOut", point: tuple[Tensor, ...], seed: int) 
 
 def _out_of_reach(boxes: Sequence["Box"]) -> str:
     """Why nothing can be said of boxes, if so."""
-    if any(box.low.device.type != "cpu" for box in boxes):
-        return "but for the CPU"
     if not all(bool((box.low.isfinite() & box.high.isfinite()).all()) for box in boxes):
         return "around a point that is not finite"
     return ""
@@ -74,10 +72,11 @@ def _out_of_reach(boxes: Sequence["Box"]) -> str:
 def samples(boxes: Sequence["Box"], point: Sequence[Tensor], seed: int) -> Iterator[list[Tensor]]:
     """Points of a box: the ends of all its sides, other corners, some inside, and the middle."""
     generator = torch.Generator().manual_seed(seed * 7919)
-    drawn = lambda: [torch.rand(x.shape, generator=generator, dtype=torch.float64) for x in point]  # noqa: E731
+    exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    drawn = lambda: [torch.rand(x.shape, generator=generator, **exact) for x in point]  # noqa: E731
     shares = [
-        [torch.zeros(x.shape, dtype=torch.float64) for x in point],
-        [torch.ones(x.shape, dtype=torch.float64) for x in point],
+        [torch.zeros(x.shape, **exact) for x in point],
+        [torch.ones(x.shape, **exact) for x in point],
         *([(share < 0.5).double() for share in drawn()] for _ in range(_CORNERS)),
         *(drawn() for _ in range(_INSIDE)),
     ]

@@ -1,8 +1,8 @@
 """Code for graphs: traced when first asked for, compiled when first asked for, and kept."""
 
 import math
-import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchguard.compiled import _torch
+from torchguard.compiled._torch import ONE_AT_A_TIME
+from torchguard.compiled.rounding import coarsest_eps
 from torchguard.compiled.splitting import Split, depends_on_directions, split
 from torchguard.compiled.tracing import (
     Program,
@@ -43,10 +45,16 @@ BACKENDS: dict[str, Callable[[GraphModule], _torch.Boxed]] = {
     "aot_eager": lambda graph: _eager(graph, _torch.inductor_decompositions()),
     "eager": _eager,
 }
-# Tracing changes the state of the process; running does not.
-ONE_AT_A_TIME = threading.RLock()
 # What to try where a backend's derivative is wrong, in order.
 SAFER = {"inductor": (_LAYOUT_KEPT, "aot_eager"), _LAYOUT_KEPT: ("aot_eager",), "aot_eager": ("eager",), "eager": ()}
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """What to run for a value or derivative, in one part or in the two of a split."""
+
+    runs: tuple[Run, ...]
+    split: Split | None = None
 
 
 class Graphs:
@@ -58,13 +66,23 @@ class Graphs:
             self._forward = forward_graph(program)
         self.forward, self.has_own_rules = self._forward.graph, self._forward.has_own_rules
         self.outputs = output_values(self.forward)
-        values = [node.meta["val"] for node in self.forward.graph.nodes if node.op != "output"]
-        dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
-        # The coarsest rounding anywhere inside, and what it may make of an identity.
-        self.eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        self.tolerance = 8 * math.sqrt(self.eps)
         self._derivatives: dict[str, GraphModule] = {}
         self._splits: dict[str, Split] = {}
+
+    @property
+    def need_the_function(self) -> bool:
+        """Whether a derivative is taken of the function itself, and not of its graph."""
+        return not self._forward.is_all
+
+    @property
+    def eps(self) -> float:
+        """The coarsest rounding anywhere inside."""
+        return coarsest_eps(self.forward)
+
+    @property
+    def tolerance(self) -> float:
+        """What rounding may make of an identity. Where products alone are rounded coarsely, it adds up less."""
+        return max(8 * math.sqrt(coarsest_eps(self.forward, in_products=False)), 32 * self.eps)
 
     def __getitem__(self, kind: str) -> GraphModule:
         if kind not in KINDS:
@@ -106,6 +124,23 @@ class Executables:
 
     def __getitem__(self, kind: str) -> Run:
         return self._made.get(kind) or self._make(kind)
+
+    def code(self, kind: str) -> Code:
+        """Code for "forward", "jvp", "vjp" or "hvp"; for "jvp_split" or "vjp_split" that in two parts."""
+        base, _, parted = kind.partition("_")
+        if not parted:
+            return Code((self[base],))
+        return Code((self[f"{base}_first"], self[f"{base}_second"]), self.graphs.split_of(base))
+
+    def is_trusted(self, code: Code) -> bool:
+        """Whether code has been probed already: at another size, that is."""
+        return False
+
+    def trust(self, code: Code) -> None:
+        """Take note that code was probed."""
+
+    def distrust(self, kind: str) -> None:
+        """Take note that code of a kind is wrong."""
 
     def _make(self, kind: str) -> Run:
         with ONE_AT_A_TIME:

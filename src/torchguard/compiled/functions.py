@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.fx import Graph
 
 from torchguard.compiled import _torch, probe
+from torchguard.compiled._torch import ONE_AT_A_TIME, one_at_a_time
 from torchguard.compiled.certifying import Certificate, certify
 from torchguard.compiled.directions import Directions
-from torchguard.compiled.executables import ONE_AT_A_TIME, SAFER, Executables, Graphs, Run
-from torchguard.compiled.leaves import LeafType, check_all, fits, sizes_of
+from torchguard.compiled.executables import SAFER, Code, Executables, Graphs
+from torchguard.compiled.leaves import LeafType, check_all, fits, short_name, sized, sizes_of
 from torchguard.compiled.listing import Kink, Line, kinks_of, lines_of, listing_of
 from torchguard.compiled.nesting import Nest
 from torchguard.compiled.saving import save
+from torchguard.compiled.sharing import Shared, SharingExecutables, shared
 from torchguard.compiled.tracing import Program, seed_types, tangent_types
 from torchguard.exceptions import CompiledFunctionWarning, CompileError, LeafTypeError
 
@@ -43,6 +45,7 @@ class CompiledOut:
 
     kind = "out"  # in files
 
+    @one_at_a_time
     def __init__(
         self,
         program: Program,
@@ -51,24 +54,36 @@ class CompiledOut:
         backend: str = "inductor",
         probe: bool = True,
         examples: tuple[Tensor, ...] | None = None,
+        of: "CompiledOut | None" = None,
+        sizes: dict[str, int] | None = None,
+        serving: Shared | None = None,
     ) -> None:
         self._program, self._signature, self._probe, self.examples = program, signature, probe, examples
-        sizes_of(program.leaves, [leaf.fake() for leaf in program.leaves])
+        self._sizes = sizes or sizes_of(program.leaves, [leaf.fake() for leaf in program.leaves])
         self.graphs = Graphs(program)
-        self._executables = Executables(self.graphs, backend)
-        self._results = signature.results()
+        # Those of this trace: at another size, or run again, it may nest them in another way.
+        self.results = of.results if of and serving else signature.results()
+        self._check_results()
+        if of is None and self._sizes:
+            serving = shared(self.graphs, self._sizes, signature.results, backend)
+        self._shared = serving
+        self._executables = (
+            SharingExecutables(self.graphs, backend, self._shared, self._sizes)
+            if self._shared
+            else Executables(self.graphs, backend)
+        )
         self._fits = fits(program.leaves)
         self._count = len(self.graphs.outputs)
         self._is_all = all(program.differentiable)
-        self._ready: dict[str, tuple[Run, ...]] = {}
+        self._ready: dict[str, Code] = {}
         self._tries: dict[str, int] = {}
-        self._by_size: dict[tuple[tuple[str, int], ...], CompiledOut] = {}
-        self.healed: dict[str, str] = {}
-        tangents, seeds = tuple(tangent_types(program)), tuple(seed_types(self.graphs.forward))
+        self._by_size: dict[tuple[int, ...], CompiledOut] = of._by_size if of else {tuple(self._sizes.values()): self}
+        self.healed: dict[str, str] = of.healed if of else {}
+        tangents, seeds = tuple(tangent_types(program)), tuple(seed_types(self.graphs.outputs))
         smooth = tuple(value.is_floating_point() for value in self.graphs.outputs)
         own = tuple(program.differentiable)
         self._tangents = Directions(f"{self.name}: tangent", tangents, own, signature.arguments, fits(tangents))
-        self._seeds = Directions(f"{self.name}: seed", seeds, smooth, self._results, fits(seeds))
+        self._seeds = Directions(f"{self.name}: seed", seeds, smooth, self.results, fits(seeds))
 
     # What it is.
 
@@ -115,16 +130,16 @@ class CompiledOut:
     def forward(self, *x: Any) -> Any:
         """The value at x."""
         own, leaves, _ = self._open(x)
-        return own._results.put_together(own._executables["forward"]([*leaves]))
+        return own.results.put_together(own._executables["forward"]([*leaves]))
 
     __call__ = forward
 
     def jvp(self, x: Any, dx: Any) -> tuple[Any, Any]:
         """The value at x, and its derivative in the direction dx."""
         own, leaves, _ = self._open(x)
-        (run,) = own._ready.get("jvp") or own._prepare("jvp", leaves)
+        (run,) = (own._ready.get("jvp") or own._prepare("jvp", leaves)).runs
         found = run([*leaves, *own._tangents.open(dx)])
-        return own._results.put_together(found[: own._count]), own._pushed(found[own._count :])
+        return own.results.put_together(found[: own._count]), own._pushed(found[own._count :])
 
     def vjp_with_seed(self, x: Any, w: Any) -> Any:
         """The gradients of <w, f(x)>; an unused leaf gets zeros."""
@@ -133,43 +148,43 @@ class CompiledOut:
     def value_and_vjp(self, x: Any, w: Any) -> tuple[Any, Any]:
         """The value at x and the gradients of <w, f(x)>, in one run."""
         own, leaves, close = self._open(x)
-        (run,) = own._ready.get("vjp") or own._prepare("vjp", leaves)
+        (run,) = (own._ready.get("vjp") or own._prepare("vjp", leaves)).runs
         found = run([*leaves, *own._seeds.open(w)])
-        return own._results.put_together(found[: own._count]), close(own._spread(found[own._count :]))
+        return own.results.put_together(found[: own._count]), close(own._spread(found[own._count :]))
 
     def vjp(self, x: Any) -> tuple[Any, Callable[[Any], Any]]:
         """The value at x, and a function from seeds to gradients that does not evaluate the value again."""
         own, leaves, close = self._open(x)
-        first, second = own._ready.get("vjp_split") or own._prepare("vjp_split", leaves)
-        outputs, residuals, kept = own._first("vjp", first, leaves)
+        code = own._ready.get("vjp_split") or own._prepare("vjp_split", leaves)
+        outputs, residuals, kept = own._first(code, leaves)
 
         # Looked up once: a seed through a small function takes 17 us, and each lookup counts.
-        is_unchanged, open_seeds, spread = _torch.is_unchanged, own._seeds.open, own._spread
+        is_unchanged, open_seeds, spread, second = _torch.is_unchanged, own._seeds.open, own._spread, code.runs[1]
 
         def pullback(w: Any) -> Any:
             if not is_unchanged(kept):
                 raise own._changed()
             return close(spread(second([*residuals, *open_seeds(w)])))
 
-        return own._results.put_together(outputs), pullback
+        return own.results.put_together(outputs), pullback
 
     def linearize(self, x: Any) -> tuple[Any, Callable[[Any], Any]]:
         """The value at x, and a function from tangents to tangents of the outputs that does not evaluate it again."""
         own, leaves, _ = self._open(x)
-        first, second = own._ready.get("jvp_split") or own._prepare("jvp_split", leaves)
-        outputs, residuals, kept = own._first("jvp", first, leaves)
+        code = own._ready.get("jvp_split") or own._prepare("jvp_split", leaves)
+        outputs, residuals, kept = own._first(code, leaves)
 
         def pushforward(dx: Any) -> Any:
             if not _torch.is_unchanged(kept):
                 raise own._changed()
-            return own._pushed(second([*residuals, *own._tangents.open(dx)]))
+            return own._pushed(code.runs[1]([*residuals, *own._tangents.open(dx)]))
 
-        return own._results.put_together(outputs), pushforward
+        return own.results.put_together(outputs), pushforward
 
     def hvp(self, x: Any, dx: Any, w: Any) -> Any:
         """The derivative of the gradients of <w, f(x)> in the direction dx."""
         own, leaves, close = self._open(x)
-        (run,) = own._ready.get("hvp") or own._prepare("hvp", leaves)
+        (run,) = (own._ready.get("hvp") or own._prepare("hvp", leaves)).runs
         return close(own._spread(run([*leaves, *own._tangents.open(dx), *own._seeds.open(w)])))
 
     def certify(self, level: str = "algebraic", *, at: Any = None, seed: int = 0) -> Certificate:
@@ -212,8 +227,8 @@ class CompiledOut:
 
     def derivative_at(self, kind: str, point: Sequence[Tensor], v: Any, w: Any) -> list[Tensor]:
         """What the code for "jvp", "vjp", or "vjp_split" returns for tangents v and seeds w."""
-        runs = self._ready.get(kind) or self._prepare(kind, point)
-        return probe.derivative_by(self.graphs, kind, runs, point, v, w)
+        code = self._ready.get(kind) or self._prepare(kind, point)
+        return probe.derivative_by(self.graphs, kind, code, point, v, w)
 
     # How it is done.
 
@@ -234,36 +249,41 @@ class CompiledOut:
             x, close = nest.take_apart(tuple(x), self.name), nest.put_together
         check_all(self.leaves, x, self.name)
         sizes = sizes_of(self.leaves, x)
-        if not sizes:
-            return self, x, close
-        with ONE_AT_A_TIME:
-            return self._of_size(sizes), x, close
+        return self._by_size.get(tuple(sizes.values())) or self._of_size(sizes), x, close
 
+    @one_at_a_time
     def _of_size(self, sizes: dict[str, int]) -> "CompiledOut":
-        """This function compiled for other sizes of its dynamic dims."""
-        if sizes == sizes_of(self.leaves, [leaf.fake() for leaf in self.leaves]):
-            return self
-        key = tuple(sorted(sizes.items()))
+        """This function for other sizes of its dynamic dims: of the graph, where it holds, or else traced for them."""
+        key = tuple(sizes.values())
         if key not in self._by_size:
-            resized = [
-                leaf.resized([sizes.get(dict(leaf.dynamic).get(i, ""), size) for i, size in enumerate(leaf.shape)])
-                if leaf.dynamic
-                else leaf
-                for leaf in self.leaves
-            ]
-            program = replace(self._program, leaves=tuple(resized))
-            self._by_size[key] = type(self)(program, self._signature, backend=self.backend, probe=self._probe)
+            serving = self._shared if self._shared and self._shared.holds_at(sizes) else None
+            leaves = tuple(sized(leaf, sizes) for leaf in self.leaves)
+            program = serving.at(sizes) if serving else replace(self._program, leaves=leaves)
+            self._by_size[key] = type(self)(
+                program,
+                self._signature,
+                backend=self.backend,
+                probe=self._probe,
+                of=self,
+                sizes=sizes,
+                serving=serving,
+            )
         return self._by_size[key]
 
-    def _first(self, base: str, first: Run, leaves: Sequence[Tensor]) -> tuple[Any, list[Tensor], _torch.Versions]:
+    def _check_results(self) -> None:
+        """Raise where the results are not what this kind of function returns."""
+
+    def _first(self, code: Code, leaves: Sequence[Tensor]) -> tuple[Any, list[Any], _torch.Versions]:
         """The outputs, the residuals, and the versions of those tensors the caller could change them through."""
-        found = first([*leaves])
-        outputs, split = found[: self._count], self.graphs.split_of(base)
+        found, split = code.runs[0]([*leaves]), code.split
+        assert split is not None
+        outputs = found[: self._count]
         residuals = split.found(leaves, outputs, found[self._count :])
         shared = [leaves[i] if where == "leaf" else outputs[i] for where, i in split.shared]
         for tensor in shared:
             if tensor.is_inference():  # these have no versions: nothing would tell that one was changed
-                return outputs, [_torch.copied(residual) for residual in residuals], []
+                copies = [_torch.copied(one) if isinstance(one, Tensor) else one for one in residuals]
+                return outputs, copies, []
         return outputs, residuals, _torch.versions_of(shared)
 
     def _changed(self) -> CompileError:
@@ -279,38 +299,43 @@ class CompiledOut:
 
     def _pushed(self, tangents: Sequence[Tensor]) -> Any:
         queue = iter(tangents)
-        return self._results.put_together([next(queue) if smooth else None for smooth in self._seeds.chosen])
+        return self.results.put_together([next(queue) if smooth else None for smooth in self._seeds.chosen])
 
-    def _prepare(self, kind: str, leaves: Sequence[Tensor]) -> tuple[Run, ...]:
+    def _prepare(self, kind: str, leaves: Sequence[Tensor]) -> Code:
         """Code for a derivative, probed where it is first used, and made again in another way where it is wrong."""
         with ONE_AT_A_TIME:
             return self._ready.get(kind) or self._probed(kind, leaves)
 
-    def _probed(self, kind: str, leaves: Sequence[Tensor]) -> tuple[Run, ...]:
-        base, _, parted = kind.partition("_")
-        kinds = [f"{base}_first", f"{base}_second"] if parted else [base]
-        runs, used = tuple(self._executables[one] for one in kinds), self.backend
+    def _probed(self, kind: str, leaves: Sequence[Tensor]) -> Code:
+        base = kind.partition("_")[0]
+        code, used = self._executables.code(kind), self.backend
+        first = code
         wrong: list[str] = []
-        is_done = not self._probe or self.graphs.is_zero(base)
+        is_done = not self._probe or self._executables.is_trusted(code) or self.graphs.is_zero(base)
         if not is_done and not self._is_due(kind):
-            return runs
+            return code
         while not is_done:
-            gap = probe.gap_at(self.graphs, kind, runs, leaves)
+            gap = probe.gap_at(self.graphs, kind, code, leaves)
             if not gap.tells and not wrong:
-                return runs
+                return code
             if gap.is_small:
                 break
             wrong.append(used)
             if len(wrong) > len(SAFER[self.backend]):
                 break
             used = SAFER[self.backend][len(wrong) - 1]
-            executables = Executables(self.graphs, used)
-            runs = tuple(executables[one] for one in kinds)
+            code = Executables(self.graphs, used).code(kind)
         if wrong:
+            self._executables.distrust(kind)
+            for other in self._by_size.values():
+                if other._ready.get(kind) is first:
+                    del other._ready[kind]
             self.healed[kind] = used
             self._warn(base, wrong, used)
-        self._ready[kind] = runs
-        return runs
+        else:
+            self._executables.trust(code)
+        self._ready[kind] = code
+        return code
 
     def _is_due(self, kind: str) -> bool:
         """Whether to probe: until a point tells something. If none does for long, ever more rarely."""
@@ -331,6 +356,14 @@ class CompiledScalar(CompiledOut):
     """A compiled function with one number as its result. Made by `compile_scalar`."""
 
     kind = "scalar"
+
+    def _check_results(self) -> None:
+        outputs = self.graphs.outputs
+        if len(outputs) != 1 or outputs[0].shape != () or not outputs[0].is_floating_point():
+            got = ", ".join(f"{short_name(value.dtype)}{list(value.shape)}" for value in outputs)
+            raise CompileError(
+                f"compile_scalar: {self.name} returns {got}, not one number of shape []. Use compile_out."
+            )
 
     @functools.cached_property
     def _one(self) -> Tensor:

@@ -1,5 +1,6 @@
 """Leaves: the tensors a compiled function takes, each of a fixed type that is checked in every call."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,12 +46,23 @@ class LeafType:
         order = sorted(range(len(sizes)), key=lambda dim: (-self.stride[dim], dim))
         strides, step = [0] * len(sizes), 1
         for dim in reversed(order):
-            strides[dim], step = step, step * max(sizes[dim], 1)
+            strides[dim], step = step, step * (sizes[dim] or 1)
         return replace(self, shape=tuple(sizes), stride=tuple(strides), dynamic=())
 
 
 def short_name(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@functools.cache
+def is_there(device: torch.device) -> bool:
+    """Whether this machine, and this build of torch, has a device."""
+    if device.type in ("cpu", "meta"):
+        return True
+    try:
+        return torch.get_device_module(device.type).device_count() > (device.index or 0)
+    except (RuntimeError, AttributeError):  # how torch says that it knows no such devices, or cannot count them
+        return False
 
 
 def type_of(tensor: Tensor, name: str, *, differentiable: bool | None = None) -> LeafType:
@@ -140,6 +152,9 @@ def with_dynamic(types: Sequence[LeafType], dynamic: Mapping[Any, Any]) -> tuple
 def _with_dims(leaf: LeafType, dims: Mapping[int, str]) -> LeafType:
     if not dims:
         return leaf
+    nameless = [dim for dim, name in dims.items() if not isinstance(name, str) or not name]
+    if nameless:
+        raise CompileError(f"compile: dynamic gives dim {nameless[0]} of {leaf.name} no name. Name it: 'batch'.")
     wrong = [dim for dim in dims if not 0 <= dim < len(leaf.shape)]
     if wrong:
         raise CompileError(f"compile: dynamic names dim {wrong[0]} of {leaf.name}, which has {len(leaf.shape)} dims.")
@@ -148,6 +163,14 @@ def _with_dims(leaf: LeafType, dims: Mapping[int, str]) -> LeafType:
             f"compile: {leaf.name} has gaps in memory, so no dim of it can be dynamic. Pass it .contiguous()."
         )
     return replace(leaf, dynamic=tuple(sorted(dims.items())))
+
+
+def sized(leaf: LeafType, sizes: Mapping[str, Any]) -> LeafType:
+    """A leaf type with the sizes its dynamic dims are given, numbers or symbols."""
+    if not leaf.dynamic:
+        return leaf
+    named = dict(leaf.dynamic)
+    return leaf.resized([sizes[named[i]] if i in named else size for i, size in enumerate(leaf.shape)])
 
 
 def sizes_of(types: Sequence[LeafType], values: Sequence[Tensor]) -> dict[str, int]:

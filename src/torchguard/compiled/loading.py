@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from torchguard.compiled import _torch
-from torchguard.compiled.compiling import as_scalar
 from torchguard.compiled.encoding import FORMAT, TORCH_VALUES, VERSION, operation
 from torchguard.compiled.functions import CompiledOut, CompiledScalar, Signature
-from torchguard.compiled.leaves import LeafType
+from torchguard.compiled.leaves import LeafType, is_there
 from torchguard.compiled.listing import type_text
 from torchguard.compiled.nesting import Nest, nest_of
 from torchguard.compiled.tracing import fakes_of, program_of
@@ -47,6 +46,7 @@ def load(path: str | Path, *, backend: str = "inductor", probe: bool = True) -> 
         raise SavedGraphError(f"load: {path} does not hold a graph: {type(error).__name__}: {said}") from error
 
 
+@_torch.one_at_a_time
 def _decoded(read: Any, backend: str, probe: bool) -> CompiledOut:
     if not isinstance(read, dict) or read.get("format") != FORMAT:
         raise SavedGraphError("load: the file was not written by save().")
@@ -64,7 +64,7 @@ def _decoded(read: Any, backend: str, probe: bool) -> CompiledOut:
     made = _KINDS[read["kind"]](program, Signature(arguments, lambda: results), backend=backend, probe=probe)
     if len(made.graphs.outputs) != len(results.places):
         raise SavedGraphError("load: the graph does not return as many tensors as its results hold.")
-    return as_scalar(made) if isinstance(made, CompiledScalar) else made
+    return made
 
 
 def _decoded_leaf(read: dict[str, Any]) -> LeafType:
@@ -75,7 +75,7 @@ def _decoded_leaf(read: dict[str, Any]) -> LeafType:
     differentiable = read["differentiable"] is True and dtype.is_floating_point
     if dtype.is_complex:
         raise SavedGraphError(f"load: leaf {read['name']!r} is complex.")
-    return LeafType(_shown(read["name"]), shape, dtype, torch.device(read["device"]), stride, differentiable)
+    return LeafType(_shown(read["name"]), shape, dtype, _device(read["device"]), stride, differentiable)
 
 
 def _count(value: Any) -> int:
@@ -128,8 +128,15 @@ def _decoded_value(read: Any, nodes: dict[str, Node]) -> Any:
     if key == "float":
         return float({"inf": "inf", "-inf": "-inf", "nan": "nan"}[value])
     if key == "device":
-        return torch.device(value)
+        return _device(value)
     return _torch_value(key, value)
+
+
+def _device(name: Any) -> torch.device:
+    device = torch.device(name)
+    if not is_there(device):
+        raise SavedGraphError(f"load: the file is for {device}, and this machine has no such device.")
+    return device
 
 
 def _torch_value(key: str, name: Any) -> Any:

@@ -1,8 +1,10 @@
 """How to read a node of an ATen graph."""
 
+import contextlib
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -27,8 +29,14 @@ def full_name(node: Node) -> str:
 
 
 def attribute(gm: GraphModule, path: object) -> Tensor:
-    """The constant a `get_attr` node stands for."""
+    """The constant a `get_attr` node stands for, on the CPU: that is where graphs are checked."""
     owner: Any = gm
     for part in str(path).split("."):
         owner = getattr(owner, part)
-    return owner
+    return owner.cpu()
+
+
+def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
+    """New tensors are made on the CPU, whatever `torch.set_default_device` says."""
+    is_default = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if is_default else torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard.compiled.executables import Executables, Graphs, Run
+from torchguard.compiled.executables import Code, Executables, Graphs
 from torchguard.compiled.leaves import LeafType
 from torchguard.compiled.tracing import seed_types, tangent_types
 from torchguard.exceptions import MissingRuleError
@@ -46,7 +46,7 @@ def random_like(types: Sequence[LeafType], seed: int) -> list[Tensor]:
     directions = []
     for i, leaf in enumerate(types):
         generator = torch.Generator(device="cpu").manual_seed(seed * 1009 + i)
-        drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64, device="cpu")
         laid = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
         directions.append(laid.copy_(drawn))
     return directions
@@ -66,24 +66,24 @@ def adjoint_gap(tangents: Any, pushed: Any, seeds: Any, pulled: Any, tolerance: 
     return Gap(left, right, max(left_size, right_size), tolerance)
 
 
-def gap_at(graphs: Graphs, kind: str, runs: tuple[Run, ...], leaves: Sequence[Tensor], seed: int = 0) -> Gap:
+def gap_at(graphs: Graphs, kind: str, code: Code, leaves: Sequence[Tensor], seed: int = 0) -> Gap:
     """How far a compiled derivative is from being the adjoint of the other one, which is run by eager mode.
 
     Where there is no other one, it is compared with itself as eager mode runs it.
     """
-    v, w = random_like(tangent_types(graphs.program), seed), random_like(seed_types(graphs.forward), seed + 1)
+    v, w = random_like(tangent_types(graphs.program), seed), random_like(seed_types(graphs.outputs), seed + 1)
     base = kind.partition("_")[0]
-    found = derivative_by(graphs, kind, runs, leaves, v, w)
+    found = derivative_by(graphs, kind, code, leaves, v, w)
     eager = Executables(graphs, "eager")
     try:
         if base == "hvp":
             return _same(found, eager["hvp"]([*leaves, *v, *w]), v, graphs.tolerance)
         other = "jvp" if base == "vjp" else "vjp"
-        dual = derivative_by(graphs, other, (eager[other],), leaves, v, w)
+        dual = derivative_by(graphs, other, eager.code(other), leaves, v, w)
         pushed, pulled = (dual, found) if base == "vjp" else (found, dual)
         return adjoint_gap(v, pushed, w, pulled, graphs.tolerance)
     except MissingRuleError:
-        again = derivative_by(graphs, base, (eager[base],), leaves, v, w)
+        again = derivative_by(graphs, base, eager.code(base), leaves, v, w)
         return _same(found, again, v if base == "vjp" else w, graphs.tolerance)
 
 
@@ -93,15 +93,15 @@ def _same(found: Sequence[Tensor], right: Sequence[Tensor], weights: Sequence[Te
 
 
 def derivative_by(
-    graphs: Graphs, kind: str, runs: tuple[Run, ...], leaves: Sequence[Tensor], v: Sequence[Tensor], w: Sequence[Tensor]
+    graphs: Graphs, kind: str, code: Code, leaves: Sequence[Tensor], v: Sequence[Tensor], w: Sequence[Tensor]
 ) -> list[Tensor]:
     """The gradients or tangents that some code returns, in one part or two."""
-    base, _, parted = kind.partition("_")
+    base = kind.partition("_")[0]
     count = len(graphs.outputs)
     directions = {"jvp": [*v], "vjp": [*w], "hvp": [*v, *w]}[base]
-    if not parted:
-        found = runs[0]([*leaves, *directions])
+    if code.split is None:
+        found = code.runs[0]([*leaves, *directions])
         return list(found if base == "hvp" else found[count:])
-    first = runs[0]([*leaves])
-    residuals = graphs.split_of(base).found(leaves, first[:count], first[count:])
-    return list(runs[1]([*residuals, *directions]))
+    first = code.runs[0]([*leaves])
+    residuals = code.split.found(leaves, first[:count], first[count:])
+    return list(code.runs[1]([*residuals, *directions]))

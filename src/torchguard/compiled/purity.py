@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.traceback import set_stack_trace
 
 from torchguard.compiled import _torch
@@ -39,6 +40,8 @@ class Watch(_torch.DispatchMode):
         own: the storages of the leaves, which may not be changed.
         detaches: whether what is computed under `no_grad` is detached, which forward mode would not do otherwise.
             Torch runs an `autograd.Function` without grad as well, which makes no constants.
+        pushes: whether tangents are pushed through the function itself, and have to be cut off there as well. No
+            operation tells of them, so this is done to what functions of torch return.
         finds_lines: whether the line is looked for on the stack; otherwise it is that of a node being run.
     """
 
@@ -52,9 +55,10 @@ class Watch(_torch.DispatchMode):
         *,
         finds_lines: bool = True,
         detaches: bool = False,
+        pushes: bool = False,
     ) -> None:
         super().__init__()
-        self._detaches = detaches
+        self._detaches, self.pushes = detaches, pushes
         self._name, self._lifted, self._own, self._finds_lines = name, lifted, own, finds_lines
         self.drawn: list[tuple[str, Tensor]] = []
         self.has_own_rules = False
@@ -82,11 +86,12 @@ class Watch(_torch.DispatchMode):
         self._refuse(func, args, kwargs, where)
         if is_random(func, args, kwargs):
             return self._draw(func, args, kwargs, where)
+        args, kwargs = _with_log_sums(schema, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except _torch.dynamic_shape_errors() as error:
             raise self._of_values(func, where) from error
-        if any(isinstance(size, torch.SymInt) for out in _tensors(result) for size in out.shape):
+        if any(free_unbacked_symbols(size) for out in _tensors(result) for size in out.shape):
             raise self._of_values(func, where)
         if not has_own_rule and func.namespace not in ("aten", "prims") and _tensors(result):
             self.foreign.append((func, where))
@@ -109,6 +114,8 @@ class Watch(_torch.DispatchMode):
         if trains and _argument(func, args, kwargs, "running_mean") is not None:
             advice = "Call .eval() on it, or pass track_running_stats=False"
             raise self.error(where, "batch norm changes its running statistics", advice)
+        if schema.is_mutable and self.pushes and self.grad_is_off and not in_autograd_function():
+            raise self.error(where, f"{name_of(func)} changes a tensor without grad", "Use the out-of-place form")
         if schema.is_mutable:
             for declared in schema.arguments:
                 written = declared.alias_info is not None and declared.alias_info.is_write
@@ -163,7 +170,11 @@ class _Calls(_torch.TorchFunctionMode):
             raise self._watch.hidden(user_line(), f"Tensor.{func.__name__}")
         elif func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
             raise self._watch.error(user_line(), "the data of a tensor are replaced", "Use the new tensor itself")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not (self._watch.pushes and self._watch.grad_is_off and _tensors(result)):
+            return result
+        is_inside = in_autograd_function() and not _torch.runs_autograd_function(func)
+        return result if is_inside else _torch.detached(result)
 
 
 def branches_on_values(name: str, where: str) -> ImpureFunctionError:
@@ -177,6 +188,16 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     switches = ("dropout_p", "train", "training")
     declared = {argument.name for argument in _torch.schema_of(func).arguments}
     return all(_argument(func, args, kwargs, name) not in (0, 0.0, False) for name in switches if name in declared)
+
+
+def _with_log_sums(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Have fused attention return what its gradients need: torch asks for it only where a leaf requires grad."""
+    for index, declared in enumerate(schema.arguments):
+        if declared.name == "compute_log_sumexp" and index < len(args):
+            args = (*args[:index], True, *args[index + 1 :])
+        elif declared.name == "compute_log_sumexp":
+            kwargs = {**kwargs, declared.name: True}
+    return args, kwargs
 
 
 def name_of(func: Any) -> str:

@@ -35,6 +35,6 @@ def save(made: "CompiledOut", path: str | os.PathLike[str]) -> None:
         "graph": encoded_graph(made.graphs.forward, names),
         "sources": {node.name: node.stack_trace for node in made.graph.nodes if node.stack_trace},
         "arguments": None if nest is None else encoded_nest(nest),
-        "results": encoded_nest(made.signature.results()),
+        "results": encoded_nest(made.results),
     }
     Path(path).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")

@@ -31,7 +31,8 @@ def tidied(traced: GraphModule, names: Sequence[str], *, keep_detach: bool = Tru
         if node.op == "get_attr":
             _write_out(graph, node, getattr(traced, str(node.target)))
         elif _name(node) in _ZEROS:
-            _replace(graph, node, _full(graph, node, node.meta["val"].shape, 0, node.meta["val"]))
+            sizes = node.args[0] if _name(node) == _ZEROS[0] else node.meta["val"].shape
+            _replace(graph, node, _full(graph, node, sizes, 0, node.meta["val"]))
         elif _changes_nothing(node) and not (keep_detach and _name(node) == "aten::detach" and node in from_leaves):
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
@@ -83,7 +84,7 @@ def _write_out(graph: Graph, node: Node, value: Tensor) -> None:
     _replace(graph, node, new)
 
 
-def _full(graph: Graph, node: Node, shape: Sequence[int], number: Any, like: Tensor) -> Node:
+def _full(graph: Graph, node: Node, shape: Any, number: Any, like: Tensor) -> Node:
     with graph.inserting_before(node):
         kwargs = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
         return _call(graph, node, aten.full.default, (list(shape), number), kwargs)

@@ -12,7 +12,9 @@ from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchguard.compiled import _torch
-from torchguard.compiled.leaves import LeafType, cotangent_type
+from torchguard.compiled.attention import WritesOutAttention, is_fused, is_pulled_through
+from torchguard.compiled.cells import CELLS
+from torchguard.compiled.leaves import LeafType, cotangent_type, is_there
 from torchguard.compiled.nodes import OF_SHAPES, UNINITIALISED, op_name
 from torchguard.compiled.purity import LINE, Watch, branches_on_values, line_of, name_of
 from torchguard.compiled.tidying import tidied
@@ -106,6 +108,11 @@ class Forward:
     has_own_rules: bool
     foreign: tuple[tuple[Any, str], ...]
 
+    @property
+    def is_all(self) -> bool:
+        """Whether every derivative is taken of the graph, and none of the function itself."""
+        return not self.has_own_rules and not is_pulled_through(self.graph)
+
 
 def forward_graph(program: Program) -> Forward:
     """What a function computes. Raises where it is not pure."""
@@ -125,6 +132,7 @@ def forward_graph(program: Program) -> Forward:
     if any(value.is_complex() for value in output_values(forward)):
         raise CompileError(f"{program.name}: returns complex numbers. Return torch.view_as_real(z).")
     _refuse_uninitialised(program, forward)
+    _refuse_missing_devices(program, forward)
     own = watches[0].has_own_rules
     source = program if own else program_of(forward, program.name, program.leaves)
     return Forward(forward, source, own, tuple(watches[0].foreign))
@@ -132,11 +140,13 @@ def forward_graph(program: Program) -> Forward:
 
 def without_fused_attention(program: Program, forward: Forward) -> Forward:
     """What to push tangents through: fused attention has no rule for them, and what it is made of has."""
-    fused = any("scaled_dot_product" in str(node.target) for node in forward.graph.graph.nodes)
-    if not fused or forward.has_own_rules:
+    if forward.has_own_rules or not any(map(is_fused, forward.graph.graph.nodes)):
         return forward
-    with sdpa_kernel(SDPBackend.MATH):
-        return replace(forward, source=forward_graph(program).source)
+    if is_pulled_through(forward.graph):
+        with sdpa_kernel(SDPBackend.MATH):
+            return replace(forward, source=forward_graph(program).source)
+    written_out = replace(forward.source, run=lambda *leaves: list(WritesOutAttention(forward.graph).run(*leaves)))
+    return replace(forward, source=forward_graph(written_out).source)
 
 
 def derivative_graph(forward: Forward, kind: str) -> GraphModule:
@@ -148,7 +158,7 @@ def derivative_graph(forward: Forward, kind: str) -> GraphModule:
     """
     program = forward.source
     tangents = tangent_types(program)
-    seeds = seed_types(forward.graph)
+    seeds = seed_types(output_values(forward.graph))
     if not tangents or not seeds:
         missing = "leaf" if not tangents else "output"
         raise CompileError(f"{kind} of {program.name}: no {missing} is differentiable.")
@@ -166,7 +176,8 @@ def derivative_graph(forward: Forward, kind: str) -> GraphModule:
             chosen = [
                 next(queue) if is_own else leaf for leaf, is_own in zip(leaves, program.differentiable, strict=True)
             ]
-            found = program.watched(watch, *chosen)
+            with torch.enable_grad():  # so that leaving a `no_grad` is seen to be that
+                found = program.watched(watch, *chosen)
             return tuple(out for out in found if out.is_floating_point()), found
 
         def gradients(*moved: Tensor) -> tuple[Tensor, ...]:
@@ -218,9 +229,8 @@ def tangent_types(program: Program) -> list[LeafType]:
     return [cotangent_type(leaf.fake(), f"d_{leaf.name}") for leaf in program.leaves if leaf.differentiable]
 
 
-def seed_types(forward: GraphModule) -> list[LeafType]:
+def seed_types(values: Sequence[Tensor]) -> list[LeafType]:
     """A seed for each differentiable output."""
-    values = output_values(forward)
     return [cotangent_type(value, f"seed_{i}") for i, value in enumerate(values) if value.is_floating_point()]
 
 
@@ -253,11 +263,13 @@ def _trace(
     def watched(*values: Tensor) -> Any:
         random = values[lifted] if program.lifts_rng else None
         own = {_torch.storage_of(value) for value in values}
-        watch = Watch(program.name, random, own, finds_lines=not program.knows_its_lines, detaches=grad_enabled)
+        runs_a_graph = program.knows_its_lines
+        pushes = kind in ("jvp", "hvp") and not runs_a_graph
+        watch = Watch(program.name, random, own, finds_lines=not runs_a_graph, detaches=grad_enabled, pushes=pushes)
         return fn(watch, *values)
 
     try:
-        traced = _torch.trace(watched, [leaf.fake() for leaf in types], grad_enabled=grad_enabled)
+        traced = _torch.trace(watched, [leaf.fake() for leaf in types], CELLS, grad_enabled=grad_enabled)
         if any((schema := _torch.schema_of(node.target)) and schema.is_mutable for node in traced.graph.nodes):
             run = torch.fx.Interpreter(traced).run
             functional = func.functionalize(run, remove="mutations")
@@ -279,6 +291,16 @@ def _refuse_changes(program: Program, traced: GraphModule) -> None:
             raise ImpureFunctionError(
                 f"{program.name}: at {node.stack_trace}: {name_of(node.target)} changes a tensor in place, and cannot "
                 "be rewritten. Use the out-of-place form."
+            )
+
+
+def _refuse_missing_devices(program: Program, forward: GraphModule) -> None:
+    """Tensors without values may be on a device that is not there; taking derivatives of them ends the process."""
+    for node in forward.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not is_there(value.device):
+            raise CompileError(
+                f"{program.name}: %{node.name} is on {value.device}, and this machine has no such device."
             )
 
 

@@ -19,7 +19,7 @@ from torchguard.compiled.algebra.trials import Case, Outcome, Trials
 from torchguard.compiled.algebra.unsupported import UnfitError, UnsupportedError
 from torchguard.compiled.algebra.values import Value
 from torchguard.compiled.claims import Claim, Json, Verdict
-from torchguard.compiled.nodes import op_name
+from torchguard.compiled.nodes import on_the_cpu, op_name
 from torchguard.exceptions import GraphMismatchError
 
 TRIALS = 4
@@ -196,7 +196,8 @@ def _claim(subject: str, case: Case, seed: int, trials: int) -> Claim:
         return ended(Verdict.INCONCLUSIVE, f"There is no rule for {', '.join(names)}.", unsupported=list(names))
     tried = Trials(case, seed)
     try:
-        outcomes = list(tried.run(trials))
+        with on_the_cpu():
+            outcomes = list(tried.run(trials))
     except UnsupportedError as error:
         return ended(Verdict.INCONCLUSIVE, f"There is no rule for {error}.", unsupported=[str(error)])
     except UnfitError as error:

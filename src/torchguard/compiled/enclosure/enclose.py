@@ -1,6 +1,6 @@
 """Bounds of all outputs of a graph, over a box of inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from torchguard.compiled.claims import Claim, Verdict
 from torchguard.compiled.enclosure import functions, layers, moving, pointwise
 from torchguard.compiled.enclosure.intervals import Interval, UnboundedError, bounded, known
-from torchguard.compiled.nodes import attribute, op_name
+from torchguard.compiled.nodes import attribute, on_the_cpu, op_name
 from torchguard.exceptions import BoxError
 
 RULES = {**pointwise.RULES, **functions.RULES, **moving.RULES, **layers.RULES}
@@ -66,11 +66,15 @@ def enclose(gm: GraphModule, boxes: Sequence[Box]) -> Enclosure:
     leaves = [node for node in gm.graph.nodes if node.op == "placeholder"]
     if len(leaves) != len(boxes):
         raise BoxError(f"enclose: the graph takes {len(leaves)} tensors, and {len(boxes)} boxes were given.")
+    with on_the_cpu():
+        return _enclosed(gm, dict(zip(leaves, boxes, strict=True)))
+
+
+def _enclosed(gm: GraphModule, given: dict[Node, Box]) -> Enclosure:
     if _are_flushed():
         return Enclosure(None, ("numbers that torch.set_flush_denormal makes zero",))
-    if names := _unsupported(gm):
+    if names := _elsewhere(gm, given.values()) or _unsupported(gm):
         return Enclosure(None, names)
-    given = dict(zip(leaves, boxes, strict=True))
     values: dict[Node, Any] = {}
     for node in gm.graph.nodes:
         try:
@@ -94,6 +98,13 @@ def enclose(gm: GraphModule, boxes: Sequence[Box]) -> Enclosure:
 
 def _are_flushed() -> bool:
     return bool(torch.tensor(5e-324, dtype=torch.float64) == 0)
+
+
+def _elsewhere(gm: GraphModule, boxes: Iterable[Box]) -> tuple[str, ...]:
+    """What is computed on other devices than the CPU, which may round otherwise."""
+    recorded = [node.meta.get("val") for node in gm.graph.nodes if node.op != "output"]
+    tensors = [*(value for value in recorded if isinstance(value, Tensor)), *(box.low for box in boxes)]
+    return tuple(sorted({f"arithmetic on {t.device}" for t in tensors if t.device.type != "cpu"}))
 
 
 def _unsupported(gm: GraphModule) -> tuple[str, ...]:
