@@ -512,3 +512,21 @@ def test_a_wrapper_in_cpp(quarantine):
     guarded = watch(model, quarantine=quarantine)
     _, f = torch.compile(guarded, fullgraph=True, options={"cpp_wrapper": True})(x)
     assert err.is_err(f).tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize("depth", [8, 40], ids=["few", "many"])
+def test_few_looks_and_many_come_to_the_same(run_light, depth, quarantine):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+    with torch.no_grad():
+        model[depth // 2].weight[0] = 1e30
+    x = torch.randn(BATCH, 3, 4)
+    x[1, 2], x[4, 0, 1] = 1e30, NAN
+    guarded = watch(model, quarantine=quarantine)
+    _, want = guarded(x)
+    report = guarded.report()
+    assert {incident.sample for incident in report} >= {1, 4}
+    out, f = run_light(guarded)(x)
+    assert torch.equal(f, want)
+    assert guarded.report() == report
+    assert out[GOOD].isfinite().all() or not quarantine

@@ -10,7 +10,7 @@ from torchguard.errors.slots import Flags
 from torchguard.watching.checks import Checks
 from torchguard.watching.constants import at
 from torchguard.watching.earliest import UNTOLD
-from torchguard.watching.kinds import INF, NAN
+from torchguard.watching.kinds import FEW, INF, NAN
 from torchguard.watching.rows import Batch
 from torchguard.watching.verdict import Evidence, verdict
 
@@ -39,7 +39,8 @@ class Journal:
         self.checks, self.repairs, self.marks = checks, repairs, marks
         self.looks = checks.nan or checks.inf
         self.only = None if checks.nan and checks.inf else NAN if checks.nan else INF
-        self.ends = (0, places - 1)  # the places where nothing but a look reads what is there
+        # The places where nothing but a look reads what is there, in a model large enough not to feel a call.
+        self.ends = (0, places - 1) if places > FEW else ()
         self._is_turned = batch is not None and batch.dim > 0
         self.places: list[int] = []
         self.found: list[Tensor] = []

@@ -14,7 +14,7 @@ from torchguard.errors.slots import Flags, capacity, pack, zero_flags
 from torchguard.operators import are_kept_whole, define, define_whole, revision_of
 from torchguard.watching.constants import at
 from torchguard.watching.earliest import KIND, LAST, ORDER, POSITION, earliest
-from torchguard.watching.kinds import CODES, FINE, is_bad, says_nothing
+from torchguard.watching.kinds import CODES, FEW, FINE, is_bad, says_nothing
 from torchguard.watching.rows import Batch
 
 # What a slot holds of a kind, beside the location; and so for each code that is no fault.
@@ -159,8 +159,8 @@ def _traced(*flat: Any) -> Verdict:
     places, dims, ranks = ([part[i] for i in heard] for part in evidence[1:])
     found = [evidence.found[i] for i in heard]
     given = (Evidence(found, places, dims, ranks), remarks, locations, batch, repairs, config)
-    if batch.device.type == "cpu" and is_traced(evidence.found[0]):
-        # It mostly finds nothing and ends at once, but would take seconds to compile.
+    if len(found) > FEW and batch.device.type == "cpu" and is_traced(evidence.found[0]):
+        # It mostly finds nothing and ends at once, but would take long to compile.
         return torch.ops.torchguard.verdict_at_once(*_flat(*given))
     return _verdict(*given)
 
