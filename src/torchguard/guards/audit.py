@@ -92,7 +92,7 @@ class Audit:
         self.filter, self.every, self.action, self.budget = filter, every, action, budget
         self._violations: dict[tuple[str, ...], Violation] = {}
         self._shadows: weakref.WeakSet[_Shadow] = weakref.WeakSet()
-        self._gone: list[_Counts] = []  # of shadows whose compiled code is gone
+        self._gone = [0, 0, 0]  # calls, checks and dropped guards of shadows whose compiled code is gone
         self._lock = threading.RLock()
         self._decided = threading.local()
 
@@ -110,14 +110,15 @@ class Audit:
             return
         shadow = _Shadow(self, built, built.full, self._decided.dropped)
         self._shadows.add(shadow)
-        weakref.finalize(shadow, lambda gone, counts: gone.append(counts), self._gone, shadow.counts)
+        weakref.finalize(shadow, _add, self._gone, shadow.counts)
         built.guards.listen(shadow.on_call)
 
     def report(self) -> AuditReport:
         with self._lock:
-            counts = [*self._gone, *(shadow.counts for shadow in self._shadows)]
-            sums = (sum(getattr(one, name) for one in counts) for name in ("calls", "checks", "dropped"))
-            return AuditReport(tuple(self._violations.values()), *sums)
+            total = [*self._gone]
+            for shadow in self._shadows:
+                _add(total, shadow.counts)
+            return AuditReport(tuple(self._violations.values()), *total)
 
     def found(self, violations: list[Violation]) -> bool:
         """Tell of violations; whether the compiled code may run all the same. May raise."""
@@ -142,6 +143,10 @@ class _Counts:
     @property
     def calls(self) -> int:
         return self.due - self.left
+
+
+def _add(total: list[int], counts: _Counts) -> None:
+    total[:] = total[0] + counts.calls, total[1] + counts.checks, total[2] + counts.dropped
 
 
 class _Dropped:
