@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from remembering import Remembering
 from tests.compiled.programs import BINARY, UNARY
 from tests.compiled.zoo import ZOO, attention_block, attention_block_inputs, graphs, graphs_of, traced
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -86,15 +87,10 @@ def test_a_factor_of_one_plus_1e_7_in_the_last_gradient_fails_and_names_the_leaf
 
 
 def scaled_relu(factor):
-    class Scaled(torch.autograd.Function):
+    class Scaled(Remembering):
         @staticmethod
         def forward(x):
             return torch.where(x > 0, x, 0.1 * x)
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-            ctx.save_for_forward(*inputs)
 
         @staticmethod
         def backward(ctx, g):
@@ -121,14 +117,10 @@ def test_a_custom_function_is_held_to_what_it_computes(factor, verdict, size):
 
 
 def test_a_custom_rule_with_a_small_error_that_gradcheck_lets_pass_fails():
-    class Cubed(torch.autograd.Function):
+    class Cubed(Remembering):
         @staticmethod
         def forward(x):
             return x * x * x
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
 
         @staticmethod
         def backward(ctx, g):

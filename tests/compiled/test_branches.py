@@ -5,6 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn.functional as F
+from remembering import Remembering
 from tests.compiled.zoo import graphs_of, traced
 from torch.func import vjp
 
@@ -18,14 +19,10 @@ from torchguard.compiled.claims import Verdict
 def square_wrong_where(is_wrong):
     """x² of its first argument, with a derivative of the wrong sign where something holds of all its arguments."""
 
-    class Square(torch.autograd.Function):
+    class Square(Remembering):
         @staticmethod
         def forward(x, *others):
             return x * x
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
 
         @staticmethod
         def backward(ctx, g):
@@ -94,14 +91,10 @@ def test_a_derivative_that_is_wrong_on_one_side_of_a_comparison_fails(is_wrong, 
 
 
 def test_a_gradient_that_is_clipped_far_out_fails():
-    class Clipped(torch.autograd.Function):
+    class Clipped(Remembering):
         @staticmethod
         def forward(x):
             return x * x
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
 
         @staticmethod
         def backward(ctx, g):

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from remembering import Remembering
 from rich.console import Console
 
 from torchguard.compiled import Builder, Certificate, CompileError, compile_out, compile_scalar
@@ -26,17 +27,12 @@ def c(point):
     return compile_out(block, *point, backend="eager")
 
 
-class Right(torch.autograd.Function):
+class Right(Remembering):
     factor = 2.0
 
     @staticmethod
     def forward(x):
         return x * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @classmethod
     def backward(cls, ctx, gradient):
@@ -101,7 +97,7 @@ def test_a_wrong_tangent_has_a_taylor_remainder_of_slope_one():
     assert "slope 1.0" in claim.says
 
 
-class Quick(torch.autograd.Function):
+class Quick(Remembering):
     """It turns ten thousand times within a unit."""
 
     factor = 1.0
@@ -109,11 +105,6 @@ class Quick(torch.autograd.Function):
     @staticmethod
     def forward(x):
         return (1e4 * x).sin()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @classmethod
     def backward(cls, ctx, g):

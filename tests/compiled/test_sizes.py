@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from remembering import Remembering
 from torch import func, nn
 
 from torchguard.compiled import CompileError, compile_out, compile_scalar, state_of
@@ -253,15 +254,10 @@ def test_a_certificate_is_of_one_size():
 
 
 def test_a_wrong_derivative_is_found_at_any_size():
-    class Wrong(torch.autograd.Function):
+    class Wrong(Remembering):
         @staticmethod
         def forward(x):
             return x**2
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-            ctx.save_for_forward(*inputs)
 
         @staticmethod
         def backward(ctx, g):
