@@ -19,7 +19,14 @@ KIND, POSITION, LAST, ORDER = 0xFF, 8, (1 << 31) - 1, 40
 UNTOLD = -1
 
 
-def earliest(found: list[Tensor], dims: list[int], ranks: list[int], batch: Batch, most: int) -> tuple[Tensor, Tensor]:
+class Group(NamedTuple):
+    """Evidence of one shape and dtype: `(evidence, batch, ..., pieces)`, and the number of each."""
+
+    several: Tensor
+    numbers: list[int]
+
+
+def earliest(found: list[Tensor], dims: list[int], batch: Batch, most: int) -> tuple[Tensor, Tensor]:
     """The keys of the earliest evidence against each sample, so many, and how much there is in all.
 
     A key holds the order of the evidence, the first bad vector in it, and its kind. The larger it is the earlier the
@@ -27,28 +34,24 @@ def earliest(found: list[Tensor], dims: list[int], ranks: list[int], batch: Batc
 
     Args:
         dims: along which the samples of each piece of evidence lie, or `UNTOLD`.
-        ranks: of the tensors that were looked at. Evidence of the same rank is about pieces of vectors.
     """
-    keys = _keys(found, dims, ranks, batch)
+    keys = _keys(found, dims, batch)
     if most == 1:
         return keys.amax(0, keepdim=True), (keys > 0).sum(0)
     missing = max(0, most - keys.shape[0])
     return F.pad(keys, (0, 0, 0, missing)).topk(most, dim=0).values, (keys > 0).sum(0)
 
 
-def _keys(found: list[Tensor], dims: Sequence[int], ranks: Sequence[int], batch: Batch) -> Tensor:
+def _keys(found: list[Tensor], dims: Sequence[int], batch: Batch) -> Tensor:
     """A key for every piece of evidence and sample."""
-    groups, strays = _sorted(found, dims, ranks, batch)
+    groups, strays = ([], []) if is_surely(batch.size == 0) else grouped(found, dims, batch)
     parts, numbers = [], []
-    if is_surely(batch.size == 0):
-        groups, strays = [], []
     for group in groups:
-        several = side_by_side([*group.rows.values()])
-        kinds = kinds_of(several.amax(-1) if group.in_pieces else several).to(torch.int64)
+        kinds = kinds_of(group.several.amax(-1)).to(torch.int64)
         kinds = kinds.flatten(2) if kinds.ndim > 2 else kinds.unsqueeze(-1)
         position = (LAST - torch.arange(kinds.shape[-1], device=kinds.device)).to(torch.int64) << POSITION
         parts.append(torch.where(kinds == FINE, 0, position | kinds).amax(-1))
-        numbers += [*group.rows]
+        numbers += group.numbers
     if parts:
         keys = torch.cat(parts)
         parts = [torch.where(keys == 0, 0, keys | _early(len(found), numbers, keys))]
@@ -66,33 +69,28 @@ def _early(n: int, numbers: list[int], like: Tensor) -> Tensor:
     return constant([(n - i) << ORDER for i in numbers], like).unsqueeze(-1)
 
 
-class _Group(NamedTuple):
-    """Evidence that can be stacked, by number, the samples in front."""
-
-    in_pieces: bool
-    rows: dict[int, Tensor]
-
-
-def _sorted(
-    found: list[Tensor], dims: Sequence[int], ranks: Sequence[int], batch: Batch
-) -> tuple[list[_Group], list[int]]:
+def grouped(found: list[Tensor], dims: Sequence[int], batch: Batch) -> tuple[list[Group], list[int]]:
     """The evidence in groups, and the numbers of what is about no sample."""
-    groups: list[_Group] = []
+    alike: list[dict[int, Tensor]] = []
     strays = []
-    for i, (one, dim, rank) in enumerate(zip(found, dims, ranks, strict=True)):
-        rows = batch.rows_first(one, None if dim == UNTOLD else dim)
+    for i, (one, dim) in enumerate(zip(found, dims, strict=True)):
+        rows = rows_of(one, None if dim == UNTOLD else dim, batch)
         if any(is_surely(size == 0) for size in (one.shape if rows is None else rows.shape[1:])):
             continue  # nothing is there that could be bad
         if rows is None:
             strays.append(i)
             continue
-        in_pieces = one.ndim == rank > 1
-        for group in groups:
-            first = next(iter(group.rows.values()))
-            alike = group.in_pieces == in_pieces and first.dtype == rows.dtype
-            if alike and surely_equal(first.shape, rows.shape):
-                group.rows[i] = rows
+        for group in alike:
+            first = next(iter(group.values()))
+            if first.dtype == rows.dtype and surely_equal(first.shape, rows.shape):
+                group[i] = rows
                 break
         else:
-            groups.append(_Group(in_pieces, {i: rows}))
-    return groups, strays
+            alike.append({i: rows})
+    return [Group(side_by_side([*group.values()]), [*group]) for group in alike], strays
+
+
+def rows_of(found: Tensor, dim: int | None, batch: Batch) -> Tensor | None:
+    """Evidence with one row for each sample in front, None if it has none."""
+    along = batch.dim if dim is None else dim
+    return batch.rows_first(found, along) if along < found.ndim - 1 else None

@@ -71,14 +71,14 @@ class Poll:
 
 def _gathered(step: Step) -> Tensor:
     code = slot_code(unpack(step.flags)[:, 0].to(torch.int64))
-    return torch.cat([torch.stack([code, step.origin, step.times.to(torch.int64), step.position]), step.remarks])
+    return torch.cat([code.unsqueeze(0), step.told, *([] if step.remarks is None else [step.remarks])])
 
 
 def _read(gathered: Tensor, names: Names) -> list[Incident]:
     found = []
-    for sample, (code, origin, times, position, *remarks) in enumerate(gathered.t().tolist()):
+    for sample, (code, origin, more, position, *remarks) in enumerate(gathered.t().tolist()):
         if origin >= 0:
-            found.append(Incident(sample, code, names.paths[origin], position, times))
+            found.append(Incident(sample, code, names.paths[origin], position, more + 1))
         for place, other in (divmod(remark, 16) for remark in remarks if remark >= 0):
             found.append(Incident(sample, other, names.paths[place], None, 1, names.messages.get(other, "")))
     return found

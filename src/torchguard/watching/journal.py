@@ -5,12 +5,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchguard.checks import can_be_looked_at
 from torchguard.errors.config import get_config
 from torchguard.errors.slots import Flags
+from torchguard.operators import are_kept_whole
 from torchguard.watching.checks import Checks
 from torchguard.watching.constants import at
 from torchguard.watching.earliest import UNTOLD
-from torchguard.watching.kinds import FEW, INF, NAN
+from torchguard.watching.kinds import INF, NAN, REVISION, evidence, narrowed
+from torchguard.watching.quarantine import repair_in_graph, repaired
 from torchguard.watching.rows import Batch
 from torchguard.watching.verdict import Evidence, verdict
 
@@ -18,17 +21,15 @@ from torchguard.watching.verdict import Evidence, verdict
 class Step(NamedTuple):
     """One call, seen.
 
-    `origin` is for each sample the place where it went bad first (-1: nowhere), `times` in how many places it was seen
-    bad, and `position` which vector of the origin was the first bad one, counted over the dims between batch and last.
-    `remarks` has a row for each code that is no fault: the place where it was met first, times 16, plus the code
-    (-1: nowhere).
+    `told` has for each sample the place where it went bad first, in how many more it was seen bad, and which vector of
+    the first was the first bad one, counted over the dims between batch and last: -1 for one that is fine. `remarks`
+    has a row for each code that is no fault, if there are any: the place where it was met first, times 16, plus the
+    code (-1: nowhere).
     """
 
     flags: Flags
-    origin: Tensor
-    times: Tensor
-    position: Tensor
-    remarks: Tensor
+    told: Tensor
+    remarks: Tensor | None
 
 
 class Journal:
@@ -37,24 +38,76 @@ class Journal:
     def __init__(self, batch: Any, checks: Checks, repairs: bool, places: int, marks: Any = None) -> None:
         self.batch: Batch = batch
         self.checks, self.repairs, self.marks = checks, repairs, marks
-        self.looks = checks.nan or checks.inf
+        self.looks = repairs or checks.nan or checks.inf
         self.only = None if checks.nan and checks.inf else NAN if checks.nan else INF
-        # The places where nothing but a look reads what is there, in a model large enough not to feel a call.
-        self.ends = (0, places - 1) if places > FEW else ()
+        self.ends = (0, places - 1)  # nothing but a look reads what is there
         self._is_turned = batch is not None and batch.dim > 0
+        self._is_quick = are_kept_whole() and batch is not None and batch.dim == 0 and (repairs or self.only is None)
         self.places: list[int] = []
         self.found: list[Tensor] = []
         self.dims: list[int] = []
-        self.ranks: list[int] = []
         self.remarks: list[tuple[int, int, Tensor]] = []
         self._known: list[tuple[Tensor, int]] = []
 
-    def note(self, place: int, found: Tensor, dim: int | None = None, rank: int = 0) -> None:
-        """Evidence at a place, about a tensor of that rank; its samples lie along `dim`, if that is known."""
+    def see(
+        self,
+        z: Tensor,
+        place: int,
+        stops: bool = True,
+        is_argument: bool = False,
+        squares: int = 0,
+        dim: int | None = None,
+    ) -> Tensor:
+        """Note what a tensor holds at a place; in quarantine, the tensor with what is bad replaced.
+
+        Args:
+            stops: whether a gradient that is bad ends here.
+            is_argument: whether it goes into a module. What is about no sample goes in as it is: a table, or a mask.
+            squares: of how many numbers the module is going to sum the squares.
+            dim: along which the samples lie, if that is known.
+        """
+        # Dynamo takes long over every call and comes by here hundreds of times: what can be, is left to an operator.
+        if (
+            self._is_quick
+            and dim is None
+            and not self._known
+            and z.is_floating_point()
+            and z.layout == torch.strided
+            and not z.is_nested
+        ):
+            if not self.looks:
+                return z
+            self.places.append(place)
+            self.dims.append(UNTOLD)
+            if self.repairs:
+                z, found = repair_in_graph(z, self.batch, self.marks, place, None, stops, squares, is_argument)
+            else:
+                found = torch.ops.torchguard.evidence(z, place in self.ends, REVISION)
+            self.found.append(found)
+            return z
+        return self._see(z, place, stops, is_argument, squares, dim)
+
+    def _see(self, z: Tensor, place: int, stops: bool, is_argument: bool, squares: int, dim: int | None) -> Tensor:
+        if not self.looks or not can_be_looked_at(z) or (is_argument and self.is_stray(z)):
+            return z
+        dim = self.dim_of(z, dim)
+        looked_at = z.unsqueeze(-1) if self._is_turned and self.batch.dim == z.ndim - 1 else z
+        if not self.repairs:
+            found = evidence(looked_at, alone=place in self.ends)
+            self.note(place, found if self.only is None else narrowed(found, self.only), dim)
+            return z
+        mended, found = repaired(looked_at, self.batch, self.marks, place, dim, stops, squares)
+        if found is not None:
+            self.note(place, found, dim)
+        mended = mended if looked_at is z else mended.squeeze(-1)
+        self.dim_of(mended, dim)
+        return mended
+
+    def note(self, place: int, found: Tensor, dim: int | None = None) -> None:
+        """Evidence at a place; its samples lie along `dim`, if that is known."""
         self.places.append(place)
         self.found.append(found)
         self.dims.append(UNTOLD if dim is None else dim)
-        self.ranks.append(rank)
 
     def dim_of(self, z: Tensor, told: int | None) -> int | None:
         """Along which dim the samples lie in a tensor, as far as that was told, now or when it was met before."""
@@ -68,10 +121,6 @@ class Journal:
         """Whether a tensor is about no sample in particular."""
         return self.batch is not None and not self.batch.has_rows(z.shape, self.dim_of(z, None))
 
-    def upright(self, z: Tensor) -> Tensor:
-        """A tensor whose last dim belongs to one sample: where the samples lie along it, it gets one more."""
-        return z.unsqueeze(-1) if self._is_turned and self.batch.dim == z.ndim - 1 else z
-
     def remark(self, place: int, code: int, rows: Tensor) -> None:
         """A `(batch,)` mask of samples that are no fault, but worth a warning."""
         self.remarks.append((place, code, rows))
@@ -79,17 +128,17 @@ class Journal:
     def close(self, locations: Tensor) -> Step:
         """The step, for places that have these location ids, and 0 behind them."""
         if not self.found:
-            self.note(0, torch.zeros(self.batch.size, dtype=torch.int8, device=self.batch.device))
+            self.note(0, torch.zeros(self.batch.size, 1, dtype=torch.int8, device=self.batch.device))
         remarks = self._first_remarks()
-        evidence = Evidence(self.found, self.places, self.dims, self.ranks)
+        evidence = Evidence(self.found, self.places, self.dims)
         return Step(*verdict(evidence, remarks, locations, self.batch, self.repairs, get_config()), remarks)
 
-    def _first_remarks(self) -> Tensor:
+    def _first_remarks(self) -> Tensor | None:
         """Each remark where it was made first: a layer that passes on zeros is no second cause."""
-        firsts = [torch.full((0, self.batch.size), -1, device=self.batch.device)]
+        firsts = []
         for code in sorted({code for _, code, _ in self.remarks}):
             masks = torch.stack([rows for _, other, rows in self.remarks if other == code])
             packed = [place * 16 + code for place, other, _ in self.remarks if other == code]
             first = at(masks.to(torch.int8).argmax(0), packed)
-            firsts.append(torch.where(masks.any(0), first, -1).unsqueeze(0))
-        return torch.cat(firsts)
+            firsts.append(torch.where(masks.any(0), first, -1))
+        return torch.stack(firsts) if firsts else None

@@ -1,4 +1,4 @@
-"""What a look at a tensor finds: for every vector along its last dim, or piece of one, the worst thing it holds."""
+"""What a look at a tensor finds: for every vector along its last dim, the worst thing it holds."""
 
 import math
 import struct
@@ -10,7 +10,7 @@ from torch import Tensor
 from torchguard._torch import is_shape_only, is_traced
 from torchguard.checks import floats_of
 from torchguard.errors.codes import ErrorCode
-from torchguard.operators import are_kept_whole, define, define_whole, revision_of
+from torchguard.operators import are_kept_whole, define, revision_of
 
 # From fine to worst: where a vector holds several, the last one counts.
 CODES = (ErrorCode.OK, ErrorCode.OUT_OF_BOUNDS, ErrorCode.NEGATIVE_IDX, ErrorCode.INF, ErrorCode.NAN)
@@ -18,52 +18,54 @@ FINE, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(CODES))
 # Whole numbers of the same size; and by these, the bits of Inf. Half is left out: of two bytes, there can be but one.
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 _LEAST = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF0000000000000}
-_NOTHING = "_torchguard_nothing"
+# What is remembered on evidence: that it speaks against nothing, or which tensor it is about.
+_NOTHING, _UNREAD = "_torchguard_nothing", "_torchguard_unread"
 # A GPU keeps so many numbers in its registers while it looks at them, and need not read them again to replace them.
 _LONGEST, _SHORTEST = 1_024, 256
-# Up to so many looks are summed up in compiled code on the CPU: a call of eager mode takes a quarter of a millisecond.
-FEW = 32
-_REVISION = revision_of(Path(__file__).parent)
+REVISION = revision_of(Path(__file__).parent)
 
 
 def evidence(z: Tensor, alone: bool = False) -> Tensor:
     """One number for each vector of `z`, by a reduction that fuses with whatever else reads the vector.
 
-    On a GPU, one for each of the equal pieces of a long vector: these come last in the shape.
+    They have the shape of `z`, and as the last dim the pieces of a vector: one, on a GPU several of a long one.
 
     It is the largest magnitude, or its bits, of which NaN has the largest. The CPU vectorises the one, a GPU is faster
     with the other.
 
     Args:
-        alone: whether nothing else reads the vectors in the same pass. The CPU takes longer to compile such a look than
-            it ever saves.
+        alone: whether nothing else reads the vectors in the same pass. Compiled for the CPU, such a look takes longer
+            to compile than it ever saves: it is left to the one who reads the evidence, see `unread`.
     """
-    return torch.ops.torchguard.evidence(z, alone, _REVISION) if are_kept_whole() else _evidence(z)
+    return torch.ops.torchguard.evidence(z, alone, REVISION) if are_kept_whole() else look(z)
 
 
 def _evidence_op(z: Tensor, alone: bool, revision: int) -> Tensor:
     if is_shape_only(z):
         return shape_of_evidence(z)
+    found = look(z)
     if alone and z.is_cpu and is_traced(z):
-        return torch.ops.torchguard.evidence_at_once(z.detach())[0]
-    return _evidence(z)
+        setattr(found, _UNREAD, z.detach())
+    return found
 
 
-def _evidence_at_once(z: Tensor) -> tuple[Tensor, Tensor]:
-    return _evidence(z), z.new_empty(0)  # two results, so that the call stays where it is: see `_largest`
+def unread(found: Tensor) -> Tensor | None:
+    """The tensor that evidence is about, if that might as well be looked at later; the evidence is then left out."""
+    return getattr(found, _UNREAD, None)
 
 
-def _evidence(z: Tensor) -> Tensor:
+def look(z: Tensor) -> Tensor:
+    """The evidence, by operations that a backend sees."""
     ndim, is_complex = z.ndim, z.is_complex()
     z = floats_of(z) if z.is_cpu or z.dtype not in _BITS else z  # bits have no history
     if ndim == 0:
         z = z.reshape(-1)
-    elif z.ndim < 2 or z.shape[-1] == 0:
+    elif z.ndim == 1 or z.shape[-1] == 0:
         z = z.unsqueeze(-1)
     if z.is_cpu:
         return _largest(z.abs())
     pieces = _pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
-    return bits_of_largest(z.unflatten(-1, (pieces, -1)) if pieces > 1 else z)
+    return bits_of_largest(z.unflatten(-1, (pieces, -1))).squeeze(-1) if pieces > 1 else bits_of_largest(z)
 
 
 def bits_of_largest(z: Tensor) -> Tensor:
@@ -75,16 +77,16 @@ def bits_of_largest(z: Tensor) -> Tensor:
 def shape_of_evidence(z: Tensor) -> Tensor:
     """Something of the shape and dtype of the evidence, for one whose values nobody will see."""
     if z.ndim < 2 or z.is_complex() or z.element_size() == 1 or z.shape[-1] == 0:
-        return _evidence(z)
+        return look(z)
     pieces = 1 if z.is_cpu or z.ndim > 3 else _pieces(z.shape[-1])
-    dtype = z.dtype if z.is_cpu else _BITS.get(z.dtype, z.dtype)
-    return z.new_empty([*z.shape[:-1], pieces] if pieces > 1 else z.shape[:-1], dtype=dtype)
+    return z.new_empty([*z.shape[:-1], pieces], dtype=z.dtype if z.is_cpu else _BITS.get(z.dtype, z.dtype))
 
 
 def _largest(z: Tensor) -> Tensor:
+    largest = z.amax(-1, keepdim=True)
     # For inference, Inductor moves a call to where its result is used: `amax` would be far from what else reads `z`,
-    # and not be fused with it. A call with several results stays where it is.
-    return z.amax(-1, keepdim=True).unbind(-1)[0] if is_traced(z) else z.amax(-1)
+    # and not be fused with it. A call with several results stays where it is; this one does nothing.
+    return largest.split(1, -1)[0] if is_traced(z) else largest
 
 
 def _pieces(width: int) -> int:
@@ -96,7 +98,6 @@ def _pieces(width: int) -> int:
 
 
 define("evidence(Tensor z, bool alone, int revision) -> Tensor", _evidence_op)
-define_whole("evidence_at_once(Tensor z) -> (Tensor, Tensor)", _evidence_at_once, _evidence_at_once)
 
 
 def nothing_like(found: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ def says_nothing(found: Tensor) -> bool:
 def index_evidence(ids: Tensor, size: int) -> Tensor:
     """The same for indices into a table of that size."""
     kinds = torch.where(ids < 0, NEGATIVE, torch.where(ids >= size, OUT_OF_BOUNDS, FINE)).to(torch.int8)
-    return kinds.amax(-1) if kinds.ndim > 1 else kinds
+    return kinds.amax(-1, keepdim=True) if kinds.ndim > 1 else kinds.unsqueeze(-1)
 
 
 def kinds_of(found: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from torchguard._torch import is_shape_only, mutation_count
 from torchguard.operators import are_kept_whole, define, revision_of
-from torchguard.watching.clearing import cleared
+from torchguard.watching.blanking import without
 from torchguard.watching.kinds import evidence, is_bad, nothing_like, raised, shape_of_evidence
-from torchguard.watching.marking import marked, marks_like
+from torchguard.watching.marking import mark_at
 from torchguard.watching.rows import Batch
+from torchguard.watching.stopping import stopped
 
 _REVISION = revision_of(Path(__file__).parent)
 # The largest square that does not overflow; of half it never does.
@@ -31,32 +32,36 @@ class _Repair(torch.autograd.Function):
 
     The gradient passes, since that of a sample that went bad is zero already. If it `stops`, the gradient of a sample
     that is not finite becomes zeros: it comes from a step behind this one, such as the square root of 0, or from
-    0 * Inf in a sample that was replaced further on. `mark` has an entry for each vector and no influence: its gradient
-    tells which vectors that happened to.
+    0 * Inf in a sample that was replaced further on. `mark` has an entry for each sample and no influence: its gradient
+    tells which samples that happened to. Where the batch is not known, only the vectors that are bad become zeros.
     """
 
     @staticmethod
     def forward(
-        z: Tensor, found: Tensor, mark: Tensor | None, stops: bool, batch: Batch | None, dim: int | None
+        z: Tensor,
+        found: Tensor,
+        mark: Tensor | None,
+        stops: bool,
+        batch: Batch | None,
+        dim: int | None,
+        room: Tensor | None,
     ) -> Tensor:
-        return _without(is_bad(found), z)
+        return without(is_bad(found), z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, _, mark, ctx.stops, ctx.batch, ctx.dim = inputs
+        _, _, mark, ctx.stops, ctx.batch, ctx.dim, ctx.room = inputs
         ctx.marked_on = None if mark is None else mark.device
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not ctx.stops:
-            return grad, None, None, None, None, None
-        born = evidence(grad)
-        bad = is_bad(born)
-        finite = _without(bad, grad)
-        if ctx.batch is not None:
-            finite = cleared(finite, bad, ctx.batch, ctx.dim)
-        mark = None if ctx.marked_on is None else marked(born).to(ctx.marked_on)
-        return finite, None, mark, None, None, None
+        mark = None
+        if ctx.stops and ctx.batch is not None:
+            grad, mark = stopped(grad, ctx.batch, ctx.dim, ctx.room)
+            mark = None if ctx.marked_on is None else mark.to(ctx.marked_on)
+        elif ctx.stops:
+            grad = without(is_bad(evidence(grad)), grad)
+        return grad, None, mark, None, None, None, None
 
 
 def repaired(
@@ -72,34 +77,51 @@ def repaired(
 
     Args:
         batch: None where the batch is not known: a checkpoint runs its part again.
-        marks: `(places, batch)`, leaves whose gradient tells of faults born in the backward pass.
+        marks: `(places, many)`, leaves whose gradient tells of faults born in the backward pass.
         stops: whether to have a look at the gradient too.
         squares: of how many numbers the squares will be summed: one whose squares overflow counts as bad.
     """
-    if not stops or not z.requires_grad:
-        batch = None
-    if batch is None:
-        marks = None
     if are_kept_whole():
-        # Dynamo takes long over an autograd.Function, and a large model has hundreds.
-        size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
-        return torch.ops.torchguard.repair(z, marks, place, size, lengths, along, dim, stops, squares, _REVISION)
+        return repair_in_graph(z, batch, marks, place, dim, stops, squares, is_argument=False)
     if torch.compiler.is_compiling():  # for an export or a transform, where marks and clearing have no place
         found = _found(z, _limit(z.dtype, squares))
-        return _Repair.apply(z, found, None, stops, None, None), found  # pyright: ignore[reportReturnType]
+        return _Repair.apply(z, found, None, stops, None, None, None), found  # pyright: ignore[reportReturnType]
     return _repair(z, batch, marks, place, dim, stops, squares)
+
+
+def repair_in_graph(
+    z: Tensor,
+    batch: Batch | None,
+    marks: Tensor | None,
+    place: int,
+    dim: int | None,
+    stops: bool,
+    squares: int,
+    is_argument: bool,
+) -> tuple[Tensor, Tensor]:
+    """The same while Dynamo traces, which takes long over an autograd.Function. What was repaired has evidence, too.
+
+    Args:
+        is_argument: whether to leave it as it is if it has no samples.
+    """
+    about = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
+    return torch.ops.torchguard.repair(z, marks, place, *about, dim, stops, squares, is_argument, _REVISION)
 
 
 def _repair(
     z: Tensor, batch: Batch | None, marks: Tensor | None, place: int, dim: int | None, stops: bool, squares: int
 ) -> tuple[Tensor, Tensor | None]:
+    if not stops or not z.requires_grad:
+        batch = None
     limit = _limit(z.dtype, squares)
     before = _evidence_before(z, stops)
     if before is not None and limit == math.inf:
         return z, None
     found = _found(z, limit) if before is None else raised(torch.where(is_bad(before), 0, before), limit, z.dtype)
-    mark = None if marks is None or batch is None else marks_like(found, marks, batch, dim)[place]
-    mended: Tensor = _Repair.apply(z, found, mark, stops, batch, dim)  # pyright: ignore[reportAssignmentType]
+    mark = room = None
+    if marks is not None and batch is not None:
+        mark, room = mark_at(place, marks, batch.size), marks.detach()[place]
+    mended: Tensor = _Repair.apply(z, found, mark, stops, batch, dim, room)  # pyright: ignore[reportAssignmentType]
     _note_clean(mended, stops, found)
     return mended, found
 
@@ -138,15 +160,18 @@ def _repair_op(
     dim: int | None,
     stops: bool,
     squares: int,
+    is_argument: bool,
     revision: int,
 ) -> tuple[Tensor, Tensor]:
     if is_shape_only(z):
         return z.clone(), shape_of_evidence(z)  # a clone needs a gradient where `z` does
     batch = None if along is None else Batch(size, tuple(lengths), along, z.device)
+    if is_argument and batch is not None and not batch.has_rows(z.shape, dim):
+        return z.view_as(z), nothing_like(shape_of_evidence(z))  # an operator may not return what it was given
     mended, found = _repair(z, batch, marks, place, dim, stops, squares)
     if found is not None:
         return mended, found
-    same = z.view_as(z)  # an operator may not return what it was given
+    same = z.view_as(z)
     before = _evidence_before(z, stops)
     assert before is not None
     _note_clean(same, stops, before)
@@ -155,19 +180,6 @@ def _repair_op(
 
 define(
     "repair(Tensor z, Tensor? marks, int place, SymInt size, SymInt[] lengths, int? along, int? dim, bool stops, "
-    "int squares, int revision) -> (Tensor, Tensor)",
+    "int squares, bool is_argument, int revision) -> (Tensor, Tensor)",
     _repair_op,
 )
-
-
-def _without(bad: Tensor, z: Tensor) -> Tensor:
-    """`z` with zeros in the place of bad vectors, or of bad pieces of them."""
-    if bad.ndim == z.ndim > 1 and bad.shape[-1] != z.shape[-1]:
-        pieces = z.unflatten(-1, (bad.shape[-1], -1))
-        return torch.where(bad.unsqueeze(-1), 0, pieces).to(z.dtype).flatten(-2)
-    return blanked(bad.unsqueeze(-1) if z.ndim > bad.ndim else bad, z)
-
-
-def blanked(bad: Tensor, z: Tensor) -> Tensor:
-    """`z` with zeros where a mask says so; it keeps its strides, by which kernels are chosen."""
-    return torch.where(bad, 0, z).to(z.dtype) if z.ndim < 4 else z.clone().masked_fill_(bad, 0)

@@ -17,13 +17,13 @@ from torchguard.errors.codes import ErrorCode
 from torchguard.errors.record import push
 from torchguard.flags import require_boundary
 from torchguard.nested import mapped, tensors_in
+from torchguard.watching.blanking import without_samples
 from torchguard.watching.incidents import Incident, incidents_of
 from torchguard.watching.journal import Journal
-from torchguard.watching.kinds import evidence, index_evidence, narrowed
-from torchguard.watching.marking import NAN_MARK
-from torchguard.watching.quarantine import blanked, repaired
+from torchguard.watching.kinds import index_evidence
 from torchguard.watching.rows import batch_of
 from torchguard.watching.state import Watch
+from torchguard.watching.stopping import NAN_MARK
 
 # Arguments that hold -Inf by right.
 _MASK = re.compile("mask|bias", re.IGNORECASE)
@@ -51,7 +51,7 @@ class Watched:
         output = _put_out(self, output, journal, len(watch.paths) - 1)
         watch.step = journal.close(watch.locations)
         if watch.quarantine:
-            output = _without(watch.step.origin >= 0, output, journal)
+            output = _without(watch.step.told[0], output, journal)
         return output if watch.returns == "output" else (output, watch.step.flags)
 
     @property
@@ -119,26 +119,36 @@ class Eye:
 
     def __init__(self, watch: Watch, place: int, module: nn.Module) -> None:
         self.watch, self.place, self.masks, self.squares = watch, place, masks_of(module), squares_of(module)
+        self.is_table = isinstance(module, nn.Embedding)
         # A gradient that goes bad in one of torch's own is stopped where it returns to what the module before put out.
         self.stops = not is_of_torch(module)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        journal = self.watch.journal_now()
+        journal = self.watch.journal
         if journal is None:
-            return None
-        if isinstance(module, nn.Embedding):
+            journal = self.watch.journal_again()
+            if journal is None:
+                return None
+        if self.is_table:
             if args:
-                return (_clamped(args[0], module.num_embeddings, journal, self.place), *args[1:]), kwargs
-            return args, {**kwargs, "input": _clamped(kwargs["input"], module.num_embeddings, journal, self.place)}
+                return (_clamped(args[0], module, journal, self.place), *args[1:]), kwargs
+            return args, {**kwargs, "input": _clamped(kwargs["input"], module, journal, self.place)}
         if not journal.repairs:
             return None
+        if len(args) == 1 and not kwargs and not self.masks and isinstance(args[0], Tensor):  # as most are
+            return (journal.see(args[0], self.place, self.stops, True, self.squares),), kwargs
         return _taken_in(args, kwargs, journal, self.place, self.masks, self.stops, self.squares)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        journal = self.watch.journal_now()
+        journal = self.watch.journal
         if journal is None:
-            return None
-        output = _put_out(module, output, journal, self.place)
+            journal = self.watch.journal_again()
+            if journal is None:
+                return None
+        if isinstance(output, Tensor):
+            output = journal.see(output, self.place)
+        else:
+            output = _put_out(module, output, journal, self.place)
         if journal.checks.others:
             for _, z in tensors_in(output):
                 _remark(z, journal, self.place)
@@ -171,13 +181,9 @@ def _taken_in(
     squares: int = 0,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments as they go into a module: looked at, and in quarantine mended. Masks are taken as they are."""
-    seen, named = [], {}
-    for i in range(len(args)):  # `enumerate` takes Dynamo long
-        value = args[i]
-        seen.append(value if i in masks else _seen(value, journal, place, None, stops, True, squares))
-    for name, value in kwargs.items():
-        named[name] = value if _is_mask(name) else _seen(value, journal, place, None, stops, True, squares)
-    return tuple(seen), named
+    seen = tuple(v if i in masks else _seen(v, journal, place, stops, True, squares) for i, v in enumerate(args))
+    named = {k: v if _is_mask(k) else _seen(v, journal, place, stops, True, squares) for k, v in kwargs.items()}
+    return seen, named
 
 
 def _put_out(module: Any, output: Any, journal: Journal, place: int) -> Any:
@@ -198,49 +204,19 @@ def _seen(
     value: Any,
     journal: Journal,
     place: int,
-    dim: int | None = None,
     stops: bool = True,
     is_argument: bool = False,
     squares: int = 0,
+    dim: int | None = None,
 ) -> Any:
-    """Note what the tensors in a value hold; in quarantine, the value with what is bad replaced."""
-    # Most are tensors, and Dynamo takes long over lambdas and lists.
-    if journal.repairs:
-        if isinstance(value, Tensor):
-            return _mended(value, journal, place, dim, stops, is_argument, squares)
-        return mapped(value, lambda z: _mended(z, journal, place, dim, stops, is_argument, squares))
+    """A value of which every tensor has been seen."""
     if isinstance(value, Tensor):
-        _look(value, journal, place, dim, is_argument)
-    else:
-        for _, z in tensors_in(value):
-            _look(z, journal, place, dim, is_argument)
+        return journal.see(value, place, stops, is_argument, squares, dim)
+    if journal.repairs:
+        return mapped(value, lambda z: journal.see(z, place, stops, is_argument, squares, dim))
+    for _, z in tensors_in(value):
+        journal.see(z, place, stops, is_argument, squares, dim)
     return value
-
-
-def _look(z: Tensor, journal: Journal, place: int, dim: int | None, is_argument: bool) -> None:
-    if not journal.looks or not can_be_looked_at(z) or (is_argument and journal.is_stray(z)):
-        return
-    looked_at = journal.upright(z)
-    found = evidence(looked_at, alone=place in journal.ends)
-    if journal.only is not None:
-        found = narrowed(found, journal.only)
-    journal.note(place, found, journal.dim_of(z, dim), looked_at.ndim)
-
-
-def _mended(
-    z: Tensor, journal: Journal, place: int, dim: int | None, stops: bool, is_argument: bool, squares: int
-) -> Tensor:
-    # What is about no sample goes into a module as it is: a table, or a mask that all share.
-    if not can_be_looked_at(z) or (is_argument and journal.is_stray(z)):
-        return z
-    dim = journal.dim_of(z, dim)
-    looked_at = journal.upright(z)
-    mended, found = repaired(looked_at, journal.batch, journal.marks, place, dim, stops, squares)
-    if found is not None:
-        journal.note(place, found, dim, looked_at.ndim)
-    mended = mended if looked_at is z else mended.squeeze(-1)
-    journal.dim_of(mended, dim)
-    return mended
 
 
 def _remark(z: Tensor, journal: Journal, place: int) -> None:
@@ -254,20 +230,19 @@ def _remark(z: Tensor, journal: Journal, place: int) -> None:
         journal.remark(place, check.code, found.flatten(1).any(-1) if found.ndim > 1 else found)
 
 
-def _clamped(ids: Any, size: int, journal: Journal, place: int) -> Any:
+def _clamped(ids: Any, table: Any, journal: Journal, place: int) -> Any:
     if not isinstance(ids, Tensor):
         return ids
-    journal.note(place, index_evidence(ids, size))
-    return ids.clamp(0, size - 1)
+    journal.note(place, index_evidence(ids, table.num_embeddings))
+    return ids.clamp(0, table.num_embeddings - 1)
 
 
-def _without(bad: Tensor, output: Any, journal: Journal) -> Any:
-    """The output with zeros in the rows that are bad."""
+def _without(origin: Tensor, output: Any, journal: Journal) -> Any:
+    """The output with zeros in the rows that went bad somewhere (-1: nowhere)."""
 
     def blank(z: Tensor) -> Tensor:
         is_plain = z.layout == torch.strided and not z.is_nested
-        rows = journal.batch.over(bad, z, journal.dim_of(z, None)) if is_plain else None
-        return z if rows is None else blanked(rows, z)
+        return without_samples(origin, z, journal.batch, journal.dim_of(z, None)) if is_plain else z
 
     return mapped(output, blank)
 

@@ -5,19 +5,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchguard._torch import is_traced
+from torchguard._torch import is_surely, is_traced
 from torchguard.operators import define_whole
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """`torch.stack`, in a graph for a GPU as a call that is not compiled.
+    """`torch.stack`, of evidence or marks, so that every kernel that makes one of them stays as it is.
 
-    Inductor would have every kernel that makes one of them write into the whole, and not fuse it with what else reads a
-    tensor; or make a kernel for each few of them.
+    In a graph for the CPU, each is written to where it belongs, and no memory is asked for between two layers: that
+    would have the next layer write to where nothing is cached. For a GPU, Inductor would not fuse such kernels with
+    what else reads a tensor, so it is a call that is not compiled.
     """
-    if is_traced(tensors[0]) and not tensors[0].is_cpu:
-        return torch.ops.torchguard.side_by_side(tensors)
-    return torch.stack([*tensors])
+    if not is_traced(tensors[0]):
+        return torch.stack([*tensors])
+    if tensors[0].is_cpu and tensors[0].ndim > 1 and is_surely(tensors[0].shape[-1] == 1):
+        return torch.cat([*tensors], -1).movedim(-1, 0).unsqueeze(-1)
+    return torch.stack([*tensors]) if tensors[0].is_cpu else torch.ops.torchguard.side_by_side(tensors)
 
 
 def _shape(tensors: Sequence[Tensor]) -> Tensor:

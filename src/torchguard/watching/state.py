@@ -51,11 +51,11 @@ class Watch:
     def device(self) -> torch.device:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
-    def journal_now(self) -> Journal | None:
-        """The journal of the call under way. When a checkpoint runs a part again in backward, one that nobody reads."""
-        if self.journal is None and self.quarantine and self.was_called and is_in_backward():
+    def journal_again(self) -> Journal | None:
+        """When no call is under way, but a checkpoint runs a part of one again in backward: one that nobody reads."""
+        if self.quarantine and self.was_called and is_in_backward():
             return Journal(None, self.checks, True, len(self.paths))
-        return self.journal
+        return None
 
     def place(self, device: torch.device) -> None:
         """Make the tensors that a call needs, on a device.
@@ -77,8 +77,9 @@ class Watch:
         # The model may have been moved by its plain twin. A leaf cannot be made in a graph: there it does without.
         if self.locations.device != batch.device and not torch.compiler.is_compiling():
             self.place(batch.device)
-        has_marks = self.marks is not None and self.marks.device == batch.device and torch.is_grad_enabled()
-        marks = self.marks[:, : batch.size] if has_marks and holds(batch.size <= _MARKED) else None  # pyright: ignore[reportOptionalSubscript]
+        marks = self.marks if torch.is_grad_enabled() and holds(batch.size <= _MARKED) else None
+        if marks is not None:
+            marks = marks.view_as(marks) if marks.device == batch.device else None  # for this call alone
         return Journal(batch, self.checks, self.quarantine, len(self.paths), marks)
 
     def __getstate__(self) -> dict[str, Any]:

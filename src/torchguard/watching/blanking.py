@@ -1,0 +1,87 @@
+"""Zeros in the place of what is bad."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchguard._torch import is_shape_only, is_traced
+from torchguard.operators import are_kept_whole, define, define_whole, revision_of
+from torchguard.watching.rows import Batch
+
+_REVISION = revision_of(Path(__file__).parent)
+
+
+def without(bad: Tensor, z: Tensor) -> Tensor:
+    """`z` with zeros in the place of bad vectors, or of bad pieces of them."""
+    if bad.shape[-1] > 1:
+        pieces = z.unflatten(-1, (bad.shape[-1], -1))
+        return torch.where(bad.unsqueeze(-1), 0, pieces).to(z.dtype).flatten(-2)
+    return _blanked(bad.squeeze(-1) if bad.ndim > z.ndim else bad, z)
+
+
+def without_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) -> Tensor:
+    """`z` with zeros in the place of samples that have an origin (-1: none); as it is if it has no samples."""
+    if are_kept_whole():
+        about = (batch.size, batch.lengths, batch.dim if dim is None else dim)
+        return torch.ops.torchguard.without_samples(origin, z, *about, _REVISION)
+    over = batch.over(origin >= 0, z, dim)
+    return z if over is None else _blanked(over, z)
+
+
+def _blanked(bad: Tensor, z: Tensor) -> Tensor:
+    """It keeps its strides, by which kernels are chosen."""
+    return torch.where(bad, 0, z).to(z.dtype) if z.ndim < 4 else z.clone().masked_fill_(bad, 0)
+
+
+class _Blank(torch.autograd.Function):
+    """The same by a call that is not compiled: `where` would be two more kernels to compile."""
+
+    @staticmethod
+    def forward(z: Tensor, origin: Tensor, size: int, lengths: tuple[int, ...], along: int) -> Tensor:
+        return torch.ops.torchguard.blank_samples(z, origin, size, lengths, along)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, origin, *ctx.about = inputs
+        ctx.save_for_backward(origin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (origin,) = ctx.saved_tensors
+        return _Blank.apply(grad, origin, *ctx.about), None, None, None, None  # pyright: ignore[reportReturnType]
+
+
+def _without_samples_op(origin: Tensor, z: Tensor, size: int, lengths: list[int], along: int, revision: int) -> Tensor:
+    batch = Batch(size, tuple(lengths), along, z.device)
+    if not batch.has_rows(z.shape, along):
+        return z.view_as(z)  # an operator may not return what it was given
+    if is_traced(z) and z.is_cpu and not z.is_complex() and not is_shape_only(z):
+        return _Blank.apply(z, origin, size, batch.lengths, along)  # pyright: ignore[reportReturnType]
+    return _all_blanked(z, origin, batch)
+
+
+def _blank_samples(z: Tensor, origin: Tensor, size: int, lengths: list[int], along: int) -> Tensor:
+    if (origin < 0).all():
+        return z.clone()
+    return _all_blanked(z, origin, Batch(size, tuple(lengths), along, z.device))
+
+
+def _all_blanked(z: Tensor, origin: Tensor, batch: Batch) -> Tensor:
+    over = batch.over(origin.to(z.device) >= 0, z)
+    assert over is not None
+    return _blanked(over, z)
+
+
+def _alike(z: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(z)
+
+
+define(
+    "without_samples(Tensor origin, Tensor z, SymInt size, SymInt[] lengths, int along, int revision) -> Tensor",
+    _without_samples_op,
+)
+define_whole(
+    "blank_samples(Tensor z, Tensor origin, SymInt size, SymInt[] lengths, int along) -> Tensor", _blank_samples, _alike
+)

@@ -1,0 +1,95 @@
+"""Stopping a gradient that is not finite: zeros in all of a sample of which a part is bad."""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchguard._torch import can_read, is_traced
+from torchguard.checks import floats_of
+from torchguard.operators import define_whole
+from torchguard.watching.blanking import without
+from torchguard.watching.earliest import rows_of
+from torchguard.watching.kinds import evidence, is_bad, is_nan
+from torchguard.watching.rows import Batch
+
+# How a sample is marked: one NaN outweighs any number of Infs.
+INF_MARK, NAN_MARK = 1.0, 2.0**20
+
+
+def stopped(grad: Tensor, batch: Batch, dim: int | None, room: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A gradient with zeros in every sample that has something bad, and a mark for each sample: 0 for one that is fine.
+
+    Args:
+        dim: along which the samples lie, if that is known.
+        room: zeros of 4 bytes, one for each sample, that nobody else uses at the same time: to count in. They are zeros
+            again afterwards.
+    """
+    along = batch.dim if dim is None else dim
+    # Not if there is to be a derivative of this; and Inductor refuses what is complex.
+    if is_traced(grad) and not (grad.is_complex() or torch.is_grad_enabled()):
+        finite = grad.clone()  # which Inductor leaves out where nobody else reads it
+        return finite, torch.ops.torchguard.stop_(finite, room, batch.size, batch.lengths, along)
+    return _stopped(grad, batch, along)
+
+
+def _stopped(grad: Tensor, batch: Batch, along: int) -> tuple[Tensor, Tensor]:
+    if can_read(grad) and is_finite(floats_of(grad)):
+        return grad, torch.zeros(batch.size, device=batch.device)
+    born = evidence(grad)
+    rows = rows_of(born, along, batch)
+    if rows is None:  # about no sample in particular: about all
+        worst = born.amax().expand(batch.size)
+        return without(is_bad(born), grad), _mark(worst).to(batch.device)
+    worst = rows.flatten(1).amax(1)
+    over = batch.over(is_bad(worst).to(grad.device), grad, along)
+    assert over is not None
+    return torch.where(over, 0, grad).to(grad.dtype), _mark(worst)
+
+
+def _mark(worst: Tensor) -> Tensor:
+    return torch.where(is_nan(worst), NAN_MARK, torch.where(is_bad(worst), INF_MARK, 0.0))
+
+
+def is_finite(z: Tensor) -> bool:
+    """Whether no number is bad. By few calls, each of which takes long when it is rare; and it reads a value."""
+    if z.numel() == 0:
+        return True
+    low, high = z.aminmax()
+    return low.item() > -math.inf and high.item() < math.inf
+
+
+def _stop_(grad: Tensor, room: Tensor | None, size: int, lengths: list[int], along: int) -> Tensor:
+    """In place. Mostly nothing is bad, and to see that is all it takes then: one pass that writes nothing."""
+    batch = Batch(size, tuple(lengths), along, grad.device)
+    if grad.is_cuda and grad.is_contiguous() and grad.numel() and along == 0 and batch.has_rows(grad.shape):
+        stop = _kernel()
+        if stop is not None and grad.device.index == torch.cuda.current_device():
+            if room is None or room.device != grad.device:
+                room = torch.zeros(size, device=grad.device)
+            return stop(grad, room, size, INF_MARK, NAN_MARK)
+    finite, mark = _stopped(grad, batch, along)
+    if finite is not grad:
+        grad.copy_(finite)
+    return mark
+
+
+@functools.cache
+def _kernel() -> Any:
+    """None where there is no Triton: not every machine with a GPU has it."""
+    try:
+        from torchguard.watching.stopping_kernel import stop
+    except ImportError:
+        return None
+    return stop
+
+
+def _shape_of_mark(grad: Tensor, room: Tensor | None, size: int, *_: Any) -> Tensor:
+    return grad.new_empty(size, dtype=torch.float32)
+
+
+define_whole(
+    "stop_(Tensor(a!) grad, Tensor? room, SymInt size, SymInt[] lengths, int along) -> Tensor", _stop_, _shape_of_mark
+)
