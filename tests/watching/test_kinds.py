@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.watching.kinds import FINE, INF, NAN, bits_of_largest, evidence, is_bad, is_nan, kinds_of, raised
+from torchguard.watching.kinds import FINE, INF, NAN, bits_of_largest, evidence, is_fine, is_nan, kinds_of, raised
 
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -2.5, 6e4, -1e-7, math.inf, -math.inf, math.nan])
 
@@ -25,7 +25,7 @@ def test_the_worst_of_each_vector(look, dtype, rows):
     found = look(torch.tensor(rows, dtype=dtype)).squeeze(-1)
     kinds = [kind_of(row) for row in rows]
     assert kinds_of(found).tolist() == kinds
-    assert is_bad(found).tolist() == [kind != FINE for kind in kinds]
+    assert is_fine(found).tolist() == [kind == FINE for kind in kinds]
     assert is_nan(found).tolist() == [kind == NAN for kind in kinds]
 
 

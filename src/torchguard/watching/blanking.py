@@ -1,38 +1,36 @@
 """Zeros in the place of what is bad."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchguard._torch import is_shape_only, is_traced
-from torchguard.operators import are_kept_whole, define, define_whole, revision_of
+from torchguard.operators import are_kept_whole, define, define_whole
+from torchguard.watching.kinds import REVISION
 from torchguard.watching.rows import Batch
 
-_REVISION = revision_of(Path(__file__).parent)
 
-
-def without(bad: Tensor, z: Tensor) -> Tensor:
-    """`z` with zeros in the place of bad vectors, or of bad pieces of them."""
-    if bad.shape[-1] > 1:
-        pieces = z.unflatten(-1, (bad.shape[-1], -1))
-        return torch.where(bad.unsqueeze(-1), 0, pieces).to(z.dtype).flatten(-2)
-    return _blanked(bad.squeeze(-1) if bad.ndim > z.ndim else bad, z)
+def only(fine: Tensor, z: Tensor) -> Tensor:
+    """`z` with zeros in the place of vectors that are not fine, or of pieces of them."""
+    if fine.shape[-1] > 1:
+        pieces = z.unflatten(-1, (fine.shape[-1], -1))
+        return torch.where(fine.unsqueeze(-1), pieces, 0).to(z.dtype).flatten(-2)
+    return _only(fine.squeeze(-1) if fine.ndim > z.ndim else fine, z)
 
 
 def without_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) -> Tensor:
     """`z` with zeros in the place of samples that have an origin (-1: none); as it is if it has no samples."""
     if are_kept_whole():
         about = (batch.size, batch.lengths, batch.dim if dim is None else dim)
-        return torch.ops.torchguard.without_samples(origin, z, *about, _REVISION)
-    over = batch.over(origin >= 0, z, dim)
-    return z if over is None else _blanked(over, z)
+        return torch.ops.torchguard.without_samples(origin, z, *about, REVISION)
+    over = batch.over(origin < 0, z, dim)
+    return z if over is None else _only(over, z)
 
 
-def _blanked(bad: Tensor, z: Tensor) -> Tensor:
+def _only(fine: Tensor, z: Tensor) -> Tensor:
     """It keeps its strides, by which kernels are chosen."""
-    return torch.where(bad, 0, z).to(z.dtype) if z.ndim < 4 else z.clone().masked_fill_(bad, 0)
+    return torch.where(fine, z, 0).to(z.dtype) if z.ndim < 4 else z.clone().masked_fill_(~fine, 0)
 
 
 class _Blank(torch.autograd.Function):
@@ -69,9 +67,9 @@ def _blank_samples(z: Tensor, origin: Tensor, size: int, lengths: list[int], alo
 
 
 def _all_blanked(z: Tensor, origin: Tensor, batch: Batch) -> Tensor:
-    over = batch.over(origin.to(z.device) >= 0, z)
+    over = batch.over(origin.to(z.device) < 0, z)
     assert over is not None
-    return _blanked(over, z)
+    return _only(over, z)
 
 
 def _alike(z: Tensor, *_: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torchguard.watching.checks import Checks
 from torchguard.watching.constants import at
 from torchguard.watching.earliest import UNTOLD
 from torchguard.watching.kinds import INF, NAN, REVISION, evidence, narrowed
-from torchguard.watching.quarantine import repair_in_graph, repaired
+from torchguard.watching.quarantine import repaired
 from torchguard.watching.rows import Batch
 from torchguard.watching.verdict import Evidence, verdict
 
@@ -42,6 +42,7 @@ class Journal:
         self.only = None if checks.nan and checks.inf else NAN if checks.nan else INF
         self.ends = (0, places - 1)  # nothing but a look reads what is there
         self._is_turned = batch is not None and batch.dim > 0
+        self._samples = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
         self._is_quick = are_kept_whole() and batch is not None and batch.dim == 0 and (repairs or self.only is None)
         self.places: list[int] = []
         self.found: list[Tensor] = []
@@ -80,7 +81,8 @@ class Journal:
             self.places.append(place)
             self.dims.append(UNTOLD)
             if self.repairs:
-                z, found = repair_in_graph(z, self.batch, self.marks, place, None, stops, squares, is_argument)
+                about = (stops, squares, is_argument, REVISION)
+                z, found = torch.ops.torchguard.repair(z, self.marks, place, *self._samples, None, *about)
             else:
                 found = torch.ops.torchguard.evidence(z, place in self.ends, REVISION)
             self.found.append(found)

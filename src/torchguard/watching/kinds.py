@@ -121,12 +121,12 @@ def kinds_of(found: Tensor) -> Tensor:
     """The kind that each piece of evidence speaks of."""
     if found.dtype == torch.int8:
         return found
-    return torch.where(is_nan(found), NAN, torch.where(is_bad(found), INF, FINE)).to(torch.int8)
+    return torch.where(is_nan(found), NAN, torch.where(is_fine(found), FINE, INF)).to(torch.int8)
 
 
-def is_bad(found: Tensor) -> Tensor:
-    """Whether evidence about numbers speaks against them: few operations, since it is asked at every module."""
-    return ~(found < math.inf) if found.is_floating_point() else found >= _LEAST[found.dtype]
+def is_fine(found: Tensor) -> Tensor:
+    """Whether evidence speaks not against numbers: one operation, since it is asked at every module."""
+    return found < (math.inf if found.is_floating_point() else _LEAST[found.dtype])
 
 
 def is_nan(found: Tensor) -> Tensor:

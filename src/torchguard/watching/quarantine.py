@@ -2,21 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchguard._torch import is_shape_only, mutation_count
-from torchguard.operators import are_kept_whole, define, revision_of
-from torchguard.watching.blanking import without
-from torchguard.watching.kinds import evidence, is_bad, nothing_like, raised, shape_of_evidence
+from torchguard.operators import are_kept_whole, define
+from torchguard.watching.blanking import only
+from torchguard.watching.kinds import REVISION, evidence, is_fine, nothing_like, raised, shape_of_evidence
 from torchguard.watching.marking import mark_at
 from torchguard.watching.rows import Batch
 from torchguard.watching.stopping import stopped
 
-_REVISION = revision_of(Path(__file__).parent)
 # The largest square that does not overflow; of half it never does.
 _LARGEST = {
     torch.bfloat16: torch.finfo(torch.float32).max,
@@ -46,7 +44,7 @@ class _Repair(torch.autograd.Function):
         dim: int | None,
         room: Tensor | None,
     ) -> Tensor:
-        return without(is_bad(found), z)
+        return only(is_fine(found), z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -60,7 +58,7 @@ class _Repair(torch.autograd.Function):
             grad, mark = stopped(grad, ctx.batch, ctx.dim, ctx.room)
             mark = None if ctx.marked_on is None else mark.to(ctx.marked_on)
         elif ctx.stops:
-            grad = without(is_bad(evidence(grad)), grad)
+            grad = only(is_fine(evidence(grad)), grad)
         return grad, None, mark, None, None, None, None
 
 
@@ -82,30 +80,13 @@ def repaired(
         squares: of how many numbers the squares will be summed: one whose squares overflow counts as bad.
     """
     if are_kept_whole():
-        return repair_in_graph(z, batch, marks, place, dim, stops, squares, is_argument=False)
+        # Dynamo takes long over an autograd.Function, and a large model has hundreds.
+        about = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
+        return torch.ops.torchguard.repair(z, marks, place, *about, dim, stops, squares, False, REVISION)
     if torch.compiler.is_compiling():  # for an export or a transform, where marks and clearing have no place
         found = _found(z, _limit(z.dtype, squares))
         return _Repair.apply(z, found, None, stops, None, None, None), found  # pyright: ignore[reportReturnType]
     return _repair(z, batch, marks, place, dim, stops, squares)
-
-
-def repair_in_graph(
-    z: Tensor,
-    batch: Batch | None,
-    marks: Tensor | None,
-    place: int,
-    dim: int | None,
-    stops: bool,
-    squares: int,
-    is_argument: bool,
-) -> tuple[Tensor, Tensor]:
-    """The same while Dynamo traces, which takes long over an autograd.Function. What was repaired has evidence, too.
-
-    Args:
-        is_argument: whether to leave it as it is if it has no samples.
-    """
-    about = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
-    return torch.ops.torchguard.repair(z, marks, place, *about, dim, stops, squares, is_argument, _REVISION)
 
 
 def _repair(
@@ -117,7 +98,7 @@ def _repair(
     before = _evidence_before(z, stops)
     if before is not None and limit == math.inf:
         return z, None
-    found = _found(z, limit) if before is None else raised(torch.where(is_bad(before), 0, before), limit, z.dtype)
+    found = _found(z, limit) if before is None else raised(torch.where(is_fine(before), before, 0), limit, z.dtype)
     mark = room = None
     if marks is not None and batch is not None:
         mark, room = mark_at(place, marks, batch.size), marks.detach()[place]
@@ -163,6 +144,7 @@ def _repair_op(
     is_argument: bool,
     revision: int,
 ) -> tuple[Tensor, Tensor]:
+    """As `repaired`; what was repaired just before has evidence, too. An argument without samples is left as it is."""
     if is_shape_only(z):
         return z.clone(), shape_of_evidence(z)  # a clone needs a gradient where `z` does
     batch = None if along is None else Batch(size, tuple(lengths), along, z.device)

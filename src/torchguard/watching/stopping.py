@@ -10,9 +10,9 @@ from torch import Tensor
 from torchguard._torch import can_read, is_traced
 from torchguard.checks import floats_of
 from torchguard.operators import define_whole
-from torchguard.watching.blanking import without
+from torchguard.watching.blanking import only
 from torchguard.watching.earliest import rows_of
-from torchguard.watching.kinds import evidence, is_bad, is_nan
+from torchguard.watching.kinds import evidence, is_fine, is_nan
 from torchguard.watching.rows import Batch
 
 # How a sample is marked: one NaN outweighs any number of Infs.
@@ -42,15 +42,15 @@ def _stopped(grad: Tensor, batch: Batch, along: int) -> tuple[Tensor, Tensor]:
     rows = rows_of(born, along, batch)
     if rows is None:  # about no sample in particular: about all
         worst = born.amax().expand(batch.size)
-        return without(is_bad(born), grad), _mark(worst).to(batch.device)
+        return only(is_fine(born), grad), _mark(worst).to(batch.device)
     worst = rows.flatten(1).amax(1)
-    over = batch.over(is_bad(worst).to(grad.device), grad, along)
+    over = batch.over(is_fine(worst).to(grad.device), grad, along)
     assert over is not None
-    return torch.where(over, 0, grad).to(grad.dtype), _mark(worst)
+    return torch.where(over, grad, 0).to(grad.dtype), _mark(worst)
 
 
 def _mark(worst: Tensor) -> Tensor:
-    return torch.where(is_nan(worst), NAN_MARK, torch.where(is_bad(worst), INF_MARK, 0.0))
+    return torch.where(is_nan(worst), NAN_MARK, torch.where(is_fine(worst), 0.0, INF_MARK))
 
 
 def is_finite(z: Tensor) -> bool:

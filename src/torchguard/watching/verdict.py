@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +13,10 @@ from torchguard.errors.codes import DEFAULT_SEVERITY, ErrorCode, Severity
 from torchguard.errors.config import ErrorConfig
 from torchguard.errors.layout import LOCATION_SHIFT, pack_slot
 from torchguard.errors.slots import Flags, capacity, pack, zero_flags
-from torchguard.operators import are_kept_whole, define, define_whole, revision_of
+from torchguard.operators import are_kept_whole, define, define_whole
 from torchguard.watching.constants import at
 from torchguard.watching.earliest import KIND, LAST, ORDER, POSITION, earliest, grouped
-from torchguard.watching.kinds import CODES, FINE, look, says_nothing, unread
+from torchguard.watching.kinds import CODES, FINE, REVISION, look, says_nothing, unread
 from torchguard.watching.rows import Batch
 from torchguard.watching.stopping import is_finite
 
@@ -26,7 +25,6 @@ _FAULTS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY[code]) for code in CODES)
 _REMARKS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY.get(code, Severity.WARN)) for code in range(16))
 _FALLBACK = pack_slot(ErrorCode.FALLBACK_VALUE, 0, Severity.WARN)
 _CPU = torch.device("cpu")
-_REVISION = revision_of(Path(__file__).parent)
 
 
 class Verdict(NamedTuple):
@@ -126,7 +124,7 @@ def _flat(
     """What a verdict is made of beside evidence, as an operator takes it."""
     transposes_from = config.transpose_threshold if config.use_transposed_layout else None
     layout = (config.flag_dtype, config.num_slots, transposes_from)
-    return remarks, locations, batch.size, batch.lengths, batch.dim, batch.device, repairs, *layout, _REVISION
+    return remarks, locations, batch.size, batch.lengths, batch.dim, batch.device, repairs, *layout, REVISION
 
 
 @functools.lru_cache(64)
