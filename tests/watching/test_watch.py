@@ -352,6 +352,59 @@ def test_a_forward_set_on_the_instance_is_watched(run):
     assert torch.equal(unwatch(guarded)(x)[0], 2 * x[0])
 
 
+@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize(("ids", "code"), [([0, 6, 1], "OUT_OF_BOUNDS"), ([0, -1, 1], "NEGATIVE_IDX")])
+def test_indices_that_are_about_no_sample_are_about_all(run, ids, code, quarantine):
+    class Positions(Pass):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(6, 3)
+
+        def forward(self, x):
+            return self.layer(x) + self.table(torch.tensor(ids)).sum(0)
+
+    out, f = run(watch(Positions(), quarantine=quarantine))(torch.ones(2, 3))
+    assert all((code, "table") in row for row in found(f))
+    assert bool(out.any()) != quarantine
+
+
+def test_a_fault_of_one_kind_about_no_sample_is_about_all(run):
+    class Summed(Pass):
+        def forward(self, x):
+            return self.layer(x).sum(0).square().neg().log()
+
+    guarded = watch(Summed(), checks=("nan",))
+    assert found(run(guarded)(torch.ones(2, 3))[1]) == [[("NAN", "Summed")]] * 2
+
+
+def test_an_input_that_the_model_writes_to_was_looked_at_before(run):
+    class Overwritten(Pass):
+        def forward(self, x):
+            y = self.layer(x)
+            x.fill_(1.0)
+            return y
+
+    class Spoilt(Pass):
+        def forward(self, x):
+            x[:, 0] = NAN
+            return self.layer(x)
+
+    x = torch.ones(3, 3)
+    x[1], x[2, 0] = NAN, INF
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert found(run(watch(Overwritten()))(x.clone())[1]) == [[], [("NAN", "input")], [("INF", "input")]]
+            assert found(run(watch(Spoilt()))(torch.ones(2, 3))[1]) == [[("NAN", "layer")]] * 2
+
+
+def test_an_argument_about_no_sample_may_hold_inf(run):
+    class Scored(Pass):
+        def forward(self, x, scores):
+            return self.layer(x) + scores.exp().sum()
+
+    assert found(run(watch(Scored()))(torch.ones(2, 3), torch.full((7, 3), -INF))[1]) == [[], []]
+
+
 def test_a_call_that_fails_leaves_nothing_open():
     guarded = watch(Net())
     with pytest.raises(RuntimeError):

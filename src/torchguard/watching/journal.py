@@ -70,6 +70,7 @@ class Journal:
         # Dynamo takes long over every call and comes by here hundreds of times: what can be, is left to an operator.
         if (
             self._is_quick
+            and (self.repairs or not is_argument)
             and dim is None
             and not self._known
             and z.is_floating_point()

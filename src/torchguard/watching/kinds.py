@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchguard._torch import is_shape_only, is_traced
+from torchguard._torch import is_shape_only, is_traced, mutation_count
 from torchguard.checks import floats_of
 from torchguard.errors.codes import ErrorCode
 from torchguard.operators import are_kept_whole, define, revision_of
@@ -44,14 +44,15 @@ def _evidence_op(z: Tensor, alone: bool, revision: int) -> Tensor:
     if is_shape_only(z):
         return shape_of_evidence(z)
     found = look(z)
-    if alone and z.is_cpu and is_traced(z):
-        setattr(found, _UNREAD, z.detach())
+    if alone and z.is_cpu and is_traced(z) and not z.is_inference():  # of these nobody counts the changes
+        setattr(found, _UNREAD, (z.detach(), mutation_count(z)))
     return found
 
 
 def unread(found: Tensor) -> Tensor | None:
-    """The tensor that evidence is about, if that might as well be looked at later; the evidence is then left out."""
-    return getattr(found, _UNREAD, None)
+    """The tensor that evidence is about, if that might as well be looked at now: the evidence is then left out."""
+    z, changes = getattr(found, _UNREAD, (None, 0))
+    return z if z is not None and mutation_count(z) == changes else None
 
 
 def look(z: Tensor) -> Tensor:
@@ -127,6 +128,14 @@ def kinds_of(found: Tensor) -> Tensor:
 def is_fine(found: Tensor) -> Tensor:
     """Whether evidence speaks not against numbers: one operation, since it is asked at every module."""
     return found < (math.inf if found.is_floating_point() else _LEAST[found.dtype])
+
+
+def are_finite(z: Tensor) -> bool:
+    """Whether all numbers are. By few calls, each of which takes long when it is rare; and it reads a value."""
+    if z.numel() == 0:
+        return True
+    low, high = z.aminmax()
+    return low.item() > -math.inf and high.item() < math.inf
 
 
 def is_nan(found: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Stopping a gradient that is not finite: zeros in all of a sample of which a part is bad."""
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torchguard.checks import floats_of
 from torchguard.operators import define_whole
 from torchguard.watching.blanking import only
 from torchguard.watching.earliest import rows_of
-from torchguard.watching.kinds import evidence, is_fine, is_nan
+from torchguard.watching.kinds import are_finite, evidence, is_fine, is_nan
 from torchguard.watching.rows import Batch
 
 # How a sample is marked: one NaN outweighs any number of Infs.
@@ -36,7 +35,7 @@ def stopped(grad: Tensor, batch: Batch, dim: int | None, room: Tensor | None) ->
 
 
 def _stopped(grad: Tensor, batch: Batch, along: int) -> tuple[Tensor, Tensor]:
-    if can_read(grad) and is_finite(floats_of(grad)):
+    if can_read(grad) and are_finite(floats_of(grad)):
         return grad, torch.zeros(batch.size, device=batch.device)
     born = evidence(grad)
     rows = rows_of(born, along, batch)
@@ -51,14 +50,6 @@ def _stopped(grad: Tensor, batch: Batch, along: int) -> tuple[Tensor, Tensor]:
 
 def _mark(worst: Tensor) -> Tensor:
     return torch.where(is_nan(worst), NAN_MARK, torch.where(is_fine(worst), 0.0, INF_MARK))
-
-
-def is_finite(z: Tensor) -> bool:
-    """Whether no number is bad. By few calls, each of which takes long when it is rare; and it reads a value."""
-    if z.numel() == 0:
-        return True
-    low, high = z.aminmax()
-    return low.item() > -math.inf and high.item() < math.inf
 
 
 def _stop_(grad: Tensor, room: Tensor | None, size: int, lengths: list[int], along: int) -> Tensor:
@@ -90,6 +81,7 @@ def _shape_of_mark(grad: Tensor, room: Tensor | None, size: int, *_: Any) -> Ten
     return grad.new_empty(size, dtype=torch.float32)
 
 
+# `room` is not said to be written to: whoever comes next finds it as it was.
 define_whole(
     "stop_(Tensor(a!) grad, Tensor? room, SymInt size, SymInt[] lengths, int along) -> Tensor", _stop_, _shape_of_mark
 )

@@ -16,9 +16,8 @@ from torchguard.errors.slots import Flags, capacity, pack, zero_flags
 from torchguard.operators import are_kept_whole, define, define_whole
 from torchguard.watching.constants import at
 from torchguard.watching.earliest import KIND, LAST, ORDER, POSITION, earliest, grouped
-from torchguard.watching.kinds import CODES, FINE, REVISION, look, says_nothing, unread
+from torchguard.watching.kinds import CODES, FINE, REVISION, are_finite, look, says_nothing, unread
 from torchguard.watching.rows import Batch
-from torchguard.watching.stopping import is_finite
 
 # What a slot holds of a kind, beside the location; and so for each code that is no fault.
 _FAULTS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY[code]) for code in CODES)
@@ -94,8 +93,8 @@ def _is_clean(found: list[Tensor]) -> bool:
     return all(_is_fine(torch.cat([one.flatten() for one in found if one.dtype == dtype])) for dtype in dtypes)
 
 
-def _is_fine(z: Tensor) -> bool:
-    return z.numel() == 0 or z.amax().item() <= FINE if z.dtype == torch.int8 else is_finite(z)
+def _is_fine(found: Tensor) -> bool:
+    return found.numel() == 0 or found.amax().item() <= FINE if found.dtype == torch.int8 else are_finite(found)
 
 
 def _clean(batch: Batch, config: ErrorConfig) -> Verdict:
@@ -158,56 +157,67 @@ def _verdict_op(
     if not found or batch.device.type != "cpu" or not is_traced(found[0]):
         return _verdict(Evidence(found, places, dims), remarks, locations, batch, repairs, config)
     # It mostly finds nothing and ends at once, but would take long to compile.
-    later = {i: z for i, z in enumerate(map(unread, found)) if z is not None}
-    now = [i for i in range(len(found)) if i not in later]
-    groups, strays = grouped([found[i] for i in now], [dims[i] for i in now], batch)
-    later |= {now[i]: found[now[i]] for i in strays}
-    several = {now[i]: 0 for group in groups for i in group.numbers}
-    # To hand over lists of numbers would take longer than all the rest.
-    about = json.dumps(
-        [[*several], [*later], places, [several.get(i, dim) for i, dim in enumerate(dims)], dim, repairs]
-    )
+    whole = {i: z for i, z in enumerate(map(unread, found)) if z is not None}
+    rest = [i for i in range(len(found)) if i not in whole]
+    groups, strays = grouped([found[i] for i in rest], [dims[i] for i in rest], batch)
+    in_groups = [rest[i] for group in groups for i in group.numbers]
+    alone = [rest[i] for i in strays]
+    dims = [0 if i in in_groups else dim for i, dim in enumerate(dims)]
     return torch.ops.torchguard.verdict_at_once(
         [group.several for group in groups],
-        [*later.values()],
+        [found[i] for i in alone],
+        [*whole.values()],
+        json.dumps(
+            [in_groups, alone, [*whole], places, dims]
+        ),  # lists would take longer to hand over than all the rest
         remarks,
         locations,
         size,
         lengths,
+        dim,
+        repairs,
         dtype,
         slots,
         transposes_from,
-        about,
     )
 
 
 def _at_once(
-    several: list[Tensor],
-    others: list[Tensor],
+    groups: list[Tensor],
+    alone: list[Tensor],
+    whole: list[Tensor],
+    numbers: str,
     remarks: Tensor | None,
     locations: Tensor,
     size: int,
     lengths: list[int],
+    dim: int,
+    repairs: bool,
     dtype: torch.dtype,
     slots: int,
     transposes_from: int | None,
-    about: str,
 ) -> Verdict:
-    """The verdict, by evidence side by side, and by other tensors that are yet to be looked at."""
-    config, batch = _config(dtype, slots, transposes_from), Batch(size, tuple(lengths), 0, _CPU)
-    if remarks is None and all(map(_is_fine, several)) and all(is_finite(floats_of(z)) for z in others):
+    """The verdict, by evidence side by side, by evidence alone, and by tensors that are yet to be looked at.
+
+    Args:
+        numbers: of each of these, in the order in which they were met; then all their places, and their dims.
+    """
+    batch, config = Batch(size, tuple(lengths), dim, _CPU), _config(dtype, slots, transposes_from)
+    is_fine = all(map(_is_fine, groups)) and all(map(_is_fine, alone)) and all(are_finite(floats_of(z)) for z in whole)
+    if remarks is None and is_fine:
         return _clean(batch, config)
-    numbers, their, places, dims, batch.dim, repairs = json.loads(about)
-    found = dict(zip(numbers, (one for group in several for one in group), strict=True))
-    found |= {i: look(z) for i, z in zip(their, others, strict=True)}
-    heard = sorted(found)
-    evidence = Evidence([found[i] for i in heard], [places[i] for i in heard], [dims[i] for i in heard])
+    in_groups, their, of_whole, places, dims = json.loads(numbers)
+    found = dict(zip(in_groups, (one for group in groups for one in group), strict=True))
+    found |= zip(their, alone, strict=True)
+    found |= zip(of_whole, map(look, whole), strict=True)
+    met = sorted(found)
+    evidence = Evidence([found[i] for i in met], [places[i] for i in met], [dims[i] for i in met])
     return _verdict(evidence, remarks, locations, batch, repairs, config)
 
 
 def _shapes(*given: Any) -> Verdict:
-    *_, size, lengths, dtype, slots, transposes_from, _ = given
-    return _clean(Batch(size, tuple(lengths), 0, _CPU), _config(dtype, slots, transposes_from))
+    size, lengths, dim, _, *layout = given[6:]
+    return _clean(Batch(size, tuple(lengths), dim, _CPU), _config(*layout))
 
 
 define(
@@ -217,8 +227,9 @@ define(
     _verdict_op,
 )
 define_whole(
-    "verdict_at_once(Tensor[] several, Tensor[] others, Tensor? remarks, Tensor locations, SymInt size, "
-    "SymInt[] lengths, ScalarType dtype, int slots, int? transposes_from, str about) -> (Tensor, Tensor)",
+    "verdict_at_once(Tensor[] groups, Tensor[] alone, Tensor[] whole, str numbers, Tensor? remarks, Tensor locations, "
+    "SymInt size, SymInt[] lengths, int dim, bool repairs, ScalarType dtype, int slots, int? transposes_from) "
+    "-> (Tensor, Tensor)",
     _at_once,
     _shapes,
 )
