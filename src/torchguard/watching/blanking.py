@@ -29,7 +29,7 @@ def without_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) ->
 
 
 def _only(fine: Tensor, z: Tensor) -> Tensor:
-    """It keeps its strides, by which kernels are chosen."""
+    """In eager mode it keeps its strides, by which kernels are chosen."""
     return torch.where(fine, z, 0).to(z.dtype) if z.ndim < 4 else z.clone().masked_fill_(~fine, 0)
 
 

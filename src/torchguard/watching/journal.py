@@ -14,7 +14,7 @@ from torchguard.watching.constants import at
 from torchguard.watching.earliest import UNTOLD
 from torchguard.watching.kinds import INF, NAN, REVISION, evidence, narrowed
 from torchguard.watching.quarantine import repaired
-from torchguard.watching.rows import Batch
+from torchguard.watching.rows import Batch, as_numbers
 from torchguard.watching.verdict import Evidence, verdict
 
 
@@ -42,7 +42,7 @@ class Journal:
         self.only = None if checks.nan and checks.inf else NAN if checks.nan else INF
         self.ends = (0, places - 1)  # nothing but a look reads what is there
         self._is_turned = batch is not None and batch.dim > 0
-        self._samples = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
+        self._samples = as_numbers(batch)
         self._is_quick = are_kept_whole() and batch is not None and batch.dim == 0 and (repairs or self.only is None)
         self.places: list[int] = []
         self.found: list[Tensor] = []

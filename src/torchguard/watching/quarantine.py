@@ -12,7 +12,7 @@ from torchguard.operators import are_kept_whole, define
 from torchguard.watching.blanking import only
 from torchguard.watching.kinds import REVISION, evidence, is_fine, nothing_like, raised, shape_of_evidence
 from torchguard.watching.marking import mark_at
-from torchguard.watching.rows import Batch
+from torchguard.watching.rows import Batch, as_numbers
 from torchguard.watching.stopping import stopped
 
 # The largest square that does not overflow; of half it never does.
@@ -81,8 +81,8 @@ def repaired(
     """
     if are_kept_whole():
         # Dynamo takes long over an autograd.Function, and a large model has hundreds.
-        about = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
-        return torch.ops.torchguard.repair(z, marks, place, *about, dim, stops, squares, False, REVISION)
+        samples = as_numbers(batch)
+        return torch.ops.torchguard.repair(z, marks, place, *samples, dim, stops, squares, False, REVISION)
     if torch.compiler.is_compiling():  # for an export or a transform, where marks and clearing have no place
         found = _found(z, _limit(z.dtype, squares))
         return _Repair.apply(z, found, None, stops, None, None, None), found  # pyright: ignore[reportReturnType]

@@ -60,6 +60,11 @@ class Batch:
         return rows.reshape([-1 if i == along else 1 for i in range(z.ndim)])
 
 
+def as_numbers(batch: Batch | None) -> tuple[int, tuple[int, ...], int | None]:
+    """A batch as operators take it: size, lengths and dim; that is None where the batch is not known."""
+    return (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
+
+
 def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> Batch:
     """The batch of a call, read off its first tensor."""
     for _, z in tensors_in((args, kwargs)):

@@ -94,7 +94,9 @@ def _is_clean(found: list[Tensor]) -> bool:
 
 
 def _is_fine(found: Tensor) -> bool:
-    return found.numel() == 0 or found.amax().item() <= FINE if found.dtype == torch.int8 else are_finite(found)
+    if found.dtype == torch.int8:
+        return found.numel() == 0 or found.amax().item() <= FINE
+    return are_finite(found)
 
 
 def _clean(batch: Batch, config: ErrorConfig) -> Verdict:
@@ -162,14 +164,13 @@ def _verdict_op(
     groups, strays = grouped([found[i] for i in rest], [dims[i] for i in rest], batch)
     in_groups = [rest[i] for group in groups for i in group.numbers]
     alone = [rest[i] for i in strays]
-    dims = [0 if i in in_groups else dim for i, dim in enumerate(dims)]
+    dims = [0 if i in in_groups else told for i, told in enumerate(dims)]
+    numbers = json.dumps([in_groups, alone, [*whole], places, dims])  # lists take longer to hand over than all the rest
     return torch.ops.torchguard.verdict_at_once(
         [group.several for group in groups],
         [found[i] for i in alone],
         [*whole.values()],
-        json.dumps(
-            [in_groups, alone, [*whole], places, dims]
-        ),  # lists would take longer to hand over than all the rest
+        numbers,
         remarks,
         locations,
         size,
