@@ -6,6 +6,8 @@ from torch import nn
 
 from torchguard import err, flags
 from torchguard.watching import watch
+from torchguard.watching.rows import Batch
+from torchguard.watching.stopping import stopped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -200,3 +202,19 @@ def test_gradients_through_long_vectors(mode):
     err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
     for name, got in grads(model).items():
         torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("per_sample", [7, 4096, 3 * 4096 + 16, 300_000])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_gradient_is_stopped_whatever_is_bad_in_it_and_wherever(kind, per_sample):
+    grad = torch.randn(6, per_sample, device="cuda", dtype=kind)
+    grad[0, 0] = torch.finfo(kind).max
+    grad[1, -1], grad[2, per_sample // 2], grad[3, 0] = NAN, float("-inf"), float("inf")
+    grad[4, :2] = torch.tensor([float("inf"), NAN], device="cuda").neg()  # the sign of a NaN counts for nothing
+    want, marks = stopped(grad, Batch(6, (), 0, grad.device), None, None, 0)
+    room = torch.zeros(3, 8, device="cuda")
+    for place in (2, 0):
+        got = grad.clone()
+        torch.testing.assert_close(torch.ops.torchguard.stop_(got, room, place, 6), marks)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert not room.any()

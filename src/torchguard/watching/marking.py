@@ -9,8 +9,8 @@ from torchguard._torch import is_traced
 from torchguard.operators import define_whole
 from torchguard.watching.constants import constant
 
-# What is remembered on the marks: those of each place.
-_EACH = "_torchguard_each"
+# What is remembered on the marks: those of each place, and their memory.
+_EACH, _ROOM = "_torchguard_each", "_torchguard_room"
 
 
 def mark_at(place: int, marks: Tensor, size: int) -> Tensor:
@@ -23,6 +23,15 @@ def mark_at(place: int, marks: Tensor, size: int) -> Tensor:
         each = _Apart.apply(marks, size)
         setattr(marks, _EACH, each)
     return each[place]
+
+
+def room_of(marks: Tensor) -> Tensor:
+    """The memory of the marks, which are zeros, without their history."""
+    room = getattr(marks, _ROOM, None)
+    if room is None:
+        room = marks.detach()
+        setattr(marks, _ROOM, room)
+    return room
 
 
 class _Apart(torch.autograd.Function):

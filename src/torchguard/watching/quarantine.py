@@ -11,7 +11,7 @@ from torchguard._torch import is_shape_only, mutation_count
 from torchguard.operators import are_kept_whole, define
 from torchguard.watching.blanking import only
 from torchguard.watching.kinds import REVISION, evidence, is_fine, nothing_like, raised, shape_of_evidence
-from torchguard.watching.marking import mark_at
+from torchguard.watching.marking import mark_at, room_of
 from torchguard.watching.rows import Batch, as_numbers
 from torchguard.watching.stopping import stopped
 
@@ -43,23 +43,24 @@ class _Repair(torch.autograd.Function):
         batch: Batch | None,
         dim: int | None,
         room: Tensor | None,
+        place: int,
     ) -> Tensor:
         return only(is_fine(found), z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, _, mark, ctx.stops, ctx.batch, ctx.dim, ctx.room = inputs
+        _, _, mark, ctx.stops, ctx.batch, ctx.dim, ctx.room, ctx.place = inputs
         ctx.marked_on = None if mark is None else mark.device
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         mark = None
         if ctx.stops and ctx.batch is not None:
-            grad, mark = stopped(grad, ctx.batch, ctx.dim, ctx.room)
+            grad, mark = stopped(grad, ctx.batch, ctx.dim, ctx.room, ctx.place)
             mark = None if ctx.marked_on is None else mark.to(ctx.marked_on)
         elif ctx.stops:
             grad = only(is_fine(evidence(grad)), grad)
-        return grad, None, mark, None, None, None, None
+        return grad, None, mark, None, None, None, None, None
 
 
 def repaired(
@@ -85,7 +86,7 @@ def repaired(
         return torch.ops.torchguard.repair(z, marks, place, *samples, dim, stops, squares, False, REVISION)
     if torch.compiler.is_compiling():  # for an export or a transform, where marks and clearing have no place
         found = _found(z, _limit(z.dtype, squares))
-        return _Repair.apply(z, found, None, stops, None, None, None), found  # pyright: ignore[reportReturnType]
+        return _Repair.apply(z, found, None, stops, None, None, None, place), found  # pyright: ignore[reportReturnType]
     return _repair(z, batch, marks, place, dim, stops, squares)
 
 
@@ -101,8 +102,8 @@ def _repair(
     found = _found(z, limit) if before is None else raised(torch.where(is_fine(before), before, 0), limit, z.dtype)
     mark = room = None
     if marks is not None and batch is not None:
-        mark, room = mark_at(place, marks, batch.size), marks.detach()[place]
-    mended: Tensor = _Repair.apply(z, found, mark, stops, batch, dim, room)  # pyright: ignore[reportAssignmentType]
+        mark, room = mark_at(place, marks, batch.size), room_of(marks)
+    mended: Tensor = _Repair.apply(z, found, mark, stops, batch, dim, room, place)  # pyright: ignore[reportAssignmentType]
     _note_clean(mended, stops, found)
     return mended, found
 

@@ -18,20 +18,24 @@ from torchguard.watching.rows import Batch
 INF_MARK, NAN_MARK = 1.0, 2.0**20
 
 
-def stopped(grad: Tensor, batch: Batch, dim: int | None, room: Tensor | None) -> tuple[Tensor, Tensor]:
+def stopped(grad: Tensor, batch: Batch, dim: int | None, room: Tensor | None, place: int) -> tuple[Tensor, Tensor]:
     """A gradient with zeros in every sample that has something bad, and a mark for each sample: 0 for one that is fine.
 
     Args:
         dim: along which the samples lie, if that is known.
-        room: zeros of 4 bytes, one for each sample, that nobody else uses at the same time: to count in. They are zeros
-            again afterwards.
+        room: `(places, many)` zeros of 4 bytes, to count in: those of a place nobody else uses at the same time. They
+            are zeros again afterwards.
     """
     along = batch.dim if dim is None else dim
-    # Not if there is to be a derivative of this; and Inductor refuses what is complex.
-    if is_traced(grad) and not (grad.is_complex() or torch.is_grad_enabled()):
+    if is_traced(grad) and along == 0 and batch.has_rows(grad.shape, 0) and not _is_beyond_operators(grad):
         finite = grad.clone()  # which Inductor leaves out where nobody else reads it
-        return finite, torch.ops.torchguard.stop_(finite, room, batch.size, batch.lengths, along)
+        return finite, torch.ops.torchguard.stop_(finite, room, place, batch.size)
     return _stopped(grad, batch, along)
+
+
+def _is_beyond_operators(grad: Tensor) -> bool:
+    """If there is to be a derivative of this; and what is complex, Inductor refuses."""
+    return grad.is_complex() or torch.is_grad_enabled()
 
 
 def _stopped(grad: Tensor, batch: Batch, along: int) -> tuple[Tensor, Tensor]:
@@ -52,16 +56,16 @@ def _mark(worst: Tensor) -> Tensor:
     return torch.where(is_nan(worst), NAN_MARK, torch.where(is_fine(worst), 0.0, INF_MARK))
 
 
-def _stop_(grad: Tensor, room: Tensor | None, size: int, lengths: list[int], along: int) -> Tensor:
-    """In place. Mostly nothing is bad, and to see that is all it takes then: one pass that writes nothing."""
-    batch = Batch(size, tuple(lengths), along, grad.device)
-    if grad.is_cuda and grad.is_contiguous() and grad.numel() and along == 0 and batch.has_rows(grad.shape):
+def _stop_(grad: Tensor, room: Tensor | None, place: int, rows: int) -> Tensor:
+    """In place, in so many equal parts. Mostly nothing is bad, and to see that takes one pass that writes nothing."""
+    if grad.is_cuda and grad.is_contiguous() and grad.numel() and grad.element_size() > 1:
         stop = _kernel()
-        if stop is not None and grad.device.index == torch.cuda.current_device():
-            if room is None or room.device != grad.device:
-                room = torch.zeros(size, device=grad.device)
-            return stop(grad, room, size, INF_MARK, NAN_MARK)
-    finite, mark = _stopped(grad, batch, along)
+        if stop is not None and grad.get_device() == torch.cuda.current_device():
+            if room is None or room.get_device() != grad.get_device():
+                room, place = torch.zeros(1, rows, device=grad.device), 0
+            return stop(grad, room, place, rows, INF_MARK, NAN_MARK)
+    batch = Batch(rows, (grad.shape[0] // rows,) if rows else (), 0, grad.device)
+    finite, mark = _stopped(grad, batch, 0)
     if finite is not grad:
         grad.copy_(finite)
     return mark
@@ -77,11 +81,9 @@ def _kernel() -> Any:
     return stop
 
 
-def _shape_of_mark(grad: Tensor, room: Tensor | None, size: int, *_: Any) -> Tensor:
-    return grad.new_empty(size, dtype=torch.float32)
+def _shape_of_mark(grad: Tensor, room: Tensor | None, place: int, rows: int) -> Tensor:
+    return grad.new_empty(rows, dtype=torch.float32)
 
 
 # `room` is not said to be written to: whoever comes next finds it as it was.
-define_whole(
-    "stop_(Tensor(a!) grad, Tensor? room, SymInt size, SymInt[] lengths, int along) -> Tensor", _stop_, _shape_of_mark
-)
+define_whole("stop_(Tensor(a!) grad, Tensor? room, int place, SymInt rows) -> Tensor", _stop_, _shape_of_mark)

@@ -7,24 +7,29 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Up to so many programs share a sample, and look at so many of its numbers at a time.
-_PARTS, _BLOCK = 128, tl.constexpr(4_096)
+# Up to so many programs share a sample, and look at so many of its numbers at a time, by so many warps.
+_PARTS, _BLOCK, _WARPS = 128, tl.constexpr(4_096), 8
 # For lengths and addresses that are multiples of 16, by dtype and device: Triton takes three times as long to find it.
 _KERNELS: dict[tuple[Any, ...], Any] = {}
 
 
-@triton.jit(do_not_specialize=["parts"])
-def _stop(z, room, mark, length, parts, inf_mark, nan_mark):
+@triton.jit(do_not_specialize=["first", "parts"])
+def _stop(z, room, first, mark, length, parts, inf_mark, nan_mark):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     within = tl.arange(0, _BLOCK)
-    kind = tl.zeros([_BLOCK], dtype=tl.int32)
+    # Without the sign, bits as a whole number are in the order of the magnitudes; behind Inf comes NaN.
+    width: tl.constexpr = z.dtype.element_ty.primitive_bitwidth
+    bits: tl.constexpr = tl.int16 if width == 16 else (tl.int32 if width == 32 else tl.int64)
+    most: tl.constexpr = (1 << (width - 1)) - 1
+    largest = tl.zeros([_BLOCK], dtype=bits)
     for start in range(part * _BLOCK, length, parts * _BLOCK):
         there = start + within
         x = tl.load(z + row * length + there, mask=there < length, other=0.0)
-        kind = tl.maximum(kind, tl.where(x != x, 2, tl.where(tl.abs(x) == float("inf"), 1, 0)))
-    worst = tl.max(kind, 0)
+        largest = tl.maximum(largest, x.to(bits, bitcast=True) & most)
+    inf = tl.full([_BLOCK], float("inf"), dtype=z.dtype.element_ty).to(bits, bitcast=True)
+    worst = tl.max(tl.where(largest > inf, 2, tl.where(largest == inf, 1, 0)), 0)
     # What is counted: the programs that are done, that saw Inf, that saw NaN. The last to be done knows of all.
-    counts = (room + row).to(tl.pointer_type(tl.int32))
+    counts = (room + first + row).to(tl.pointer_type(tl.int32))
     count = 1 + tl.where(worst == 1, 1 << 10, 0) + tl.where(worst == 2, 1 << 20, 0)
     total = tl.atomic_add(counts, count) + count
     if (total & 1023) == parts:
@@ -36,23 +41,23 @@ def _stop(z, room, mark, length, parts, inf_mark, nan_mark):
                 tl.store(z + row * length + there, tl.zeros([_BLOCK], dtype=z.dtype.element_ty), mask=there < length)
 
 
-def stop(z: Tensor, room: Tensor, rows: int, inf_mark: float, nan_mark: float) -> Tensor:
+def stop(z: Tensor, room: Tensor, place: int, rows: int, inf_mark: float, nan_mark: float) -> Tensor:
     """Zeros in each of the equal parts of `z`, one behind another in memory, that is not finite; and their marks.
 
     Args:
-        room: zeros of 4 bytes, one for each part; and zeros again afterwards.
+        room: zeros of 4 bytes, of which those in row `place` are counted in, one for each part; zeros again afterwards.
     """
     mark = torch.empty(rows, dtype=torch.float32, device=z.device)
     length = z.numel() // rows
     grid = (rows, min(_PARTS, -(-length // _BLOCK.value)), 1)
-    given = (z, room, mark, length, grid[1], inf_mark, nan_mark)
+    given = (z, room, place * room.stride(0), mark, length, grid[1], inf_mark, nan_mark)
     if length % 16 or length >= 1 << 31 or z.data_ptr() % 16 or room.data_ptr() % 16:
-        _stop[grid](*given)  # pyright: ignore[reportIndexIssue]
+        _stop[grid](*given, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
         return mark
-    known = (z.dtype, z.device)
+    known = (z.dtype, z.get_device())
     kernel = _KERNELS.get(known)
     if kernel is None:
-        _KERNELS[known] = _stop[grid](*given)  # pyright: ignore[reportIndexIssue]
+        _KERNELS[known] = _stop[grid](*given, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
     else:
         kernel[grid](*given)
     return mark
