@@ -56,13 +56,15 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether `tensor` is just its values: no graph is being traced, and no `torch.func` transform is at work.
 
     The level of such a transform has no public name; without it, `vmap` over a check in eager mode would fail on
-    reading a batched value. Nor has the state of `torch.jit.trace`, nor the stack of dispatch modes, one of which
+    reading a batched value. Nor have the batched gradients of `torch.autograd.grad(..., is_grads_batched=True)`, which
+    are made by an older `vmap`. Nor has the state of `torch.jit.trace`, nor the stack of dispatch modes, one of which
     `make_fx` uses: without them, what a traced check saw in its example would count for every later input.
     """
     return (
         not torch.compiler.is_compiling()
         and not is_traced(tensor)
         and torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]
+        and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
         and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
     )

@@ -134,7 +134,7 @@ def are_finite(z: Tensor) -> bool:
     """Whether all numbers are. By few calls, each of which takes long when it is rare; and it reads a value."""
     if z.numel() == 0:
         return True
-    low, high = z.aminmax()
+    low, high = z.detach().aminmax()  # which has no forward derivative in older torch
     return low.item() > -math.inf and high.item() < math.inf
 
 

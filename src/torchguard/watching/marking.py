@@ -35,6 +35,8 @@ def room_of(marks: Tensor) -> Tensor:
 
 
 class _Apart(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(marks: Tensor, size: int) -> tuple[Tensor, ...]:
         zero = marks.new_zeros(())

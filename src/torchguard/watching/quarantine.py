@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard._torch import is_shape_only, mutation_count
+from torchguard._torch import in_transform, is_shape_only, mutation_count
 from torchguard.operators import are_kept_whole, define
 from torchguard.watching.blanking import only
 from torchguard.watching.kinds import REVISION, evidence, is_fine, nothing_like, raised, shape_of_evidence
@@ -34,6 +34,8 @@ class _Repair(torch.autograd.Function):
     tells which samples that happened to. Where the batch is not known, only the vectors that are bad become zeros.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         z: Tensor,
@@ -49,8 +51,14 @@ class _Repair(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, _, mark, ctx.stops, ctx.batch, ctx.dim, ctx.room, ctx.place = inputs
+        _, found, mark, ctx.stops, ctx.batch, ctx.dim, ctx.room, ctx.place = inputs
         ctx.marked_on = None if mark is None else mark.device
+        ctx.save_for_forward(found)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (found,) = ctx.saved_tensors
+        return only(is_fine(found), tangent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -86,6 +94,8 @@ def repaired(
         return torch.ops.torchguard.repair(z, marks, place, *samples, dim, stops, squares, False, REVISION)
     if torch.compiler.is_compiling():  # for an export or a transform, where marks and clearing have no place
         found = _found(z, _limit(z.dtype, squares))
+        if in_transform():  # where Dynamo traces no autograd.Function; what is replaced has no gradient all the same
+            return only(is_fine(found), z), found
         return _Repair.apply(z, found, None, stops, None, None, None, place), found  # pyright: ignore[reportReturnType]
     return _repair(z, batch, marks, place, dim, stops, squares)
 

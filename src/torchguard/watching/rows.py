@@ -31,7 +31,7 @@ class Batch:
         if is_surely(z.shape[0] == self.size):
             return z
         length = self._flattened(z.shape[0], along)
-        return z.unflatten(0, (self.size, length)) if length is not None else None
+        return z.reshape(self.size, length, *z.shape[1:]) if length is not None else None
 
     def has_rows(self, shape: Sequence[int], dim: int | None = None) -> bool:
         """Whether a tensor of that shape has a row for each sample."""
@@ -56,7 +56,7 @@ class Batch:
             length = self._flattened(z.shape[along], along)
             if length is None:
                 return None
-            rows = rows.unsqueeze(-1).expand(-1, length).flatten()
+            rows = rows.unsqueeze(-1).expand(-1, length).reshape(-1)
         return rows.reshape([-1 if i == along else 1 for i in range(z.ndim)])
 
 

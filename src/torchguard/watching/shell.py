@@ -49,15 +49,17 @@ class Watched:
         finally:
             watch.journal = None
         output = _put_out(self, output, journal, len(watch.paths) - 1)
-        watch.step = journal.close(watch.locations)
+        step = journal.close(watch.locations)
+        watch.keep(step)
         if watch.quarantine:
-            output = _without(watch.step.told[0], output, journal)
-        return output if watch.returns == "output" else (output, watch.step.flags)
+            output = _without(step.told[0], output, journal)
+        return output if watch.returns == "output" else (output, step.flags)
 
     @property
     def flags(self) -> Tensor | None:
         """The flags of the last call, where they are: nothing waits for the device."""
-        return self._watch.step.flags if self._watch.step else None
+        step = self._watch.last_step()
+        return step.flags if step else None
 
     @property
     def backward_flags(self) -> Tensor | None:
@@ -65,13 +67,13 @@ class Watched:
 
         Reading waits for the device. None without quarantine.
         """
-        watch = self._watch
-        if watch.marks is None or watch.step is None:
+        watch, step = self._watch, self._watch.last_step()
+        if watch.marks is None or step is None:
             return None
         born, watch.born = watch.born, None
         if born is None:
-            return torch.zeros_like(watch.step.flags)
-        f = watch.step.flags.new_zeros(born.shape[1], watch.step.flags.shape[1])
+            return torch.zeros_like(step.flags)
+        f = step.flags.new_zeros(born.shape[1], step.flags.shape[1])
         for place in born.any(-1).nonzero().flatten().tolist():
             code = torch.where(born[place] >= NAN_MARK, ErrorCode.NAN, ErrorCode.INF)
             f = push(f, code, watch.ids[place], where=born[place] > 0)
@@ -80,12 +82,13 @@ class Watched:
     def report(self) -> list[Incident]:
         """What went wrong in the last call, sample by sample, with true paths: waits for the device."""
         require_boundary("report", "the flags")
-        return incidents_of(self._watch.step, self._watch.names) if self._watch.step else []
+        step = self._watch.last_step()
+        return incidents_of(step, self._watch.names) if step else []
 
     def poll(self) -> list[Incident] | None:
         """The report of the newest call that can be had without waiting, None if there is none yet."""
         watch = self._watch
-        return watch.poll.read(watch.step, watch.names)
+        return watch.poll.read(watch.last_step(), watch.names)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # All of `to`, `cuda`, `half` and the like come by here. What is no parameter has to follow.

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchguard._torch import holds, is_in_backward, keep_static
+from torchguard._torch import holds, in_transform, is_in_backward, keep_static
 from torchguard.errors.query import is_ok
+from torchguard.exceptions import WatchError
 from torchguard.locations.tracking import LocationTable
 from torchguard.watching.checks import Checks
 from torchguard.watching.incidents import Names, Poll
@@ -44,6 +45,7 @@ class Watch:
         self.journal: Journal | None = None
         self.was_called = False  # by the watched model, not by the plain one
         self.step: Step | None = None
+        self.is_step_lost = False
         self.poll = Poll()
         self.place(self.device)
 
@@ -81,6 +83,19 @@ class Watch:
         if marks is not None:
             marks = marks.view_as(marks) if marks.device == batch.device else None  # for this call alone
         return Journal(batch, self.checks, self.quarantine, len(self.paths), marks)
+
+    def keep(self, step: Step) -> None:
+        """What a call came to. The tensors of a `torch.func` transform have no values outside of it."""
+        self.is_step_lost = in_transform()
+        self.step = None if self.is_step_lost else step
+
+    def last_step(self) -> Step | None:
+        if self.is_step_lost:
+            raise WatchError(
+                "watch: the last call was made under a torch.func transform, and nothing of it can be read outside. "
+                "Have the transformed function return the flags, with returns='both', the default."
+            )
+        return self.step
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "journal": None, "step": None, "poll": Poll(), "device": self.locations.device}

@@ -46,7 +46,7 @@ def _stopped(grad: Tensor, batch: Batch, along: int) -> tuple[Tensor, Tensor]:
     if rows is None:  # about no sample in particular: about all
         worst = born.amax().expand(batch.size)
         return only(is_fine(born), grad), _mark(worst).to(batch.device)
-    worst = rows.flatten(1).amax(1)
+    worst = rows.amax(tuple(range(1, rows.ndim)))
     over = batch.over(is_fine(worst).to(grad.device), grad, along)
     assert over is not None
     return torch.where(over, grad, 0).to(grad.dtype), _mark(worst)
