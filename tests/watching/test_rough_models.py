@@ -263,6 +263,24 @@ class TestBackward:
         assert err.is_err(guarded.backward_flags).tolist() == [False, False, False, True]
         assert err.all_ok(guarded.backward_flags)
 
+    def test_two_calls_and_one_pass_over_both(self, run_light):
+        """What is bad in one call does not hide what is born in the other, nor is it taken for that."""
+        guarded = self.model()
+        real, made = torch.rand(4, 4) + 1, torch.rand(2, 4) + 1
+        real[0] = -1.0  # bad on the way forward
+        real[3], made[0] = 0.0, 0.0  # born on the way back
+        call = run_light(guarded)
+        (one, f), (two, g) = call(real), call(made)
+        assert err.is_err(f).tolist() == [True, False, False, False]
+        assert err.all_ok(g)
+        (err.mean_ok(f, one.sum(-1)) + err.mean_ok(g, two.sum(-1))).backward()
+        assert err.is_err(guarded.backward_flags).tolist() == [True, False, False, True]
+        real, made = real.abs(), made + 1
+        real[3], made[1] = 1.0, -1.0
+        (one, f), (two, g) = call(real), call(made)
+        (err.mean_ok(f, one.sum(-1)) + err.mean_ok(g, two.sum(-1))).backward()
+        assert err.all_ok(guarded.backward_flags)
+
     def test_a_container_of_ones_own_modules_stops_gradients(self):
         class Norm(nn.Module):
             def __init__(self):

@@ -134,7 +134,8 @@ class Journal:
             self.note(0, torch.zeros(self.batch.size, 1, dtype=torch.int8, device=self.batch.device))
         remarks = self._first_remarks()
         evidence = Evidence(self.found, self.places, self.dims)
-        return Step(*verdict(evidence, remarks, locations, self.batch, self.repairs, get_config()), remarks)
+        about = (remarks, locations, self.batch, self.repairs, get_config(), self.marks)
+        return Step(*verdict(evidence, *about), remarks)
 
     def _first_remarks(self) -> Tensor | None:
         """Each remark where it was made first: a layer that passes on zeros is no second cause."""

@@ -9,63 +9,75 @@ from torchguard._torch import is_traced
 from torchguard.operators import define_whole
 from torchguard.watching.constants import constant
 
-# What is remembered on the marks: those of each place, and their memory.
-_EACH, _ROOM = "_torchguard_each", "_torchguard_room"
+# What is remembered on the marks of a call.
+_CALL = "_torchguard_call"
 
 
-def mark_at(place: int, marks: Tensor, size: int) -> Tensor:
-    """The marks of one place, for so many samples, of `(places, many)`.
+class Marked:
+    """The marks of one call, taken apart: `each` has those of a place, `(batch,)`.
 
-    They are taken apart once, and put together by one call.
+    `room` is their memory, which is zeros, without their history. `told` is what the call came to, once that is known:
+    see `Verdict`.
     """
-    each = getattr(marks, _EACH, None)
-    if each is None:
-        each = _Apart.apply(marks, size)
-        setattr(marks, _EACH, each)
-    return each[place]
+
+    def __init__(self, marks: Tensor, size: int) -> None:
+        self.told: Tensor | None = None
+        self.room = marks.detach()
+        self.each: tuple[Tensor, ...] = _Apart.apply(marks, size, self)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def room_of(marks: Tensor) -> Tensor:
-    """The memory of the marks, which are zeros, without their history."""
-    room = getattr(marks, _ROOM, None)
-    if room is None:
-        room = marks.detach()
-        setattr(marks, _ROOM, room)
-    return room
+def marked(marks: Tensor, size: int) -> Marked:
+    """The marks of a call, `(places, many)`, for so many samples. They are taken apart once."""
+    call = getattr(marks, _CALL, None)
+    if call is None:
+        call = Marked(marks, size)
+        setattr(marks, _CALL, call)
+    return call
+
+
+def tell(marks: Tensor, told: Tensor) -> None:
+    """What the call came to whose marks these are."""
+    call = getattr(marks, _CALL, None)
+    if call is not None:
+        call.told = told
 
 
 class _Apart(torch.autograd.Function):
+    """The marks of each place. Their gradients are put together by one call."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(marks: Tensor, size: int) -> tuple[Tensor, ...]:
+    def forward(marks: Tensor, size: int, call: Marked) -> tuple[Tensor, ...]:
         zero = marks.new_zeros(())
         return tuple(zero.expand(size) for _ in range(marks.shape[0]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.shape = inputs[0].shape
+        marks, _, ctx.call = inputs
+        ctx.shape = marks.shape
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        told = {i: grad for i, grad in enumerate(grads) if grad is not None}
-        if not told:
-            return None, None
-        is_in_graph = is_traced(next(iter(told.values())))
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        born = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        if not born:
+            return None, None, None
+        is_in_graph = is_traced(next(iter(born.values())))
         put = torch.ops.torchguard.together if is_in_graph else _together  # it would take long to compile
-        return put([*told.values()], [*told], *ctx.shape), None
+        return put([*born.values()], [*born], ctx.call.told, *ctx.shape), None, None
 
 
-def _together(told: list[Tensor], places: list[int], count: int, width: int) -> Tensor:
-    """Marks of these places, of so many, as the rows of a table; zeros for the rest."""
-    marks = told[0].new_zeros(count, width)
-    marks[constant(places, marks), : told[0].shape[0]] = torch.stack(told)
+def _together(born: list[Tensor], places: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
+    """Marks of these places, of so many, as the rows of a table; zeros for the rest, and for samples that were bad."""
+    marks = born[0].new_zeros(count, width)
+    found = torch.stack(born)
+    marks[constant(places, marks), : found.shape[1]] = found if told is None else found * (told[0] < 0).to(found.device)
     return marks
 
 
-def _shape(told: list[Tensor], places: list[int], count: int, width: int) -> Tensor:
-    return told[0].new_empty(count, width)
+def _shape(born: list[Tensor], places: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
+    return born[0].new_empty(count, width)
 
 
-define_whole("together(Tensor[] told, int[] places, int count, int width) -> Tensor", _together, _shape)
+define_whole("together(Tensor[] born, int[] places, Tensor? told, int count, int width) -> Tensor", _together, _shape)

@@ -11,7 +11,7 @@ from torchguard._torch import in_transform, is_shape_only, mutation_count
 from torchguard.operators import are_kept_whole, define
 from torchguard.watching.blanking import only
 from torchguard.watching.kinds import REVISION, evidence, is_fine, nothing_like, raised, shape_of_evidence
-from torchguard.watching.marking import mark_at, room_of
+from torchguard.watching.marking import marked
 from torchguard.watching.rows import Batch, as_numbers
 from torchguard.watching.stopping import stopped
 
@@ -112,7 +112,8 @@ def _repair(
     found = _found(z, limit) if before is None else raised(torch.where(is_fine(before), before, 0), limit, z.dtype)
     mark = room = None
     if marks is not None and batch is not None:
-        mark, room = mark_at(place, marks, batch.size), room_of(marks)
+        call = marked(marks, batch.size)
+        mark, room = call.each[place], call.room
     mended: Tensor = _Repair.apply(z, found, mark, stops, batch, dim, room, place)  # pyright: ignore[reportAssignmentType]
     _note_clean(mended, stops, found)
     return mended, found

@@ -9,6 +9,7 @@ import types
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchguard._torch import constant_in_graphs, is_of_torch
@@ -63,9 +64,10 @@ class Watched:
 
     @property
     def backward_flags(self) -> Tensor | None:
-        """Faults born in backward passes since this was read last, for samples that were fine before.
+        """Faults born in backward passes since this was read last, for samples that were fine in their call.
 
-        Reading waits for the device. None without quarantine.
+        Has a row for each sample of the last call, or more if an earlier one was larger. Reading waits for the device.
+        None without quarantine.
         """
         watch, step = self._watch, self._watch.last_step()
         if watch.marks is None or step is None:
@@ -73,7 +75,10 @@ class Watched:
         born, watch.born = watch.born, None
         if born is None:
             return torch.zeros_like(step.flags)
-        f = step.flags.new_zeros(born.shape[1], step.flags.shape[1])
+        last = born.any(0).nonzero().flatten()[-1:].tolist()
+        rows = max([step.flags.shape[0], *(i + 1 for i in last)])
+        born = F.pad(born, (0, rows - born.shape[1]))  # or cut off
+        f = step.flags.new_zeros(rows, step.flags.shape[1])
         for place in born.any(-1).nonzero().flatten().tolist():
             code = torch.where(born[place] >= NAN_MARK, ErrorCode.NAN, ErrorCode.INF)
             f = push(f, code, watch.ids[place], where=born[place] > 0)

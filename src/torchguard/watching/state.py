@@ -4,11 +4,9 @@ import weakref
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchguard._torch import holds, in_transform, is_in_backward, keep_static
-from torchguard.errors.query import is_ok
 from torchguard.exceptions import WatchError
 from torchguard.locations.tracking import LocationTable
 from torchguard.watching.checks import Checks
@@ -110,14 +108,8 @@ class Watch:
 
 
 def _gather(watch: Watch | None, marks: Tensor) -> None:
-    """A backward pass has reached the marks: keep what was born in it, for samples that were fine before it."""
+    """A backward pass has reached the marks: keep what was born in it."""
     grad, marks.grad = marks.grad, None
-    if watch is None or watch.step is None or grad is None:
-        return
-    flags = watch.step.flags
-    born = grad[:, : flags.shape[0]] * is_ok(flags)
-    if watch.born is not None:
-        widest = max(born.shape[1], watch.born.shape[1])
-        born, before = (F.pad(one, (0, widest - one.shape[1])) for one in (born, watch.born))
-        born = torch.maximum(born, before)
-    watch.born = born
+    if watch is not None and grad is not None:
+        # A copy: the memory may be that of a CUDA graph.
+        watch.born = grad.clone() if watch.born is None else torch.maximum(watch.born, grad)

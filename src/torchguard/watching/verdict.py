@@ -17,6 +17,7 @@ from torchguard.operators import are_kept_whole, define, define_whole
 from torchguard.watching.constants import at
 from torchguard.watching.earliest import KIND, LAST, ORDER, POSITION, earliest, grouped
 from torchguard.watching.kinds import CODES, FINE, REVISION, are_finite, look, says_nothing, unread
+from torchguard.watching.marking import tell
 from torchguard.watching.rows import Batch
 
 # What a slot holds of a kind, beside the location; and so for each code that is no fault.
@@ -46,20 +47,30 @@ class Evidence(NamedTuple):
 
 
 def verdict(
-    evidence: Evidence, remarks: Tensor | None, locations: Tensor, batch: Batch, repairs: bool, config: ErrorConfig
+    evidence: Evidence,
+    remarks: Tensor | None,
+    locations: Tensor,
+    batch: Batch,
+    repairs: bool,
+    config: ErrorConfig,
+    marks: Tensor | None,
 ) -> Verdict:
     """What the evidence comes to.
 
     Args:
+        marks: those of the call, which are told.
         remarks: `(remarks, batch)`, the place times 16, plus the code, of what is no fault (-1: none), if there is any.
         locations: the location id of each place, and 0 behind them.
         repairs: whether each fault was repaired when it was met, so that the next is another, and no echo.
     """
     about = (remarks, locations, batch, repairs, config)
-    if not are_kept_whole():
-        return _verdict(evidence, *about)
-    # What is asked of every piece of evidence takes Dynamo long, and a large model has hundreds.
-    return Verdict(*torch.ops.torchguard.verdict(*evidence, *_flat(*about)))
+    if are_kept_whole():
+        # What is asked of every piece of evidence takes Dynamo long, and a large model has hundreds.
+        return Verdict(*torch.ops.torchguard.verdict(*evidence, marks, *_flat(*about)))
+    found = _verdict(evidence, *about)
+    if marks is not None:
+        tell(marks, found.told)
+    return found
 
 
 def _verdict(
@@ -135,7 +146,14 @@ def _config(dtype: torch.dtype, slots: int, transposes_from: int | None) -> Erro
     return config
 
 
-def _verdict_op(
+def _verdict_op(found: list[Tensor], places: list[int], dims: list[int], marks: Tensor | None, *about: Any) -> Verdict:
+    came_to = _traced_verdict(found, places, dims, *about)
+    if marks is not None:
+        tell(marks, came_to.told)
+    return came_to
+
+
+def _traced_verdict(
     found: list[Tensor],
     places: list[int],
     dims: list[int],
@@ -166,20 +184,22 @@ def _verdict_op(
     alone = [rest[i] for i in strays]
     dims = [0 if i in in_groups else told for i, told in enumerate(dims)]
     numbers = json.dumps([in_groups, alone, [*whole], places, dims])  # lists take longer to hand over than all the rest
-    return torch.ops.torchguard.verdict_at_once(
-        [group.several for group in groups],
-        [found[i] for i in alone],
-        [*whole.values()],
-        numbers,
-        remarks,
-        locations,
-        size,
-        lengths,
-        dim,
-        repairs,
-        dtype,
-        slots,
-        transposes_from,
+    return Verdict(
+        *torch.ops.torchguard.verdict_at_once(
+            [group.several for group in groups],
+            [found[i] for i in alone],
+            [*whole.values()],
+            numbers,
+            remarks,
+            locations,
+            size,
+            lengths,
+            dim,
+            repairs,
+            dtype,
+            slots,
+            transposes_from,
+        )
     )
 
 
@@ -222,7 +242,7 @@ def _shapes(*given: Any) -> Verdict:
 
 
 define(
-    "verdict(Tensor[] found, int[] places, int[] dims, Tensor? remarks, Tensor locations, SymInt size, "
+    "verdict(Tensor[] found, int[] places, int[] dims, Tensor? marks, Tensor? remarks, Tensor locations, SymInt size, "
     "SymInt[] lengths, int dim, Device device, bool repairs, ScalarType dtype, int slots, int? transposes_from, "
     "int revision) -> (Tensor, Tensor)",
     _verdict_op,
