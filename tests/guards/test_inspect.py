@@ -353,7 +353,9 @@ def test_an_inspector_of_what_is_compiled_already():
     assert inspector.compiled is net
     (frame,) = inspector.cached()
     assert frame.function == "Net.forward"
-    model.compile(backend="eager")
+    model.compile(backend="eager", dynamic=False)
     assert len(GuardInspector(model).cached()) == 1
+    model.compile(backend="eager")  # which torch takes for another backend
+    assert GuardInspector(model).cached() == []
     with pytest.raises(GuardError, match="Leave out backend"):
         GuardInspector(net, backend="eager")

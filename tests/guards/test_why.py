@@ -30,6 +30,47 @@ def test_a_call_that_fits_has_no_reasons():
     assert str(told) == "This call runs what is compiled."
 
 
+@pytest.mark.parametrize("make", [Net, lambda: torch.sin], ids=["module", "function"])
+def test_what_is_compiled_for_another_backend_does_not_fit(make):
+    model = make()
+
+    def double(x):
+        return model(x) * 2
+
+    one, other = (torch.compile(double, backend=backend) for backend in ("eager", "aot_eager"))
+    one(torch.ones(2, 3))
+    assert not why(one, torch.ones(2, 3))
+    assert not why(torch.compile(double, backend="eager"), torch.ones(2, 3))
+    told = why(other, torch.ones(2, 3))
+    assert told
+    assert "Nothing is compiled" in str(told)
+    other(torch.ones(2, 3))
+    assert not why(other, torch.ones(2, 3))
+
+
+def test_of_a_module_too():
+    model = Net()
+    compiled(model)(torch.ones(2, 3))
+    assert why(torch.compile(model, backend="aot_eager"), torch.ones(2, 3))
+    model.compile(backend="aot_eager")
+    assert why(model, torch.ones(2, 3))
+    model(torch.ones(2, 3))
+    assert not why(model, torch.ones(2, 3))
+
+
+def test_a_backend_of_ones_own_is_told_from_another():
+    def one(graph, inputs):
+        return graph.forward
+
+    def other(graph, inputs):
+        return graph.forward
+
+    fn = nn.Tanh().forward
+    torch.compile(fn, backend=one)(torch.ones(2))
+    assert not why(torch.compile(fn, backend=one), torch.ones(2))
+    assert why(torch.compile(fn, backend=other), torch.ones(2))
+
+
 def test_before_the_first_call_nothing_is_compiled():
     told = why(compiled(Net()), torch.ones(2, 3))
     assert told

@@ -104,15 +104,40 @@ def leaves_of(manager: Any) -> list[Leaf]:
     return found
 
 
-def entries_of(code: types.CodeType, region: int) -> list[tuple[str, Guards]]:
-    """What is compiled for a code object, with its compile id: the region's own first, then what all share."""
+class Kept(NamedTuple):
+    """Where Dynamo keeps what it compiles for a call: by code, by region, and for a backend (None: cannot be told)."""
+
+    code: types.CodeType
+    region: int
+    backend: Any
+
+
+def entries_of(kept: Kept) -> list[tuple[str, Guards]]:
+    """What is compiled there, with its compile id: the region's own first, then what all share.
+
+    The backend of an entry has no public name. Where it cannot be told, the entries of all backends count.
+    """
+    entries = [entry for entry in _entries_of(kept) if _is_for(entry, kept.backend)]
+    return [(str(entry.compile_id), guards_of(entry.guard_manager)) for entry in entries if _is_alive(entry)]
+
+
+def is_full(kept: Kept) -> bool:
+    """Whether Dynamo compiles no more for it. All backends count."""
+    return len(_entries_of(kept)) >= recompile_limit()
+
+
+def _entries_of(kept: Kept) -> list[Any]:
     from torch._dynamo import eval_frame
 
-    entries = list(eval_frame._debug_get_cache_entry_list(code))
     of_region = getattr(eval_frame, "_get_cache_entries_for_region", None)
-    if of_region is not None:
-        entries = [*of_region(code, region), *(of_region(code, -1) if region != -1 else ())]
-    return [(str(entry.compile_id), guards_of(entry.guard_manager)) for entry in entries if _is_alive(entry)]
+    if of_region is None:
+        return list(eval_frame._debug_get_cache_entry_list(kept.code))
+    return [*of_region(kept.code, kept.region), *(of_region(kept.code, -1) if kept.region != -1 else ())]
+
+
+def _is_for(entry: Any, backend: Any) -> bool:
+    its = getattr(entry, "backend", None)
+    return its is None or backend is None or its is backend or (type(its) is type(backend) and its == backend)
 
 
 def _is_alive(entry: Any) -> bool:
@@ -120,14 +145,13 @@ def _is_alive(entry: Any) -> bool:
 
 
 class Frame(NamedTuple):
-    """The first frame of a call: its code, its locals when it starts, and where its compiled code is kept.
+    """The first frame of a call: where its compiled code is kept, and its locals when it starts.
 
     `cells` are the variables of enclosing functions, and `arguments` the names of arguments, by source.
     """
 
-    code: types.CodeType
+    kept: Kept
     f_locals: dict[str, Any]
-    region: int
     cells: dict[str, types.CellType]
     arguments: dict[str, str]
 
@@ -137,7 +161,7 @@ def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fr
     found = _compiled_function(compiled)
     if found is None:
         return None
-    inner, region = found
+    inner, kept = found
     function = getattr(inner, "__func__", inner)
     owner = (inner.__self__,) if inspect.ismethod(inner) else ()
     bound = inspect.signature(function, follow_wrapped=False).bind(*owner, *args, **kwargs)
@@ -151,16 +175,16 @@ def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fr
     arguments = {f"L['{name}']": name for name in f_locals}
     f_locals |= {name: cell.cell_contents for name, cell in cells.items()}
     of_source = {f"L['{name}']": cell for name, cell in cells.items()}
-    return Frame(function.__code__, f_locals, region, of_source, arguments)
+    return Frame(kept, f_locals, of_source, arguments)
 
 
-def compiled_code_of(compiled: Any) -> tuple[types.CodeType, int] | None:
-    """The code that Dynamo looks up for a call, and where its compiled code is kept; None if this was not compiled."""
+def kept_for(compiled: Any) -> Kept | None:
+    """Where Dynamo looks up what is compiled for a call; None if this was not compiled."""
     found = _compiled_function(compiled)
-    return None if found is None else (getattr(found[0], "__func__", found[0]).__code__, found[1])
+    return None if found is None else found[1]
 
 
-def _compiled_function(compiled: Any) -> tuple[Callable[..., Any], int] | None:
+def _compiled_function(compiled: Any) -> tuple[Callable[..., Any], Kept] | None:
     call = compiled
     if isinstance(compiled, nn.Module):
         in_place = getattr(compiled, "_compiled_call_impl", None)  # what model.compile() makes
@@ -173,7 +197,23 @@ def _compiled_function(compiled: Any) -> tuple[Callable[..., Any], int] | None:
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, nn.Module) and inner.__func__ in (nn.Module.__call__, nn.Module._call_impl):
         inner = owner.forward  # the frames around it are torch's, which Dynamo skips
-    return inner, getattr(call, "_isolate_recompiles_id", -1)
+    code = getattr(inner, "__func__", inner).__code__
+    return inner, Kept(code, getattr(call, "_isolate_recompiles_id", -1), _backend_of(call))
+
+
+def _backend_of(call: Any) -> Any:
+    """What compiles for a call: found in the closure of what `torch.compile` returns, as Dynamo finds it."""
+    function = inspect.unwrap(getattr(call, "__func__", call), stop=lambda f: "callback" in _free_variables(f))
+    found: Any = _free_variables(function).get("callback")
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return found
+
+
+def _free_variables(function: Any) -> dict[str, Any]:
+    names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), getattr(function, "__closure__", ())
+    empty = types.CellType()
+    return {n: cell.cell_contents for n, cell in zip(names, cells or (), strict=True) if cell != empty}
 
 
 def recompile_limit() -> int:

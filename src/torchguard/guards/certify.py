@@ -161,7 +161,7 @@ class _Trial:
         frame = _torch.frame_of(self.filtered(), *self.given)
         if frame is None:
             return []
-        compiled = _torch.entries_of(frame.code, frame.region)
+        compiled = _torch.entries_of(frame.kept)
         found: dict[str, Change] = {}
         for entry in self.entries if compiled else ():
             source = entry.orig_guard.name

@@ -233,7 +233,7 @@ class GuardInspector:
     def __init__(self, model: Callable[..., Any], **torch_compile_kwargs: Any) -> None:
         from torchguard.guards.compiling import compile
 
-        is_compiled = _torch.compiled_code_of(model) is not None
+        is_compiled = _torch.kept_for(model) is not None
         if is_compiled and torch_compile_kwargs:
             raise GuardError(f"GuardInspector: this is compiled already. Leave out {', '.join(torch_compile_kwargs)}.")
         self.compiled = model if is_compiled else compile(model, **{"backend": "eager", **torch_compile_kwargs})
@@ -246,13 +246,13 @@ class GuardInspector:
 
     def cached(self) -> list[Frame]:
         """What is compiled for its first frame, whenever that was. Runs nothing."""
-        code, region = _torch.compiled_code_of(self.compiled) or (None, -1)
-        if code is None:
+        kept = _torch.kept_for(self.compiled)
+        if kept is None:
             return []
-        entries = _torch.entries_of(code, region)
+        entries = _torch.entries_of(kept)
         return [
             Frame(
-                **_where(code),
+                **_where(kept.code),
                 compile_id=compile_id,
                 seconds=None,
                 cache_size=len(entries),

@@ -104,7 +104,7 @@ def _microseconds(
     frame = _torch.frame_of(compiled, args, kwargs)
     if frame is None:
         raise GuardError("suggest: the model cannot be compiled as it is. Give a module or a function.")
-    compiled_before = _torch.entries_of(frame.code, frame.region)
+    compiled_before = _torch.entries_of(frame.kept)
     if not compiled_before:
         raise GuardError("suggest: Dynamo compiled nothing for this call, so there are no guards to drop.")
     guards = compiled_before[0][1]

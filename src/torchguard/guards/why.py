@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchguard.exceptions import GuardError
-from torchguard.guards._torch import entries_of, frame_of, recompile_limit
+from torchguard.guards._torch import entries_of, frame_of, is_full
 from torchguard.guards.advice import advice_for
 from torchguard.guards.audit import unobserved
 from torchguard.guards.tree import Failure, failures_of
@@ -64,12 +64,12 @@ def why(compiled: Any, *args: Any, **kwargs: Any) -> Why:
     if frame is None:
         raise GuardError(f"why: this {type(compiled).__name__} is not compiled. Give what torch.compile returned.")
     reasons = []
-    entries = entries_of(frame.code, frame.region)
+    entries = entries_of(frame.kept)
     with unobserved():
         for compile_id, guards in entries:
             failures = failures_of(guards, frame.f_locals)
             if not failures:
                 return Why(False, len(entries), ())
             reasons += [Reason(compile_id, failure, advice_for(failure)) for failure in failures]
-    gave_up = len(entries) >= recompile_limit()
+    gave_up = is_full(frame.kept)
     return Why(not gave_up, len(entries), tuple(reasons), gave_up)
