@@ -2,12 +2,17 @@
 
 Ratios to the unwatched model. All is compiled; the contestants have the same weights, live in one process and take
 turns call by call. Minima on the CPU, one thread; medians between CUDA events on a GPU.
+
+"Bare" contestants do the least that can be done in the graph, by hooks on the same modules: a maximum of what each puts
+out; with `where`, of what goes in as well, each replaced by zeros where that is not finite. They tell no place and stop
+no gradients. What they take to compile is what the compiler takes, whoever asks for it.
 """
 
 import argparse
 import copy
 import gc
 import json
+import math
 import os
 import statistics
 import time
@@ -28,12 +33,41 @@ from torch._inductor.utils import fresh_cache
 import torchguard
 from torchguard.watching import watch
 
-BASE = "unwatched"
+BASE, BARE = "unwatched", ("bare maxima", "bare maxima + where")
+
+
+class Bare(nn.Module):
+    """The least that watching can be, and with `replaces` quarantine."""
+
+    def __init__(self, model: nn.Module, replaces: bool = False) -> None:
+        super().__init__()
+        self.model, self.replaces = model, replaces
+        self.found: list[Tensor] = []
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                if replaces:
+                    module.register_forward_pre_hook(lambda _, args: (self.seen(args[0]),))
+                module.register_forward_hook(lambda _, args, out: self.seen(out))
+
+    def seen(self, z: Tensor) -> Tensor:
+        largest = z.abs().amax(-1, keepdim=True)
+        self.found.append(largest)
+        return torch.where(largest < math.inf, z, 0) if self.replaces else z
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.found = []
+        out = self.model(x)
+        found, self.found = self.found, []
+        return out, (torch.cat(found, -1) < math.inf).flatten(1).all(-1)
+
+
 CONTESTANTS: dict[str, Callable[[nn.Module], Any]] = {
     BASE: lambda model: model,
     "blocks": lambda model: watch(model, level="blocks"),
     "modules": lambda model: watch(model, level="modules"),
     "modules + quarantine": lambda model: watch(model, level="modules", quarantine=True),
+    BARE[0]: Bare,
+    BARE[1]: lambda model: Bare(model, replaces=True),
 }
 # By device and stage; the stages with CUDA graphs are held to what the same work without them is.
 TARGETS = {

@@ -258,6 +258,18 @@ def test_nothing_is_kept_alive():
     assert watch.report().calls == calls
 
 
+def test_an_audit_that_knows_the_model_does_not_keep_it_alive():
+    def there():
+        model, seen = Net().eval(), []
+        watch = audit(skip_inbuilt_nn_modules(), every=1, action=lambda violations: seen.append((model, violations)))
+        compile(model, filter=watch, backend="eager")(torch.randn(2, 3))
+        return weakref.ref(model)
+
+    model = there()
+    gc.collect()
+    assert model() is None
+
+
 def test_asking_why_is_no_call():
     fn, watch = audited(scaled, skip_globals(), every=1)
     fn(torch.ones(1))

@@ -1,6 +1,8 @@
 """What a filter does to correctness, shown; and the filter that does none."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -156,6 +158,40 @@ def test_nothing_to_suggest_for_what_is_not_compiled():
 def test_a_model_that_fails_is_told_of():
     with pytest.raises(GuardError, match="fails before anything is changed"):
         certify(nn.Linear(3, 3), torch.randn(2, 4), skip_all())
+
+
+class Named(nn.Module):
+    """With a text, and a share, on which its result depends."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop, self.act = nn.Linear(4, 4), nn.Dropout(0.5), "relu"
+
+    def forward(self, x):
+        x = self.drop(self.layer(x))
+        return x.relu() if self.act == "relu" else x.tanh()
+
+
+def test_values_that_could_not_be_tried_stay_guarded():
+    model, x = Named(), torch.randn(64, 4)
+    compiled = compile(model, filter=suggest(model, x).filter, backend="eager")
+    compiled(x)
+    model.drop.p = 0.0
+    model.act = "tanh"
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_trial_keeps_no_model_alive():
+    there = []
+
+    def trial():
+        model = Net().eval()
+        there.append(weakref.ref(model))
+        certify(model, torch.randn(2, 4), skip_inbuilt_nn_modules())
+
+    trial()
+    gc.collect()
+    assert there[0]() is None
 
 
 def test_the_suggested_filter_saves_and_does_no_harm():

@@ -1,10 +1,14 @@
 """Would it recompile, and why: all reasons, without running anything."""
 
+import contextlib
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from torchguard.exceptions import GuardError
+from torchguard.guards.compiling import compile as guards_compile
 from torchguard.guards.why import why
 
 
@@ -69,6 +73,113 @@ def test_a_backend_of_ones_own_is_told_from_another():
     torch.compile(fn, backend=one)(torch.ones(2))
     assert not why(torch.compile(fn, backend=one), torch.ones(2))
     assert why(torch.compile(fn, backend=other), torch.ones(2))
+
+
+class Decorated(Net):
+    forward = torch.compile(Net.forward, backend="eager")
+
+
+def compiled_itself(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("make", [Decorated, lambda: compiled_itself(Net())], ids=["in the class", "on the instance"])
+def test_a_module_whose_forward_is_compiled(make):
+    model = make()
+    assert why(model, torch.ones(2, 3))
+    model(torch.ones(2, 3))
+    assert not why(model, torch.ones(2, 3))
+    assert why(model, torch.ones(2, 3), flag=False)
+
+
+@pytest.mark.parametrize("wrap", [torch.no_grad(), lambda fn: functools.wraps(fn)(lambda *args: fn(*args))])
+def test_what_a_decorator_made_of_it_is_refused(wrap):
+    """It may change the arguments, or the state they are called in."""
+    with pytest.raises(GuardError, match="not what a decorator made of it"):
+        why(wrap(compiled(lambda x: x + 1)), torch.ones(2))
+
+
+def test_arguments_may_have_any_name():
+    net = compiled(lambda x, compiled: x * compiled)
+    assert why(net, torch.ones(2), compiled=3)
+
+
+class TestLimits:
+    def sizes(self, net, *sizes):
+        for size in sizes:
+            net(torch.ones(size))
+
+    def fn(self, x):
+        return x + 1
+
+    def told(self, net, size, compiles):
+        """What is told, which is what happens."""
+        told = why(net, torch.ones(size))
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        net(torch.ones(size))
+        compiled_now = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+        assert bool(told) == (compiled_now == 1) == compiles
+        return told
+
+    @pytest.fixture(autouse=True)
+    def quiet(self, caplog):
+        caplog.set_level("CRITICAL")  # torch warns of a limit that is hit
+
+    def test_of_its_own(self):
+        options = {"recompile_limit": 2} if torch.__version__ >= "2.13" else {}
+        with contextlib.ExitStack() as stack:
+            if not options:
+                stack.enter_context(torch._dynamo.config.patch(recompile_limit=2))
+            net = compiled(self.fn, dynamic=False, **options)
+            self.sizes(net, 2, 3)
+            told = self.told(net, 4, compiles=False)
+        assert told.gave_up
+        assert "runs eagerly" in str(told)
+        assert "size mismatch" in str(told)
+
+    def test_reached_by_another_backend(self):
+        self.sizes(compiled(self.fn, dynamic=False), *range(2, 10))
+        told = self.told(torch.compile(self.fn, backend="aot_eager", dynamic=False), 3, compiles=False)
+        assert told.gave_up
+        assert "runs eagerly" in str(told)
+
+    @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has one cache for all before 2.13")
+    def test_reached_by_others_does_not_count(self):
+        self.sizes(compiled(self.fn, dynamic=False), *range(2, 10))
+        self.told(guards_compile(self.fn, backend="eager", dynamic=False), 30, compiles=True)
+
+    def test_of_all_together(self):
+        net = compiled(self.fn, dynamic=False)
+        with torch._dynamo.config.patch(accumulated_recompile_limit=2):
+            self.sizes(net, 2, 3)
+            self.told(net, 4, compiles=False)
+
+
+class TestStances:
+    @pytest.fixture
+    def net(self):
+        net = compiled(lambda x: x + 1, dynamic=False)
+        net(torch.ones(2))
+        return net
+
+    @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
+    def test_nothing_is_compiled(self, net, stance):
+        with torch.compiler.set_stance(stance):
+            told = why(net, torch.ones(3))
+        assert not told
+        assert f"'{stance}' this call runs eagerly" in str(told)
+
+    def test_a_call_that_raises(self, net):
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert "this call raises" in str(why(net, torch.ones(3)))
+            assert not why(net, torch.ones(2)).instead
+
+    def test_another_backend(self, net):
+        with torch.compiler.set_stance("default", force_backend="aot_eager"):
+            assert why(net, torch.ones(2))
+            net(torch.ones(2))
+            assert not why(net, torch.ones(2))
 
 
 def test_before_the_first_call_nothing_is_compiled():

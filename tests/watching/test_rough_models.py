@@ -1,5 +1,6 @@
 """Models as they are found: masks, regrouped batches, states, odd shapes, calls within calls."""
 
+import gc
 import inspect
 
 import pytest
@@ -10,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torchguard import err, flags
 from torchguard.exceptions import WatchError
 from torchguard.watching import unwatch, watch
+from torchguard.watching.marking import CameTo, Marked
 
 NAN = float("nan")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*nested tensors.*:UserWarning")
@@ -280,6 +282,25 @@ class TestBackward:
         (one, f), (two, g) = call(real), call(made)
         (err.mean_ok(f, one.sum(-1)) + err.mean_ok(g, two.sum(-1))).backward()
         assert err.all_ok(guarded.backward_flags)
+
+    @pytest.mark.parametrize("passes", [True, False], ids=["with backward", "without"])
+    def test_calls_leave_nothing_behind(self, run_light, passes):
+        guarded = self.model()
+        call = run_light(guarded)
+        for _ in range(3):
+            out, f = call(torch.rand(3, 4) + 1)
+            if passes:
+                out.sum().backward()
+        del out, f
+        gc.collect()
+        assert not [one for one in gc.get_objects() if isinstance(one, (Marked, CameTo))]
+
+    def test_of_a_batch_that_is_too_large_nothing_is_told(self):
+        guarded, x = self.model(), torch.rand(4097, 4) + 1
+        x[3] = 0.0
+        self.step(guarded, x)
+        assert guarded.a.weight.grad.isfinite().all()
+        assert guarded.backward_flags is None
 
     def test_a_container_of_ones_own_modules_stops_gradients(self):
         class Norm(nn.Module):

@@ -115,6 +115,7 @@ def test_flags_come_out_of_a_transform_by_being_returned(x):
     for read in (lambda: guarded.flags, guarded.report, guarded.poll):
         with pytest.raises(WatchError, match="return the flags"):
             read()
+    assert copy.deepcopy(guarded).flags is None  # it was not called yet
     guarded(x)
     assert [one.sample for one in guarded.report()] == [2]
 

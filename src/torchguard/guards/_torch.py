@@ -105,11 +105,15 @@ def leaves_of(manager: Any) -> list[Leaf]:
 
 
 class Kept(NamedTuple):
-    """Where Dynamo keeps what it compiles for a call: by code, by region, and for a backend (None: cannot be told)."""
+    """Where Dynamo keeps what it compiles for a call: by code, by region, and for a backend (None: cannot be told).
+
+    `limit` is how much it compiles there.
+    """
 
     code: types.CodeType
     region: int
     backend: Any
+    limit: int
 
 
 def entries_of(kept: Kept) -> list[tuple[str, Guards]]:
@@ -117,27 +121,41 @@ def entries_of(kept: Kept) -> list[tuple[str, Guards]]:
 
     The backend of an entry has no public name. Where it cannot be told, the entries of all backends count.
     """
-    entries = [entry for entry in _entries_of(kept) if _is_for(entry, kept.backend)]
-    return [(str(entry.compile_id), guards_of(entry.guard_manager)) for entry in entries if _is_alive(entry)]
+    entries = [*_in_region(kept, kept.region), *(_in_region(kept, -1) if kept.region != -1 else ())]
+    fitting = [entry for entry in entries if _is_for(entry, kept.backend) and _is_alive(entry)]
+    return [(str(entry.compile_id), guards_of(entry.guard_manager)) for entry in fitting]
 
 
 def is_full(kept: Kept) -> bool:
-    """Whether Dynamo compiles no more for it. All backends count."""
-    return len(_entries_of(kept)) >= recompile_limit()
+    """Whether Dynamo compiles no more there: a region has a limit, and so have all regions and backends together."""
+    import torch._dynamo.config as config
+    from torch._dynamo import eval_frame
+
+    in_all = getattr(eval_frame, "_get_total_cache_entry_count", lambda code: len(_in_region(kept, kept.region)))
+    limit_of_all = getattr(config, "accumulated_recompile_limit", sys.maxsize)
+    return len(_in_region(kept, kept.region)) >= kept.limit or in_all(kept.code) >= limit_of_all
 
 
-def _entries_of(kept: Kept) -> list[Any]:
+def _in_region(kept: Kept, region: int) -> list[Any]:
+    """Entries of a region. Before torch 2.13 there is one for all."""
     from torch._dynamo import eval_frame
 
     of_region = getattr(eval_frame, "_get_cache_entries_for_region", None)
-    if of_region is None:
-        return list(eval_frame._debug_get_cache_entry_list(kept.code))
-    return [*of_region(kept.code, kept.region), *(of_region(kept.code, -1) if kept.region != -1 else ())]
+    return list(
+        eval_frame._debug_get_cache_entry_list(kept.code) if of_region is None else of_region(kept.code, region)
+    )
 
 
 def _is_for(entry: Any, backend: Any) -> bool:
     its = getattr(entry, "backend", None)
     return its is None or backend is None or its is backend or (type(its) is type(backend) and its == backend)
+
+
+def stance() -> str:
+    """What `torch.compiler.set_stance` was told; "default" where that cannot be read."""
+    from torch._dynamo import eval_frame
+
+    return getattr(getattr(eval_frame, "_stance", None), "stance", "default")
 
 
 def _is_alive(entry: Any) -> bool:
@@ -185,42 +203,51 @@ def kept_for(compiled: Any) -> Kept | None:
 
 
 def _compiled_function(compiled: Any) -> tuple[Callable[..., Any], Kept] | None:
-    call = compiled
-    if isinstance(compiled, nn.Module):
-        in_place = getattr(compiled, "_compiled_call_impl", None)  # what model.compile() makes
-        call = compiled.forward if hasattr(compiled, "_orig_mod") else in_place
-    inner = getattr(call, "_torchdynamo_orig_callable", None)
-    if inner is None:
+    call = _made_by_torch(compiled)
+    if call is None:
         return None
+    inner = call._torchdynamo_orig_callable
     if inspect.ismethod(call) and not inspect.ismethod(inner):  # a method of a class, decorated there
         inner = types.MethodType(inner, call.__self__)
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, nn.Module) and inner.__func__ in (nn.Module.__call__, nn.Module._call_impl):
         inner = owner.forward  # the frames around it are torch's, which Dynamo skips
     code = getattr(inner, "__func__", inner).__code__
-    return inner, Kept(code, getattr(call, "_isolate_recompiles_id", -1), _backend_of(call))
+    return inner, Kept(code, getattr(call, "_isolate_recompiles_id", -1), *_backend_and_limit(call))
 
 
-def _backend_of(call: Any) -> Any:
-    """What compiles for a call: found in the closure of what `torch.compile` returns, as Dynamo finds it."""
-    function = inspect.unwrap(getattr(call, "__func__", call), stop=lambda f: "callback" in _free_variables(f))
-    found: Any = _free_variables(function).get("callback")
-    while hasattr(found, "_torchdynamo_orig_backend"):
-        found = found._torchdynamo_orig_backend
-    return found
+def _made_by_torch(compiled: Any) -> Any:
+    """What `torch.compile` made, of a module that holds it, too; None if there is no such thing."""
+    if not isinstance(compiled, nn.Module):
+        return compiled if _is_made_by_torch(compiled) else None
+    in_place = getattr(compiled, "_compiled_call_impl", None)  # what model.compile() makes
+    calls = [compiled.forward] if hasattr(compiled, "_orig_mod") else [in_place, compiled.forward]
+    return next((call for call in calls if _is_made_by_torch(call)), None)
 
 
-def _free_variables(function: Any) -> dict[str, Any]:
-    names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), getattr(function, "__closure__", ())
-    empty = types.CellType()
-    return {n: cell.cell_contents for n, cell in zip(names, cells or (), strict=True) if cell != empty}
+def _is_made_by_torch(call: Any) -> bool:
+    """`functools.wraps` copies all marks of what it wraps; so torch notes whose they are."""
+    function = getattr(call, "__func__", call)
+    is_marked = hasattr(function, "_torchdynamo_orig_callable")
+    return is_marked and getattr(function, "_torchdynamo_wrapper_id", id(function)) == id(function)
 
 
-def recompile_limit() -> int:
-    """How often Dynamo compiles a function before it gives up. Where the setting is missing, it never does."""
+def _backend_and_limit(call: Any) -> tuple[Any, int]:
+    """What compiles for a call, and how often: from the closure of what `torch.compile` returns."""
     import torch._dynamo.config as config
+    from torch._dynamo import eval_frame
 
-    return getattr(config, "recompile_limit", sys.maxsize)
+    function = getattr(call, "__func__", call)
+    free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    found: Any = free["callback"].cell_contents if "callback" in free else None
+    forced = getattr(getattr(eval_frame, "_stance", None), "backend", None)
+    if forced is not None:
+        found = eval_frame.get_compiler_fn(forced)
+    limit = getattr(config, "recompile_limit", sys.maxsize)
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        its = getattr(found, "_recompile_limit", None)
+        limit, found = limit if its is None else its, found._torchdynamo_orig_backend
+    return found or None, limit
 
 
 def without_limits() -> contextlib.AbstractContextManager[Any]:

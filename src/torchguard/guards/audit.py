@@ -163,7 +163,9 @@ class _Shadow:
     """All guards of one compiled frame, of which some were dropped."""
 
     def __init__(self, audit: Audit, built: Built, full: Guards, dropped: list[_Dropped]) -> None:
-        self.audit, self.full, self.compile_id = audit, full, built.compile_id
+        # Held by Dynamo's guards, where the garbage collector sees no cycle: the audit may know the model.
+        self.audit = weakref.ref(audit)
+        self.full, self.compile_id = full, built.compile_id
         # Where it is still a guard, no call with another grad mode or autocast comes by.
         self.is_state_kept = built.guards.has_at_root("GLOBAL_STATE")
         self.function = getattr(built.code, "co_qualname", built.code.co_name)
@@ -198,23 +200,25 @@ class _Shadow:
             if self.error is not None:
                 raise_instead(self.error)
             return self.allowed
+        start, audit = time.perf_counter(), self.audit()
+        if audit is None:  # nobody is left to be told
+            return True
         self.training, self.state = getattr(f_locals.get("self"), "training", None), (grad_mode(), any_autocast())
         self.counts.left -= 1
         with as_in_a_call():
-            return self._look(f_locals, self.counts.calls)
+            return self._look(f_locals, self.counts.calls, audit, start)
 
-    def _look(self, f_locals: dict[str, Any], call: int) -> bool:
+    def _look(self, f_locals: dict[str, Any], call: int, audit: Audit, start: float) -> bool:
         self.counts.checks += 1
-        start = time.perf_counter()
         self.allowed, self.error = True, None
         if self.full.check(f_locals):
             self.last_held = call
-            self._wait(self._pause(start))
+            self._wait(self._pause(audit, start))
             return True
         violations = [self._violation(failure, call) for failure in failures_of(self.full, f_locals)]
-        self._wait(self._pause(start) if self.audit.action == "record" else 1)
+        self._wait(self._pause(audit, start) if audit.action == "record" else 1)
         try:
-            self.allowed = self.audit.found(violations)
+            self.allowed = audit.found(violations)
         except Exception as error:  # Dynamo would swallow it here, and does not where it recompiles
             self.allowed, self.error = False, error
         return self.allowed
@@ -222,13 +226,13 @@ class _Shadow:
     def _wait(self, calls: int) -> None:
         self.counts.due, self.counts.left = self.counts.calls + calls, calls
 
-    def _pause(self, start: float) -> int:
+    def _pause(self, audit: Audit, start: float) -> int:
         """After how many calls to look again: as told, or so that looking takes a share of the time."""
-        if self.audit.budget is None:
-            return self.audit.every
+        if audit.budget is None:
+            return audit.every
         now = time.perf_counter()
         a_call = (now - self.started) / max(self.counts.calls - 1, 1)
-        return max(1, math.ceil((now - start) / (self.audit.budget * a_call)))
+        return max(1, math.ceil((now - start) / (audit.budget * a_call)))
 
     def _violation(self, failure: Failure, call: int) -> Violation:
         guard = failure.guard

@@ -51,7 +51,7 @@ def compile(model: Any = None, *, filter: FilterFunction | None = None, **torch_
     return compile_one if model is None else compile_one(model)
 
 
-def entries(model: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Entry]:
+def entries(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Entry]:
     """The guards of a call as a filter is shown them, for `Filter.explain`: it is compiled, and called once."""
     found: list[Entry] = []
 

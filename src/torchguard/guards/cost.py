@@ -74,7 +74,7 @@ def _without_separators(source: str) -> str:
     return source.replace(" ", "").replace(";", ",")
 
 
-def cost(compiled: Any, *args: Any, calls: int = 20, **kwargs: Any) -> Cost:
+def cost(compiled: Any, /, *args: Any, calls: int = 20, **kwargs: Any) -> Cost:
     """What guards cost in a call like this. It is called `calls` times, to see them in place; 0 does without."""
     if isinstance(calls, bool) or not isinstance(calls, int) or calls < 0:
         raise GuardError(f"cost: calls is {calls!r}. Give a number of calls, 0 or more.")

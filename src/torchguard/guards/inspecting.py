@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 import time
 import types
@@ -20,6 +21,8 @@ from torchguard.guards.tree import Failure, Guard, Node, failures_of, tree_of
 # How Dynamo words a graph break: a title, and an explanation and hints under it.
 _EXPLAINED = re.compile(r"^(\S.*)\n  Explanation: (.*(?:\n    .*)*)", re.MULTILINE)
 _HINT = re.compile(r"^  Hint: (.*(?:\n    .*)*)", re.MULTILINE)
+# Seconds by which the time of a compilation may be off.
+_CLOCK_IS_OFF = 1.0
 _ANOTHER_BACKEND = Failure(Guard("", "BACKEND_MATCH", "it was compiled with another backend", ""), "")
 
 
@@ -195,14 +198,13 @@ class _Recorder:
             self.seen.given_up.append(GivenUp(**_where(code), compile_id=compile_id, recompiled_for=tuple(misses)))
 
     def _fill_in_times(self) -> None:
-        # Compile ids start over after a reset, so the time has to fit, too.
+        # Compile ids start over after a reset, so the time has to fit, too. The clock may be set a little meanwhile.
         times = events.compile_times()
         for i, (frame, at) in enumerate(zip(self.seen.frames, self._built_at, strict=True)):
             if frame.seconds is None:
-                took = (
-                    s for compile_id, start, s in times if compile_id == frame.compile_id and start <= at <= start + s
-                )
-                self.seen.frames[i] = replace(frame, seconds=next(took, None))
+                its = ((max(start - at, at - start - s, 0), s) for name, start, s in times if name == frame.compile_id)
+                off, seconds = min(its, default=(math.inf, None))
+                self.seen.frames[i] = replace(frame, seconds=seconds if off < _CLOCK_IS_OFF else None)
 
 
 def _where(code: types.CodeType) -> dict[str, Any]:

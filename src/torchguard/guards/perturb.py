@@ -73,6 +73,8 @@ def change_of_value(source: str, value: Any, evaluate: Callable[[str], Any], giv
 def _other_value(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
+    if isinstance(value, float) and 0 <= value <= 1:  # a share, which stays one; or an epsilon, which gets large
+        return 1 - value if value != 0.5 else 0.25
     if isinstance(value, (int, float)):
         return value + 1
     return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchguard.exceptions import GuardError
 from torchguard.guards import _torch
-from torchguard.guards.certify import HARMFUL, Certificate, Changes, LabelledGuard, certify
+from torchguard.guards.certify import HARMFUL, NOT_EXERCISED, Certificate, Changes, LabelledGuard, certify
 from torchguard.guards.compiling import compile
 from torchguard.guards.filters import Filter, from_source, keep_all, named, of_type, skip_all
 
@@ -43,7 +43,8 @@ def suggest(
     """The filter that drops the most guards of which none was ever seen to do harm.
 
     All guards are tried as in `certify`, with the changes of your own that you name. Guards on arguments and on the
-    state of torch are kept in any case: they cost little, and guard against what comes most often.
+    state of torch are kept in any case: they cost little, and guard against what comes most often. So are those on
+    values of which no other could be tried, such as texts.
     """
     settings = {"kwargs": kwargs, "changes": state_changes, "backend": backend}
     tried = certify(model, inputs, skip_all(), **settings)
@@ -66,11 +67,16 @@ def _droppable(kind: str, guards: tuple[LabelledGuard, ...]) -> dict[str, tuple[
     found = {}
     here = [guard for guard in guards if kind in guard.sources]
     for name in dict.fromkeys(guard.type for guard in here):
-        harmful = [guard.name for guard in here if guard.type == name and guard.label == HARMFUL]
-        exceptions = tuple(sorted({f"*{_last_step(one)}" for one in harmful}))
+        kept = [guard.name for guard in here if guard.type == name and _has_to_be_kept(guard)]
+        exceptions = tuple(sorted({f"*{_last_step(one)}" for one in kept}))
         if len(exceptions) <= _MOST_EXCEPTIONS:
             found[name] = exceptions
     return found
+
+
+def _has_to_be_kept(guard: LabelledGuard) -> bool:
+    """Harm was seen; or it guards a value of which no other could be tried, a text say."""
+    return guard.label == HARMFUL or (guard.label == NOT_EXERCISED and guard.type == "EQUALS_MATCH")
 
 
 def _last_step(name: str) -> str:

@@ -30,7 +30,9 @@ def without_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) ->
 
 def _only(fine: Tensor, z: Tensor) -> Tensor:
     """In eager mode it keeps its strides, by which kernels are chosen."""
-    return torch.where(fine, z, 0).to(z.dtype) if z.ndim < 4 else z.clone().masked_fill_(~fine, 0)
+    if z.ndim < 4 and (is_traced(z) or z.is_contiguous()):
+        return torch.where(fine, z, 0).to(z.dtype)
+    return z.clone().masked_fill_(~fine, 0)
 
 
 class _Blank(torch.autograd.Function):

@@ -13,17 +13,23 @@ from torchguard.watching.constants import constant
 _CALL = "_torchguard_call"
 
 
+class CameTo:
+    """What a call came to, once that is known: `told` of its `Verdict`."""
+
+    told: Tensor | None = None
+
+
 class Marked:
     """The marks of one call, taken apart: `each` has those of a place, `(batch,)`.
 
-    `room` is their memory, which is zeros, without their history. `told` is what the call came to, once that is known:
-    see `Verdict`.
+    `room` is their memory, which is zeros, without their history.
     """
 
     def __init__(self, marks: Tensor, size: int) -> None:
-        self.told: Tensor | None = None
+        self.came_to = CameTo()
         self.room = marks.detach()
-        self.each: tuple[Tensor, ...] = _Apart.apply(marks, size, self)  # pyright: ignore[reportAttributeAccessIssue]
+        # What it is given must not lead back to what it returns: nobody would ever find that cycle.
+        self.each: tuple[Tensor, ...] = _Apart.apply(marks, size, self.came_to)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def marked(marks: Tensor, size: int) -> Marked:
@@ -39,7 +45,7 @@ def tell(marks: Tensor, told: Tensor) -> None:
     """What the call came to whose marks these are."""
     call = getattr(marks, _CALL, None)
     if call is not None:
-        call.told = told
+        call.came_to.told = told
 
 
 class _Apart(torch.autograd.Function):
@@ -48,13 +54,13 @@ class _Apart(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(marks: Tensor, size: int, call: Marked) -> tuple[Tensor, ...]:
+    def forward(marks: Tensor, size: int, came_to: CameTo) -> tuple[Tensor, ...]:
         zero = marks.new_zeros(())
         return tuple(zero.expand(size) for _ in range(marks.shape[0]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        marks, _, ctx.call = inputs
+        marks, _, ctx.came_to = inputs
         ctx.shape = marks.shape
         ctx.set_materialize_grads(False)
 
@@ -65,7 +71,7 @@ class _Apart(torch.autograd.Function):
             return None, None, None
         is_in_graph = is_traced(next(iter(born.values())))
         put = torch.ops.torchguard.together if is_in_graph else _together  # it would take long to compile
-        return put([*born.values()], [*born], ctx.call.told, *ctx.shape), None, None
+        return put([*born.values()], [*born], ctx.came_to.told, *ctx.shape), None, None
 
 
 def _together(born: list[Tensor], places: list[int], told: Tensor | None, count: int, width: int) -> Tensor:

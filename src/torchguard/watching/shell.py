@@ -9,7 +9,6 @@ import types
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchguard._torch import constant_in_graphs, is_of_torch
@@ -23,7 +22,7 @@ from torchguard.watching.incidents import Incident, incidents_of
 from torchguard.watching.journal import Journal
 from torchguard.watching.kinds import index_evidence
 from torchguard.watching.rows import batch_of
-from torchguard.watching.state import Watch
+from torchguard.watching.state import MARKED, Watch
 from torchguard.watching.stopping import NAN_MARK
 
 # Arguments that hold -Inf by right.
@@ -67,17 +66,17 @@ class Watched:
         """Faults born in backward passes since this was read last, for samples that were fine in their call.
 
         Has a row for each sample of the last call, or more if an earlier one was larger. Reading waits for the device.
-        None without quarantine.
+        None without quarantine, and if the last call was larger than can be told of.
         """
         watch, step = self._watch, self._watch.last_step()
-        if watch.marks is None or step is None:
+        if watch.marks is None or step is None or step.flags.shape[0] > MARKED:
             return None
         born, watch.born = watch.born, None
         if born is None:
             return torch.zeros_like(step.flags)
         last = born.any(0).nonzero().flatten()[-1:].tolist()
         rows = max([step.flags.shape[0], *(i + 1 for i in last)])
-        born = F.pad(born, (0, rows - born.shape[1]))  # or cut off
+        born = born[:, :rows]
         f = step.flags.new_zeros(rows, step.flags.shape[1])
         for place in born.any(-1).nonzero().flatten().tolist():
             code = torch.where(born[place] >= NAN_MARK, ErrorCode.NAN, ErrorCode.INF)

@@ -14,8 +14,8 @@ from torchguard.watching.incidents import Names, Poll
 from torchguard.watching.journal import Journal, Step
 from torchguard.watching.rows import Batch
 
-# So many samples of a batch can be told apart when a fault is born in the backward pass.
-_MARKED = 4_096
+# In batches of up to so many samples it is told when a fault is born in the backward pass.
+MARKED = 4_096
 
 
 class Watch:
@@ -69,7 +69,7 @@ class Watch:
         self.marks: Tensor | None = None
         self.born: Tensor | None = None
         if self.quarantine:
-            self.marks = keep_static(torch.zeros(len(self.paths), _MARKED, device=device, requires_grad=True))
+            self.marks = keep_static(torch.zeros(len(self.paths), MARKED, device=device, requires_grad=True))
             me = weakref.ref(self)
             self.marks.register_post_accumulate_grad_hook(lambda marks: _gather(me(), marks))
 
@@ -77,7 +77,7 @@ class Watch:
         # The model may have been moved by its plain twin. A leaf cannot be made in a graph: there it does without.
         if self.locations.device != batch.device and not torch.compiler.is_compiling():
             self.place(batch.device)
-        marks = self.marks if torch.is_grad_enabled() and holds(batch.size <= _MARKED) else None
+        marks = self.marks if torch.is_grad_enabled() and holds(batch.size <= MARKED) else None
         if marks is not None:
             marks = marks.view_as(marks) if marks.device == batch.device else None  # for this call alone
         return Journal(batch, self.checks, self.quarantine, len(self.paths), marks)
@@ -96,7 +96,8 @@ class Watch:
         return self.step
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "journal": None, "step": None, "poll": Poll(), "device": self.locations.device}
+        new = {"journal": None, "step": None, "is_step_lost": False, "poll": Poll(), "device": self.locations.device}
+        state = {**self.__dict__, **new}
         for name in ("ids", "locations", "marks", "born"):
             del state[name]
         return state
