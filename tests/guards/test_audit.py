@@ -258,6 +258,17 @@ def test_nothing_is_kept_alive():
     assert watch.report().calls == calls
 
 
+def test_the_line_is_the_users_where_torch_reads_the_value():
+    model = Net().train()
+    net, watch = audited(model, skip_inbuilt_nn_modules(), every=1)
+    net(torch.randn(2, 3))
+    model.drop.p = 0.25
+    net(torch.randn(2, 3))
+    (violation,) = watch.report().violations
+    assert violation.line.startswith(__file__)
+    assert "self.drop" in violation.line
+
+
 def test_an_audit_that_knows_the_model_does_not_keep_it_alive():
     def there():
         model, seen = Net().eval(), []

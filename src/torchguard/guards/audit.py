@@ -13,6 +13,7 @@ from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._torch import Guards, any_autocast, as_in_a_call, grad_mode
 from torchguard.guards.events._torch import Built, install, is_explaining, raise_instead, require
 from torchguard.guards.filters import Filter, by_function
+from torchguard.guards.places import own_place, places_of
 from torchguard.guards.tree import Failure, failures_of, shown
 
 Action = str | Callable[["list[Violation]"], Any]
@@ -172,6 +173,7 @@ class _Shadow:
         self.dropped = {}
         for one in dropped:
             self.dropped.setdefault(one.source, []).append(one)
+        self.stacks = built.stacks()  # text alone, too
         self.counts = _Counts(len(dropped))
         self.last_held = 0  # the number of the last call for which all held
         self.allowed = True
@@ -240,12 +242,13 @@ class _Shadow:
         same_type = [one for one in about if guard.type == one.type or guard.type in one.derived]
         about_value = [one for one in about if one.type != "TYPE_MATCH"]
         one = next(iter(same_type or about_value or about), None)
+        stack = self.stacks.get((guard.source, one.type if one else "")) or self.stacks.get((guard.source, ""))
         return Violation(
             name=one.name if one else guard.source,
             type=one.type if one else guard.type,
             function=self.function,
             compile_id=self.compile_id,
-            line=guard.line,
+            line=str(own_place(places_of(stack))) if stack else guard.line,
             then=one.then if one else "",
             now=failure.now or failure.why or guard.code,
             calls=call - self.last_held,
