@@ -258,6 +258,19 @@ def test_nothing_is_kept_alive():
     assert watch.report().calls == calls
 
 
+def test_train_is_noticed_whatever_self_is_called():
+    class Odd(Net):
+        def forward(this, x):  # noqa: N805
+            return this.drop(this.layer(x))
+
+    model = Odd().eval()
+    net, watch = audited(model, skip_inbuilt_nn_modules(), every=1000)
+    net(torch.randn(2, 3))
+    model.train()
+    net(torch.randn(2, 3))
+    assert watch.report().violations
+
+
 def test_the_line_is_the_users_where_torch_reads_the_value():
     model = Net().train()
     net, watch = audited(model, skip_inbuilt_nn_modules(), every=1)

@@ -97,6 +97,17 @@ def test_a_function_with_graph_breaks():
         net(torch.ones(3))
 
 
+def test_what_another_backend_leaves_no_room_for_is_told():
+    def fn(x):
+        return x + 1
+
+    for size in range(2, 10):
+        compiled(fn)(torch.ones(size))
+    other = compiled(fn, backend="aot_eager")
+    with pytest.raises(RecompileError, match="ran as it is"), expect_no_recompile(other):
+        other(torch.ones(2))
+
+
 def test_another_backend_is_no_recompile():
     def fn(x):
         return x + 1

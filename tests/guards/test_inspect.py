@@ -102,6 +102,7 @@ def test_what_another_backend_compiled_is_told_as_such():
     (miss,) = seen.frames[0].recompiled_for
     assert miss.is_of_another_backend
     assert "another backend" in str(seen)
+    assert seen.recompiles == []
 
 
 def test_a_graph_break_has_the_users_line_and_a_reason():

@@ -5,6 +5,7 @@ import re
 from torchguard.guards._torch import MARK_DYNAMIC
 from torchguard.guards.tree import Failure
 
+_SIZES_IN_RELATION = re.compile(r"\.size\(\)\[\d+\] == .*\.size\(\)\[\d+\]")
 _ATTRIBUTE_OF_MODULE = re.compile(r"^L\['self'\]")
 
 
@@ -26,6 +27,8 @@ def advice_for(failure: Failure) -> str:
         return f"{source} has another type now: always pass the same one."
     if "LENGTH" in guard.type or "DICT" in guard.type or "len(" in guard.code:
         return f"{source} has other items now: keep their number and keys, or stack them into a tensor."
+    if _SIZES_IN_RELATION.search(guard.code):
+        return "Two sizes no longer stand to each other as they did: pass tensors that fit, or mark both dims dynamic."
     if ".size()[" in guard.code or ".stride()[" in guard.code:
         return "A size left the range this was compiled for: mark_dynamic(x, dim, min=..., max=...), or pad to it."
     if guard.type in ("SHAPE_ENV", "RELATION", "LAMBDA_GUARD", "SYMBOLIC_SHAPE_GUARD"):

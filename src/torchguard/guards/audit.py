@@ -170,6 +170,7 @@ class _Shadow:
         # Where it is still a guard, no call with another grad mode or autocast comes by.
         self.is_state_kept = built.guards.has_at_root("GLOBAL_STATE")
         self.function = getattr(built.code, "co_qualname", built.code.co_name)
+        self.owner = built.code.co_varnames[0] if built.code.co_argcount else ""  # a module, if this is a method of one
         self.dropped = {}
         for one in dropped:
             self.dropped.setdefault(one.source, []).append(one)
@@ -187,7 +188,7 @@ class _Shadow:
         counts = self.counts
         if (
             counts.left > 1
-            and getattr(f_locals.get("self"), "training", None) is self.training
+            and getattr(f_locals.get(self.owner), "training", None) is self.training
             and (self.is_state_kept or (grad_mode(), any_autocast()) == self.state)
             and not (_unobserved and _observing.off)
         ):
@@ -205,7 +206,8 @@ class _Shadow:
         start, audit = time.perf_counter(), self.audit()
         if audit is None:  # nobody is left to be told
             return True
-        self.training, self.state = getattr(f_locals.get("self"), "training", None), (grad_mode(), any_autocast())
+        self.training = getattr(f_locals.get(self.owner), "training", None)
+        self.state = (grad_mode(), any_autocast())
         self.counts.left -= 1
         with as_in_a_call():
             return self._look(f_locals, self.counts.calls, audit, start)

@@ -121,7 +121,8 @@ class Inspection:
 
     @property
     def recompiles(self) -> list[Frame]:
-        return [frame for frame in self.frames if frame.recompiled_for]
+        """Frames for which something was compiled before, with the same backend."""
+        return [one for one in self.frames if any(not miss.is_of_another_backend for miss in one.recompiled_for)]
 
     def to_dict(self) -> dict[str, Any]:
         return {
