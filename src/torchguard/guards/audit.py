@@ -210,22 +210,23 @@ class _Shadow:
         self.state = (grad_mode(), any_autocast())
         self.counts.left -= 1
         with as_in_a_call():
-            return self._look(f_locals, self.counts.calls, audit, start)
+            held = self._look(f_locals, self.counts.calls, audit)
+        self._wait(self._pause(audit, start) if held or audit.action == "record" else 1)
+        return self.allowed
 
-    def _look(self, f_locals: dict[str, Any], call: int, audit: Audit, start: float) -> bool:
+    def _look(self, f_locals: dict[str, Any], call: int, audit: Audit) -> bool:
+        """Whether all guards hold."""
         self.counts.checks += 1
         self.allowed, self.error = True, None
         if self.full.check(f_locals):
             self.last_held = call
-            self._wait(self._pause(audit, start))
             return True
         violations = [self._violation(failure, call) for failure in failures_of(self.full, f_locals)]
-        self._wait(self._pause(audit, start) if audit.action == "record" else 1)
         try:
             self.allowed = audit.found(violations)
         except Exception as error:  # Dynamo would swallow it here, and does not where it recompiles
             self.allowed, self.error = False, error
-        return self.allowed
+        return False
 
     def _wait(self, calls: int) -> None:
         self.counts.due, self.counts.left = self.counts.calls + calls, calls
@@ -266,7 +267,8 @@ def audit(filter: Any, every: int = 100, action: Action = "record", budget: floa
             mode or autocast.
         action: "record" for the report alone; "recompile", which heals; "raise" a StaleGuardError instead of running
             stale code; or a function of the violations, which has Dynamo recompile by returning False.
-        budget: the share of the time that looking may take, such as 0.02: sets `every` by itself.
+        budget: the share of the time that looking may take, such as 0.02: sets `every` by itself. What is between two
+            calls counts as time; seeing whether to look, half a microsecond a call, does not.
     """
     if not callable(action) and action not in ACTIONS:
         raise GuardError(f"audit: action is {action!r}. Give one of {', '.join(ACTIONS)}, or a function.")
