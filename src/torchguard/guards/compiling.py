@@ -17,7 +17,7 @@ from torchguard.guards.filters import Filter, FilterFunction, by_function
 C = TypeVar("C", bound=Callable)
 
 # The filter each code was last compiled with, where torch cannot keep two apart.
-_last_filters: "weakref.WeakKeyDictionary[types.CodeType, object]" = weakref.WeakKeyDictionary()
+_last_filters: "weakref.WeakKeyDictionary[types.CodeType, weakref.ref[Any] | None]" = weakref.WeakKeyDictionary()
 
 
 @overload
@@ -114,7 +114,8 @@ def _warn_of_shared_cache(model: object, filter: object) -> None:
     code = getattr(inspect.unwrap(fn) if callable(fn) else fn, "__code__", None)
     if code is None:
         return
-    if code in _last_filters and _last_filters[code] is not filter:
+    this = None if filter is None else weakref.ref(filter)  # it may know the model
+    if code in _last_filters and _last_filters[code] is not this:
         warnings.warn(
             f"compile: {code.co_qualname} was compiled with another filter before, and torch {torch.__version__} keeps "
             "one cache for both: what is there already is used, whichever filter made it. "
@@ -122,4 +123,4 @@ def _warn_of_shared_cache(model: object, filter: object) -> None:
             GuardWarning,
             stacklevel=3,
         )
-    _last_filters[code] = filter
+    _last_filters[code] = this
