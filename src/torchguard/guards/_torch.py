@@ -153,9 +153,13 @@ def _is_for(entry: Any, backend: Any) -> bool:
 
 def stance() -> str:
     """What `torch.compiler.set_stance` was told; "default" where that cannot be read."""
+    return _of_stance("stance", "default")
+
+
+def _of_stance(name: str, default: Any) -> Any:
     from torch._dynamo import eval_frame
 
-    return getattr(getattr(eval_frame, "_stance", None), "stance", "default")
+    return getattr(getattr(eval_frame, "_stance", None), name, default)
 
 
 def _is_alive(entry: Any) -> bool:
@@ -240,7 +244,7 @@ def _backend_and_limit(call: Any) -> tuple[Any, int]:
     function = getattr(call, "__func__", call)
     free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     found: Any = free["callback"].cell_contents if "callback" in free else None
-    forced = getattr(getattr(eval_frame, "_stance", None), "backend", None)
+    forced = _of_stance("backend", None)
     if forced is not None:
         found = eval_frame.get_compiler_fn(forced)
     limit = getattr(config, "recompile_limit", sys.maxsize)

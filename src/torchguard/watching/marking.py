@@ -41,8 +41,8 @@ def marked(marks: Tensor, size: int) -> Marked:
     return call
 
 
-def tell(marks: Tensor, told: Tensor) -> None:
-    """What the call came to whose marks these are."""
+def tell(marks: Tensor | None, told: Tensor) -> None:
+    """What the call came to whose marks these are, if it has any."""
     call = getattr(marks, _CALL, None)
     if call is not None:
         call.came_to.told = told

@@ -58,18 +58,17 @@ def verdict(
     """What the evidence comes to.
 
     Args:
-        marks: those of the call, which are told.
         remarks: `(remarks, batch)`, the place times 16, plus the code, of what is no fault (-1: none), if there is any.
         locations: the location id of each place, and 0 behind them.
         repairs: whether each fault was repaired when it was met, so that the next is another, and no echo.
+        marks: those of the call, if it has any. They are told.
     """
     about = (remarks, locations, batch, repairs, config)
     if are_kept_whole():
         # What is asked of every piece of evidence takes Dynamo long, and a large model has hundreds.
         return Verdict(*torch.ops.torchguard.verdict(*evidence, marks, *_flat(*about)))
     found = _verdict(evidence, *about)
-    if marks is not None:
-        tell(marks, found.told)
+    tell(marks, found.told)
     return found
 
 
@@ -148,8 +147,7 @@ def _config(dtype: torch.dtype, slots: int, transposes_from: int | None) -> Erro
 
 def _verdict_op(found: list[Tensor], places: list[int], dims: list[int], marks: Tensor | None, *about: Any) -> Verdict:
     came_to = _traced_verdict(found, places, dims, *about)
-    if marks is not None:
-        tell(marks, came_to.told)
+    tell(marks, came_to.told)
     return came_to
 
 
