@@ -120,6 +120,15 @@ def test_flags_come_out_of_a_transform_by_being_returned(x):
     assert [one.sample for one in guarded.report()] == [2]
 
 
+@pytest.mark.parametrize("transform", [func.jacrev, gradient], ids=["jacrev", "grad"])
+def test_a_transform_leaves_nothing_behind_for_later_calls(x, transform):
+    guarded = watch(Net(), level="modules", quarantine=True, returns="output")
+    x[2, 4] = NAN
+    transform(guarded)(x)
+    torch.compile(guarded, fullgraph=True, backend="aot_eager")(x)
+    assert [one.sample for one in guarded.report()] == [2]
+
+
 @pytest.mark.parametrize("how", [{}, {"vectorize": True}, {"vectorize": True, "strategy": "forward-mode"}], ids=str)
 def test_jacobians(pair, x, how):
     model, guarded = pair

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchguard._torch import is_traced
+from torchguard._torch import in_transform, is_traced
 
 
 def at(index: Tensor, values: Sequence[int]) -> Tensor:
@@ -17,9 +17,9 @@ def at(index: Tensor, values: Sequence[int]) -> Tensor:
 def constant(values: Sequence[int], like: Tensor) -> Tensor:
     """Whole numbers where a tensor is, put there once: copying them from the host would wait for the device.
 
-    In a graph, Inductor does so by itself.
+    In a graph, Inductor does so by itself. Under a `torch.func` transform, what is made is of no use outside of it.
     """
-    if torch.compiler.is_compiling() or is_traced(like):
+    if torch.compiler.is_compiling() or is_traced(like) or in_transform():
         return torch.tensor(values, device=like.device)
     return _placed(tuple(values), like.device)
 
