@@ -5,11 +5,13 @@ turns call by call. Minima on the CPU, one thread; medians between CUDA events o
 
 "Bare" contestants do the least that can be done in the graph, by hooks on the same modules: a maximum of what each puts
 out; with `where`, of what goes in as well, each replaced by zeros where that is not finite. They tell no place and stop
-no gradients, and are compiled only: what that takes is what the compiler takes, whoever asks for it.
+no gradients, and are compiled only: what that takes is what the compiler takes, whoever asks for it. Those "once" have
+their blocks compiled once for all.
 """
 
 import argparse
 import copy
+import functools
 import gc
 import json
 import math
@@ -31,9 +33,10 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 import torchguard
+from torchguard._torch import keep_what_regions_are_given
 from torchguard.watching import watch
 
-BASE, BARE = "unwatched", ("bare maxima", "bare maxima + where")
+BASE, BARE, ONCE = "unwatched", ("bare maxima", "bare maxima + where"), ", once"
 
 
 class Bare(nn.Module):
@@ -61,11 +64,29 @@ class Bare(nn.Module):
         return out, (torch.cat(found, -1) < math.inf).flatten(1).all(-1)
 
 
+class Once(nn.Module):
+    """An unwatched model whose blocks are nested regions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        keep_what_regions_are_given()  # as `watch` does: gradients would be wrong
+        run = torch.compiler.nested_compile_region(type(model.blocks[0]).forward)
+        for block in model.blocks:
+            block.forward = functools.partial(run, block)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.model(x), None
+
+
 CONTESTANTS: dict[str, Callable[[nn.Module], Any]] = {
     BASE: lambda model: model,
     "blocks": lambda model: watch(model, level="blocks"),
     "modules": lambda model: watch(model, level="modules"),
     "modules + quarantine": lambda model: watch(model, level="modules", quarantine=True),
+    "unwatched, once": Once,
+    "modules, once": lambda model: watch(model, level="modules", compile_once=True),
+    "modules + quarantine, once": lambda model: watch(model, level="modules", quarantine=True, compile_once=True),
     BARE[0]: Bare,
     BARE[1]: lambda model: Bare(model, replaces=True),
 }
@@ -99,13 +120,16 @@ Step = Callable[[], None]
 
 
 def step_of(stage: Stage, contestant: str, model: nn.Module, x: Tensor) -> Step:
+    # The defaults, which `compile_once` changes.
+    torch._functorch.config.donated_buffer = True
+    torch._inductor.config.allow_buffer_reuse = torch._inductor.config.inplace_buffers = True
     watched = CONTESTANTS[contestant](copy.deepcopy(model))
 
     def call(x: Tensor) -> Any:
         return watched(x)
 
     # Compiled code, and what Dynamo takes for dynamic, belong to the code object: each contestant has its own.
-    code = call.__code__.replace(co_name=f"call_{contestant.replace(' + ', '_')}")
+    code = call.__code__.replace(co_name="call_" + contestant.replace(" + ", "_").replace(", ", "_"))
     own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
     compiled = torch.compile(own, fullgraph=True, mode=stage.mode)
 
@@ -191,6 +215,9 @@ def run(stage: Stage, model: nn.Module, x: Tensor, rounds: int, found: dict) -> 
             compiled[name] = min(seconds, compiled.get(name, seconds))
             print(f"{stage.name}: {name} compiled in {seconds:.1f} s", flush=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    # What the compiler leaves behind is not to be gone through again whenever Python collects garbage.
+    gc.collect()
+    gc.freeze()
     # Weights of one more model are weights that push those of all others out of the caches.
     timed = {name: step for name, step in steps.items() if name not in BARE}
     took = (times_on_gpu if x.is_cuda else times_on_cpu)(timed, rounds)
@@ -206,6 +233,7 @@ def run(stage: Stage, model: nn.Module, x: Tensor, rounds: int, found: dict) -> 
     found["raw milliseconds"][stage.name] = {name: [round(ms, 4) for ms in times] for name, times in took.items()}
     steps.clear()
     torch._dynamo.reset()
+    gc.unfreeze()
     gc.collect()
     if x.is_cuda:
         torch.cuda.empty_cache()
@@ -217,7 +245,8 @@ def table(stage: Stage, found: dict) -> None:
     for name in found["compile seconds"][stage.name]:
         ms, ratio = (found[key][stage.name].get(name, math.nan) for key in ("milliseconds", "ratios"))
         seconds, more = found["compile seconds"][stage.name][name], found["compile ratios"][stage.name][name]
-        goals = [targets[stage.work].get(name), targets["compile"].get(name)]
+        kind = name.removesuffix(ONCE)
+        goals = [targets[stage.work].get(kind), targets["compile"].get(kind)]
         shown = ["" if goal is None else f"<= {goal:.2f}" for goal in goals]
         print(f"  {name:<32}{ms:>10.3f}{ratio:>9.3f}{shown[0]:>9}{seconds:>12.2f}{more:>9.2f}{shown[1]:>9}")
     print(flush=True)
@@ -275,7 +304,8 @@ def on_cpu(options: argparse.Namespace) -> None:
     model, x = Mlp(), torch.randn(32, 512)
     work = "12 x Linear(512)+GELU, batch 32, float32, torch.compile(fullgraph=True), minima"
     found = about("cpu", "cpu", work)
-    stages = [Stage("inference", "inference", compiles=3), Stage("training", "training", compiles=3)]
+    names = tuple(name for name in CONTESTANTS if not name.endswith(ONCE))  # a region for one Linear is of no use
+    stages = [Stage("inference", "inference", names, compiles=3), Stage("training", "training", names, compiles=3)]
     measure(stages, Mlp(depth=2), model, x, found, options)
 
 
@@ -287,7 +317,7 @@ def on_gpu(options: argparse.Namespace) -> None:
     sizes = f"D={options.width}, T={options.length}, B={options.batch}"
     work = f"{options.blocks} GPT blocks, {sizes}, bf16, {6 * options.blocks} activations at level modules, "
     found = about("gpu", options.device, f"{work}torch.compile(fullgraph=True), medians")
-    few = (BASE, "modules", "modules + quarantine")
+    few = (BASE, *(name + how for how in ("", ONCE) for name in ("modules", "modules + quarantine")))
     stages = [
         Stage("training", "training"),
         Stage("inference", "inference"),

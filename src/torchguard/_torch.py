@@ -3,9 +3,10 @@
 Each access is a small function that says why it is needed and what happens where it is missing.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -163,6 +164,35 @@ def remove_forward_hooks(module: torch.nn.Module, is_ours: Callable[[object], bo
         for key in [key for key, hook in hooks.items() if is_ours(getattr(hook, "__self__", hook))]:
             del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def compiled_once(fn: F) -> F:
+    """`fn` as a nested region: calls of it that Dynamo finds to be alike are compiled once. As it is in eager mode.
+
+    Public, but some versions of it have a limit to how many kinds there are, and make more an error.
+    """
+    mark = torch.compiler.nested_compile_region
+    settings: dict[str, Any] = {"max_reuse_entries": sys.maxsize}
+    known = inspect.signature(mark).parameters
+    return mark(fn, **{name: value for name, value in settings.items() if name in known})  # pyright: ignore[reportReturnType]
+
+
+@constant_in_graphs
+def keep_what_regions_are_given() -> None:
+    """Have Inductor write to no memory that was used for something else, and have backward graphs take none over.
+
+    Up to torch 2.13, Inductor does not know that a nested region may hand out what it was given, as something to save
+    for its backward pass, and writes something else there. And it takes the numbers of what a backward graph may
+    overwrite for those of a region, where they mean other tensors. Gradients come out wrong either way, of plain models
+    too. The memory goes back to the allocator instead, which knows who holds it. These are settings for the whole
+    process, and made while a region is traced: a model may have come here by pickle.
+    """
+    import torch._functorch.config  # not at import: they are heavy
+    import torch._inductor.config
+
+    torch._functorch.config.donated_buffer = False
+    torch._inductor.config.allow_buffer_reuse = False
+    torch._inductor.config.inplace_buffers = False
 
 
 def is_in_backward() -> bool:

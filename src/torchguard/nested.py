@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ Step = Any
 
 def parts_of(value: Any) -> list[tuple[Step, Any]]:
     """The parts of a value that may hold tensors, each with the step that leads to it; none for anything else."""
-    if value is None or isinstance(value, (Tensor, str, int, float)):
+    if value is None or isinstance(value, (Tensor, str, int, float, FunctionType)):
         return []
     if isinstance(value, Mapping):
         return [*value.items()]
@@ -94,7 +95,9 @@ def _traced_copy(value: Any, new: Mapping[Step, Any]) -> Any:
     if isinstance(value, (tuple, list)):
         items = _items(value, new)
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) in (dict, OrderedDict, defaultdict):
+    if type(value) is dict:
+        return {**value, **new}
+    if type(value) in (OrderedDict, defaultdict):
         copied = value.copy()
         for step, part in new.items():
             copied[step] = part

@@ -1,13 +1,15 @@
 """Models as people have them, watched: the same outputs and gradients, and every bad row named."""
 
+import copy
 import dataclasses
+import warnings
 from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -820,3 +822,35 @@ def assert_all_other_rows(got, want):
     keep = [row for row in range(BATCH) if row != BAD]
     for one, two in zip(got, want, strict=True):
         assert torch.equal(one[keep], two[keep])
+
+
+def with_layers(name, count):
+    config = MODELS[name]().config
+    for attribute in ("num_hidden_layers", "num_layers", "num_decoder_layers"):
+        if hasattr(config, attribute):
+            setattr(config, attribute, count)
+    return type(MODELS[name]())(config).eval()
+
+
+# Encoder and decoder of T5 have layers of their own, and their first layers are others.
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("t5", 2)])
+def test_layers_that_are_compiled_once(name, kinds):
+    model, kwargs = with_layers(name, 3), with_embeddings(arguments(name))
+    kwargs["inputs_embeds"] = planted(kwargs["inputs_embeds"], BAD, NAN)
+    found = []
+    for once in (False, True):
+        backend = AotEagerAndRecordGraphs()
+        guarded = watch(copy.deepcopy(model), quarantine=True, compile_once=once)
+        out, f = torch.compile(guarded, backend=backend, fullgraph=True)(**kwargs)
+        (graph,) = backend.graphs
+        calls = [node.args[1] for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
+        assert len(set(calls)) == (kinds if once else 0)
+        assert len(calls) == 2 * len(set(calls))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about how that backend is called
+            err.mean_ok(f, out.logits.flatten(1).square().mean(-1)).backward()
+        grads = {path: p.grad for path, p in guarded.named_parameters()}
+        found.append((out.logits, [str(one) for one in guarded.report()], grads))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    torch.testing.assert_close(found[0][2], found[1][2])

@@ -127,6 +127,36 @@ def test_gradients_are_those_of_the_batch_without_the_bad_row(mode, dtype):
         torch.testing.assert_close(got, want[name], **close)
 
 
+class Deep(nn.Module):
+    """Blocks that are alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_blocks_that_are_compiled_once(mode):
+    model, x = Deep().cuda(), torch.randn(4, 6, 16, device="cuda")
+    model(x[GOOD]).square().flatten(1).mean(1).mean().backward()
+    want = grads(model)
+    x[BAD, 2] = NAN
+    guarded = watch(model, quarantine=True, compile_once=True)
+    call = torch.compile(guarded, fullgraph=True, mode=mode)
+    for _ in range(3):
+        out, f = call(x)
+        assert err.is_err(f).tolist() == [False, True, False, False]
+        err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
+        for name, got in grads(model).items():
+            torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
+        assert err.is_ok(guarded.backward_flags).all()
+
+
 class Root(nn.Module):
     """The square root of 0 is fine, its derivative is not."""
 

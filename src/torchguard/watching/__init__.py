@@ -14,8 +14,9 @@ from torchguard._torch import (
 )
 from torchguard.exceptions import MixedRowsWarning, WatchError
 from torchguard.watching.checks import DEFAULT, checks_of
-from torchguard.watching.choose import other_embeddings, watched_paths
+from torchguard.watching.choose import blocks_to_compile_once, other_embeddings, watched_paths
 from torchguard.watching.incidents import Incident
+from torchguard.watching.regions import new_region, remove_region
 from torchguard.watching.shell import NAMES, Eye, Root, Watched, masks_of, new_shell
 from torchguard.watching.state import Watch
 
@@ -34,6 +35,7 @@ def watch(
     quarantine: bool = False,
     returns: str = "both",
     batch_dim: int = 0,
+    compile_once: bool | Sequence[str] | str = False,
 ) -> Any:
     """The model, watched: `out, f = watch(model)(x)`, compiled or not.
 
@@ -50,6 +52,8 @@ def watch(
         quarantine: replace what is bad at module boundaries, in values and gradients, and the whole row in the output.
         returns: "both" for `(out, f)`; "output" for `out`, with the flags in `guarded.flags`.
         batch_dim: the dim of the arguments along which the samples lie.
+        compile_once: compile blocks that are alike once for all of them: those at paths that match glob patterns, or
+            with True the items of the model's outermost lists of modules.
 
     >>> from torchguard.watching import watch
     >>> guarded = watch(torch.nn.Linear(2, 1))
@@ -63,19 +67,23 @@ def watch(
     looked_for = checks_of(checks)
     chosen = watched_paths(model, level, include, exclude)
     tables = other_embeddings(model, chosen, exclude) if looked_for.indices else []
-    paths = ("input", *chosen, *tables, "")
+    blocks = blocks_to_compile_once(model, compile_once)
+    watched = [path for path, _ in model.named_modules() if path in {*chosen, *tables}]  # what is in a block in a row
+    paths = ("input", *watched, "")
     state = Watch(model, paths, looked_for, quarantine, returns, batch_dim, masks_of(model))
     if quarantine:
         _warn_of_mixed_rows(model)
     keep_side_effects_under_checkpoint()
     model.register_forward_pre_hook(Root(state))
-    for place, path in enumerate([*chosen, *tables], start=1):
-        module = model.get_submodule(path)
-        eye = Eye(state, place, module)
-        is_table = isinstance(module, nn.Embedding)
-        if path in chosen:
+    modules = dict(model.named_modules())
+    eyes = {path: Eye(state, i, modules[path], path in chosen) for i, path in enumerate(watched, start=1)}
+    for path in blocks:
+        modules[path].__dict__["forward"] = new_region(state, modules[path], path, eyes.pop(path, None))
+    for path, eye in eyes.items():
+        module = modules[path]
+        if eye.looks_after:
             module.register_forward_hook(eye.after)
-        if looked_for.indices if is_table else quarantine:
+        if eye.looks_before:
             module.register_forward_pre_hook(eye.before, with_kwargs=True)
     shell = new_shell(type(model), "forward" in model.__dict__)
     object.__setattr__(shell, "__dict__", model.__dict__)
@@ -90,6 +98,7 @@ def unwatch(guarded: Any) -> nn.Module:
     state = guarded.__dict__.pop(_STATE)
     for module in guarded.modules():  # pyright: ignore[reportAttributeAccessIssue]
         remove_forward_hooks(module, lambda hook: isinstance(hook, (Eye, Root)) and hook.watch is state)
+        remove_region(module, state)
     object.__setattr__(state.model, "__dict__", guarded.__dict__)
     return state.model
 

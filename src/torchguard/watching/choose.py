@@ -5,9 +5,11 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from torchguard._torch import mixes_rows
 from torchguard.exceptions import WatchError
 
 LEVELS = ("outputs", "blocks", "modules")
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def watched_paths(
@@ -18,7 +20,7 @@ def watched_paths(
         raise WatchError(f"watch: level is {level!r}. Give one of {', '.join(LEVELS)}.")
     modules = {path: module for path, module in model.named_modules() if path}
     chosen = {"outputs": _none, "blocks": _blocks, "modules": _with_parameters}[level](modules)
-    if level == "blocks" and isinstance(model, (nn.ModuleList, nn.Sequential)):
+    if level == "blocks" and _is_list(model):
         chosen = [path for path in modules if "." not in path]
     if include is not None:
         matching = _matching(modules, include, "include")
@@ -26,6 +28,38 @@ def watched_paths(
     if exclude is not None:
         chosen = [path for path in chosen if path not in _matching(modules, exclude, "exclude")]
     return chosen
+
+
+def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str) -> list[str]:
+    """The paths of the modules that are regions of their own, none of them within another.
+
+    With True, the items of the outermost lists of modules. Left out are modules that have batch norms, which write to
+    their buffers, and those that share a part with another, whose place is there.
+    """
+    if which is False:
+        return []
+    # A list is never called.
+    modules = {path: module for path, module in model.named_modules() if path and not isinstance(module, _LISTS)}
+    if which is True:
+        found = _in_lists(dict(model.named_modules()))
+    else:
+        matching = _matching(modules, which, "compile_once")
+        found = [path for path in modules if path in matching]
+    found = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    known = {module: path for path, module in model.named_modules()}
+    fit = [
+        path
+        for path in found
+        if not any(mixes_rows(part) or not f"{known[part]}.".startswith(f"{path}.") for part in modules[path].modules())
+    ]
+    if not fit:
+        why = "The model has no list of modules. Give patterns of paths."
+        if found:
+            why = (
+                f"{found[0]!r} and {len(found) - 1} more have batch norms, or share modules with the rest of the model."
+            )
+        raise WatchError(f"watch: compile_once, but there is nothing to compile once. {why}")
+    return fit
 
 
 def other_embeddings(model: nn.Module, chosen: Sequence[str], exclude: Sequence[str] | str | None) -> list[str]:
@@ -46,10 +80,18 @@ def _with_parameters(modules: dict[str, nn.Module]) -> list[str]:
 
 def _blocks(modules: dict[str, nn.Module]) -> list[str]:
     """The items of the outermost lists of modules; the model's parts where it has none."""
-    lists = [path for path, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    return _in_lists(modules) or [path for path in modules if "." not in path]
+
+
+def _in_lists(modules: dict[str, nn.Module]) -> list[str]:
+    """The items of the outermost lists; of the model itself, if it is one."""
+    lists = [path for path, module in modules.items() if _is_list(module)]
     outermost = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    blocks = [path for path in modules if path.rpartition(".")[0] in outermost]
-    return blocks or [path for path in modules if "." not in path]
+    return [path for path in modules if path and path.rpartition(".")[0] in outermost]
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
 def _matching(modules: Iterable[str], patterns: Sequence[str] | str, name: str) -> set[str]:

@@ -48,6 +48,7 @@ class Journal:
         self.found: list[Tensor] = []
         self.dims: list[int] = []
         self.remarks: list[tuple[int, int, Tensor]] = []
+        self.first, self.parts = 0, []
         self._known: list[tuple[Tensor, int]] = []
 
     def see(
@@ -83,6 +84,7 @@ class Journal:
             self.dims.append(UNTOLD)
             if self.repairs:
                 about = (stops, squares, is_argument, REVISION)
+                place -= self.first
                 z, found = torch.ops.torchguard.repair(z, self.marks, place, *self._samples, None, *about)
             else:
                 found = torch.ops.torchguard.evidence(z, place in self.ends, REVISION)
@@ -99,12 +101,29 @@ class Journal:
             found = evidence(looked_at, alone=place in self.ends)
             self.note(place, found if self.only is None else narrowed(found, self.only), dim)
             return z
-        mended, found = repaired(looked_at, self.batch, self.marks, place, dim, stops, squares)
+        mended, found = repaired(looked_at, self.batch, self.marks, place - self.first, dim, stops, squares)
         if found is not None:
             self.note(place, found, dim)
         mended = mended if looked_at is z else mended.squeeze(-1)
         self.dim_of(mended, dim)
         return mended
+
+    def enter(self, first: int, marks: Tensor | None) -> tuple[Any, ...]:
+        """Begin a part of the model whose places count from `first`, with these marks. Returns what to leave it with.
+
+        What is noted there is in lists of its own: a nested region hands out tensors by returning them alone.
+        """
+        whole = self.found, self.remarks, self._known, self.marks, self.first
+        self.found, self.remarks, self._known, self.marks, self.first = [], [], [], marks, first
+        return whole
+
+    def leave(self, whole: tuple[Any, ...], found: tuple[Tensor, ...], remarks: tuple[Tensor, ...]) -> None:
+        """End it: with the evidence, and whom its remarks are about, as they came out."""
+        told = [(place, code) for place, code, _ in self.remarks]
+        self.found, self.remarks, self._known, self.marks, self.first = whole
+        self.found.extend(found)
+        for (place, code), rows in zip(told, remarks, strict=True):
+            self.remark(place, code, rows)
 
     def note(self, place: int, found: Tensor, dim: int | None = None) -> None:
         """Evidence at a place; its samples lie along `dim`, if that is known."""

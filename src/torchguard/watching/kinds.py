@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchguard._torch import is_shape_only, is_traced, mutation_count
+from torchguard._torch import is_shape_only, is_surely, is_traced, mutation_count
 from torchguard.checks import floats_of
 from torchguard.errors.codes import ErrorCode
 from torchguard.operators import are_kept_whole, define, revision_of
@@ -18,8 +18,8 @@ FINE, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(CODES))
 # Whole numbers of the same size; and by these, the bits of Inf. Half is left out: of two bytes, there can be but one.
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 _LEAST = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF0000000000000}
-# What is remembered on evidence: that it speaks against nothing, or which tensor it is about.
-_NOTHING, _UNREAD = "_torchguard_nothing", "_torchguard_unread"
+# What is remembered on evidence: which tensor it is about.
+_UNREAD = "_torchguard_unread"
 # A GPU keeps so many numbers in its registers while it looks at them, and need not read them again to replace them.
 _LONGEST, _SHORTEST = 1_024, 256
 REVISION = revision_of(Path(__file__).parent)
@@ -102,14 +102,12 @@ define("evidence(Tensor z, bool alone, int revision) -> Tensor", _evidence_op)
 
 
 def nothing_like(found: Tensor) -> Tensor:
-    """Evidence that speaks against nothing, and is known to."""
-    nothing = torch.zeros_like(found)
-    setattr(nothing, _NOTHING, True)
-    return nothing
+    """Evidence that speaks against nothing, and is known to: there is none."""
+    return found.new_empty(0)
 
 
 def says_nothing(found: Tensor) -> bool:
-    return hasattr(found, _NOTHING)
+    return found.ndim == 1 and is_surely(found.shape[0] == 0)
 
 
 def index_evidence(ids: Tensor, size: int) -> Tensor:

@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard._torch import is_traced
-from torchguard.operators import define_whole
+from torchguard._torch import is_shape_only, is_surely, is_traced
+from torchguard.operators import define, define_whole
 from torchguard.watching.constants import constant
 
 # What is remembered on the marks of a call.
 _CALL = "_torchguard_call"
+# So many marks are put together by a kernel; to compile one for more would take long.
+_FEW = 64
 
 
 class CameTo:
@@ -69,21 +71,64 @@ class _Apart(torch.autograd.Function):
         born = {i: grad for i, grad in enumerate(grads) if grad is not None}
         if not born:
             return None, None, None
-        is_in_graph = is_traced(next(iter(born.values())))
-        put = torch.ops.torchguard.together if is_in_graph else _together  # it would take long to compile
-        return put([*born.values()], [*born], ctx.came_to.told, *ctx.shape), None, None
+        return _put_together([*born.values()], [*born], ctx), None, None
+
+
+class _Parts(torch.autograd.Function):
+    """The marks of some places that follow each other, for each of several parts of a model."""
+
+    @staticmethod
+    def forward(marks: Tensor, size: int, firsts: list[int], counts: list[int], came_to: CameTo) -> tuple[Tensor, ...]:
+        parts = zip(firsts, counts, strict=True)
+        return tuple(marks[first : first + count, :size] for first, count in parts)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        marks, _, ctx.firsts, ctx.counts, ctx.came_to = inputs
+        ctx.shape = marks.shape
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        parts = zip(ctx.firsts, ctx.counts, grads, strict=True)
+        born = [(range(first, first + count), grad) for first, count, grad in parts if grad is not None]
+        if not born:
+            return None, None, None, None, None
+        places = [place for part, _ in born for place in part]
+        return _put_together([grad for _, grad in born], places, ctx), None, None, None, None
+
+
+def _put_together(born: list[Tensor], places: list[int], ctx: Any) -> Tensor:
+    told, (count, width) = ctx.came_to.told, ctx.shape
+    if not is_traced(born[0]):
+        return _together(born, places, told, count, width)
+    if told is None and count == len(born) <= _FEW and is_surely(width == born[0].shape[0]):  # all marks of a part
+        return torch.stack(born)
+    return torch.ops.torchguard.together(born, places, told, count, width)  # it would take long to compile
 
 
 def _together(born: list[Tensor], places: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
-    """Marks of these places, of so many, as the rows of a table; zeros for the rest, and for samples that were bad."""
+    """Marks of these places, of so many, as the rows of a table; zeros for the rest, and for samples that were bad.
+
+    Args:
+        born: marks of one place, or of several.
+    """
     marks = born[0].new_zeros(count, width)
-    found = torch.stack(born)
-    marks[constant(places, marks), : found.shape[1]] = found if told is None else found * (told[0] < 0).to(found.device)
+    found = torch.cat([torch.atleast_2d(one) for one in born])
+    found = found if told is None else found[:, : told.shape[1]] * (told[0] < 0).to(found.device)
+    marks[constant(places, marks), : found.shape[1]] = found
     return marks
+
+
+def _parts_op(marks: Tensor, size: int, firsts: list[int], counts: list[int]) -> list[Tensor]:
+    if is_shape_only(marks):
+        return [marks.new_empty(count, size, requires_grad=True) for count in counts]
+    return [*_Parts.apply(marks, size, firsts, counts, marked(marks, size).came_to)]  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def _shape(born: list[Tensor], places: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
     return born[0].new_empty(count, width)
 
 
+define("parts(Tensor marks, SymInt size, int[] firsts, int[] counts) -> Tensor[]", _parts_op)
 define_whole("together(Tensor[] born, int[] places, Tensor? told, int count, int width) -> Tensor", _together, _shape)

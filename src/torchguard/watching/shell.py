@@ -122,11 +122,17 @@ class Root:
 
 
 class Eye:
-    """The hooks of one watched module. They sleep unless the watched model is being called."""
+    """The hooks of one watched module. They sleep unless the watched model is being called.
 
-    def __init__(self, watch: Watch, place: int, module: nn.Module) -> None:
+    Args:
+        looks_after: at what the module puts out. Of a table that is not watched, only indices are looked at.
+    """
+
+    def __init__(self, watch: Watch, place: int, module: nn.Module, looks_after: bool) -> None:
         self.watch, self.place, self.masks, self.squares = watch, place, masks_of(module), squares_of(module)
         self.is_table = isinstance(module, nn.Embedding)
+        self.looks_after = looks_after
+        self.looks_before = watch.checks.indices if self.is_table else watch.quarantine
         # A gradient that goes bad in one of torch's own is stopped where it returns to what the module before put out.
         self.stops = not is_of_torch(module)
 

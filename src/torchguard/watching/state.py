@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchguard._torch import holds, in_transform, is_in_backward, keep_static
 from torchguard.exceptions import WatchError
 from torchguard.locations.tracking import LocationTable
+from torchguard.operators import are_kept_whole
 from torchguard.watching.checks import Checks
 from torchguard.watching.incidents import Names, Poll
 from torchguard.watching.journal import Journal, Step
@@ -41,6 +42,7 @@ class Watch:
         self.names = Names(tuple(path or type(model).__name__ for path in paths), messages)
         self.own_forward = model.__dict__.get("forward")  # set on the instance, as tools do
         self.journal: Journal | None = None
+        self.parts: tuple[range, ...] = ()
         self.was_called = False  # by the watched model, not by the plain one
         self.step: Step | None = None
         self.is_step_lost = False
@@ -80,7 +82,11 @@ class Watch:
         marks = self.marks if torch.is_grad_enabled() and holds(batch.size <= MARKED) else None
         if marks is not None:
             marks = marks.view_as(marks) if marks.device == batch.device else None  # for this call alone
-        return Journal(batch, self.checks, self.quarantine, len(self.paths), marks)
+        journal = Journal(batch, self.checks, self.quarantine, len(self.paths), marks)
+        if self.parts and marks is not None and are_kept_whole():
+            firsts, counts = [part.start for part in self.parts], [len(part) for part in self.parts]
+            journal.parts = torch.ops.torchguard.parts(marks, batch.size, firsts, counts)
+        return journal
 
     def keep(self, step: Step) -> None:
         """What a call came to. The tensors of a `torch.func` transform have no values outside of it."""
