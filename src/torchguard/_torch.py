@@ -3,10 +3,9 @@
 Each access is a small function that says why it is needed and what happens where it is missing.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -164,17 +163,6 @@ def remove_forward_hooks(module: torch.nn.Module, is_ours: Callable[[object], bo
         for key in [key for key, hook in hooks.items() if is_ours(getattr(hook, "__self__", hook))]:
             del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def compiled_once(fn: F) -> F:
-    """`fn` as a nested region: calls of it that Dynamo finds to be alike are compiled once. As it is in eager mode.
-
-    Public, but some versions of it have a limit to how many kinds there are, and make more an error.
-    """
-    mark = torch.compiler.nested_compile_region
-    settings: dict[str, Any] = {"max_reuse_entries": sys.maxsize}
-    known = inspect.signature(mark).parameters
-    return mark(fn, **{name: value for name, value in settings.items() if name in known})  # pyright: ignore[reportReturnType]
 
 
 @constant_in_graphs

@@ -530,3 +530,35 @@ def test_few_looks_and_many_come_to_the_same(run_light, depth, quarantine):
     assert torch.equal(f, want)
     assert guarded.report() == report
     assert out[GOOD].isfinite().all() or not quarantine
+
+
+class Short(nn.Module):
+    """Puts out numbers of one byte."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x).to(torch.float8_e5m2)
+
+
+class Shortened(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = Short(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.first(x).to(torch.float32))
+
+
+def test_numbers_of_one_byte(run):
+    model = Shortened()
+    guarded = watch(model, quarantine=True, include=["first", "head"], level="outputs")
+    x = torch.randn(BATCH, 4)
+    x[BAD] = 1e30  # overflows in one byte
+    out, f = run(guarded)(x)
+    assert err.is_err(f).nonzero().flatten().tolist() == BAD
+    assert {error.location_name for error in flags.unpack(f, BAD[0])} == {"first"}
+    err.mean_ok(f, out.square().mean(-1)).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())

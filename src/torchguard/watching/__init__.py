@@ -16,7 +16,7 @@ from torchguard.exceptions import MixedRowsWarning, WatchError
 from torchguard.watching.checks import DEFAULT, checks_of
 from torchguard.watching.choose import blocks_to_compile_once, other_embeddings, watched_paths
 from torchguard.watching.incidents import Incident
-from torchguard.watching.regions import new_region, remove_region
+from torchguard.watching.regions import Region, places_within, remove_region
 from torchguard.watching.shell import NAMES, Eye, Root, Watched, masks_of, new_shell
 from torchguard.watching.state import Watch
 
@@ -68,17 +68,19 @@ def watch(
     chosen = watched_paths(model, level, include, exclude)
     tables = other_embeddings(model, chosen, exclude) if looked_for.indices else []
     blocks = blocks_to_compile_once(model, compile_once)
-    watched = [path for path, _ in model.named_modules() if path in {*chosen, *tables}]  # what is in a block in a row
+    modules, looked_at = dict(model.named_modules()), {*chosen, *tables}
+    watched = [path for path in modules if path in looked_at]
     paths = ("input", *watched, "")
-    state = Watch(model, paths, looked_for, quarantine, returns, batch_dim, masks_of(model))
+    parts = {path: places_within(path, paths) for path in blocks}
+    about = (quarantine, returns, batch_dim, masks_of(model), tuple(part for part in parts.values() if part))
+    state = Watch(model, paths, looked_for, *about)
     if quarantine:
         _warn_of_mixed_rows(model)
     keep_side_effects_under_checkpoint()
     model.register_forward_pre_hook(Root(state))
-    modules = dict(model.named_modules())
     eyes = {path: Eye(state, i, modules[path], path in chosen) for i, path in enumerate(watched, start=1)}
-    for path in blocks:
-        modules[path].__dict__["forward"] = new_region(state, modules[path], path, eyes.pop(path, None))
+    for path, part in parts.items():
+        modules[path].__dict__["forward"] = Region(state, modules[path], eyes.pop(path, None), part)
     for path, eye in eyes.items():
         module = modules[path]
         if eye.looks_after:

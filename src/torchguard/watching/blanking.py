@@ -30,6 +30,8 @@ def without_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) ->
 
 def _only(fine: Tensor, z: Tensor) -> Tensor:
     """In eager mode it keeps its strides, by which kernels are chosen."""
+    if z.is_floating_point() and z.element_size() == 1 and is_traced(z):
+        return _only(fine, z.view(torch.uint8)).view(z.dtype)  # Inductor knows no `where` for these
     if z.ndim < 4 and (is_traced(z) or z.is_contiguous()):
         return torch.where(fine, z, 0).to(z.dtype)
     return z.clone().masked_fill_(~fine, 0)

@@ -9,7 +9,6 @@ from torchguard._torch import mixes_rows
 from torchguard.exceptions import WatchError
 
 LEVELS = ("outputs", "blocks", "modules")
-_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def watched_paths(
@@ -19,9 +18,7 @@ def watched_paths(
     if level not in LEVELS:
         raise WatchError(f"watch: level is {level!r}. Give one of {', '.join(LEVELS)}.")
     modules = {path: module for path, module in model.named_modules() if path}
-    chosen = {"outputs": _none, "blocks": _blocks, "modules": _with_parameters}[level](modules)
-    if level == "blocks" and _is_list(model):
-        chosen = [path for path in modules if "." not in path]
+    chosen = {"outputs": _none, "blocks": _blocks, "modules": _with_parameters}[level](model)
     if include is not None:
         matching = _matching(modules, include, "include")
         chosen = [path for path in (chosen if level != "outputs" else modules) if path in matching]
@@ -31,35 +28,35 @@ def watched_paths(
 
 
 def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str) -> list[str]:
-    """The paths of the modules that are regions of their own, none of them within another.
+    """The paths of the modules that are regions of their own, none of them within another, in the order of the model.
 
-    With True, the items of the outermost lists of modules. Left out are modules that have batch norms, which write to
-    their buffers, and those that share a part with another, whose place is there.
+    With True, the items of the lists of modules. Left out are modules that have batch norms, which write to their
+    buffers, or recurrent layers, whose states have the samples elsewhere, and those that hold a module of another part
+    of the model: that is where its place is.
     """
-    if which is False:
+    if not which:
         return []
-    # A list is never called.
-    modules = {path: module for path, module in model.named_modules() if path and not isinstance(module, _LISTS)}
+    modules = {path: module for path, module in model.named_modules() if path}
     if which is True:
-        found = _in_lists(dict(model.named_modules()))
+        found = _in_lists(model)
     else:
-        matching = _matching(modules, which, "compile_once")
+        matching = _matching([path for path, module in modules.items() if _is_called(module)], which, "compile_once")
         found = [path for path in modules if path in matching]
     found = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
-    known = {module: path for path, module in model.named_modules()}
-    fit = [
-        path
-        for path in found
-        if not any(mixes_rows(part) or not f"{known[part]}.".startswith(f"{path}.") for part in modules[path].modules())
-    ]
+    known = {module: path for path, module in modules.items()}
+    fit = [path for path in found if all(_fits(part, known[part], path) for part in modules[path].modules())]
+    if not fit and found:
+        raise WatchError(
+            f"watch: there is nothing to compile once: all blocks ({found[0]!r} is one) have batch norms or recurrent "
+            "layers, or hold modules of other parts of the model. Give patterns of other paths."
+        )
     if not fit:
-        why = "The model has no list of modules. Give patterns of paths."
-        if found:
-            why = (
-                f"{found[0]!r} and {len(found) - 1} more have batch norms, or share modules with the rest of the model."
-            )
-        raise WatchError(f"watch: compile_once, but there is nothing to compile once. {why}")
+        raise WatchError("watch: compile_once=True, but the model has no list of modules. Give patterns of paths.")
     return fit
+
+
+def _fits(part: nn.Module, known_as: str, block: str) -> bool:
+    return not mixes_rows(part) and not isinstance(part, nn.RNNBase) and f"{known_as}.".startswith(f"{block}.")
 
 
 def other_embeddings(model: nn.Module, chosen: Sequence[str], exclude: Sequence[str] | str | None) -> list[str]:
@@ -70,28 +67,41 @@ def other_embeddings(model: nn.Module, chosen: Sequence[str], exclude: Sequence[
     return [path for path in embeddings if path not in left_out and path not in chosen]
 
 
-def _none(modules: dict[str, nn.Module]) -> list[str]:
+def _none(model: nn.Module) -> list[str]:
     return []
 
 
-def _with_parameters(modules: dict[str, nn.Module]) -> list[str]:
-    return [path for path, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
+def _with_parameters(model: nn.Module) -> list[str]:
+    modules = [(path, module) for path, module in model.named_modules() if path]
+    return [path for path, module in modules if any(True for _ in module.parameters(recurse=False))]
 
 
-def _blocks(modules: dict[str, nn.Module]) -> list[str]:
+def _blocks(model: nn.Module) -> list[str]:
     """The items of the outermost lists of modules; the model's parts where it has none."""
-    return _in_lists(modules) or [path for path in modules if "." not in path]
+    return _in_lists(model) or [path for path, _ in model.named_modules() if path and "." not in path]
 
 
-def _in_lists(modules: dict[str, nn.Module]) -> list[str]:
-    """The items of the outermost lists; of the model itself, if it is one."""
-    lists = [path for path, module in modules.items() if _is_list(module)]
-    outermost = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    return [path for path in modules if path and path.rpartition(".")[0] in outermost]
+def _in_lists(model: nn.Module) -> list[str]:
+    """The items of the outermost lists; of one that is never called, its items in turn."""
+    lists = [path for path, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    outermost = [
+        path
+        for path in lists
+        if not any(path != other and f"{path}.".startswith(f"{other}." if other else "") for other in lists)
+    ]
+    return [item for path in outermost for item in _items(path, model.get_submodule(path))]
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential))
+def _items(path: str, module: nn.Module) -> list[str]:
+    found = []
+    for name, child in module.named_children():
+        at = f"{path}.{name}" if path else name
+        found += [at] if _is_called(child) else _items(at, child)
+    return found
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def _matching(modules: Iterable[str], patterns: Sequence[str] | str, name: str) -> set[str]:

@@ -1,5 +1,6 @@
 """What was seen in the course of one call, and the flags it comes to."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,16 @@ class Step(NamedTuple):
     remarks: Tensor | None
 
 
+class Whole(NamedTuple):
+    """What was noted before a part of the model began."""
+
+    found: list[Tensor]
+    remarks: list[tuple[int, int, Tensor]]
+    known: list[tuple[Tensor, int]]
+    marks: Tensor | None
+    part: range | None
+
+
 class Journal:
     """The evidence of one call, in the order in which it was met."""
 
@@ -48,7 +59,8 @@ class Journal:
         self.found: list[Tensor] = []
         self.dims: list[int] = []
         self.remarks: list[tuple[int, int, Tensor]] = []
-        self.first, self.parts = 0, []
+        self.part: range | None = None  # of the places, if a part of the model is a region of its own
+        self.parts: list[Tensor] = []  # the marks of all such
         self._known: list[tuple[Tensor, int]] = []
 
     def see(
@@ -84,8 +96,8 @@ class Journal:
             self.dims.append(UNTOLD)
             if self.repairs:
                 about = (stops, squares, is_argument, REVISION)
-                place -= self.first
-                z, found = torch.ops.torchguard.repair(z, self.marks, place, *self._samples, None, *about)
+                marks, place = self._mark_of(place) if self.part else (self.marks, place)
+                z, found = torch.ops.torchguard.repair(z, marks, place, *self._samples, None, *about)
             else:
                 found = torch.ops.torchguard.evidence(z, place in self.ends, REVISION)
             self.found.append(found)
@@ -101,26 +113,34 @@ class Journal:
             found = evidence(looked_at, alone=place in self.ends)
             self.note(place, found if self.only is None else narrowed(found, self.only), dim)
             return z
-        mended, found = repaired(looked_at, self.batch, self.marks, place - self.first, dim, stops, squares)
+        marks, at_place = self._mark_of(place)
+        mended, found = repaired(looked_at, self.batch, marks, at_place, dim, stops, squares)
         if found is not None:
             self.note(place, found, dim)
         mended = mended if looked_at is z else mended.squeeze(-1)
         self.dim_of(mended, dim)
         return mended
 
-    def enter(self, first: int, marks: Tensor | None) -> tuple[Any, ...]:
-        """Begin a part of the model whose places count from `first`, with these marks. Returns what to leave it with.
+    def _mark_of(self, place: int) -> tuple[Tensor | None, int]:
+        """The marks that have those of a place, and which of them they are. A module from elsewhere has none."""
+        part = self.part
+        if part is None:
+            return self.marks, place
+        return (self.marks, place - part.start) if part.start <= place < part.stop else (None, 0)
 
-        What is noted there is in lists of its own: a nested region hands out tensors by returning them alone.
+    def enter(self, part: range, marks: Tensor | None) -> Whole:
+        """Begin a part of the model, with these marks. Returns what to leave it with.
+
+        What is noted there is in lists of its own: a region hands out tensors by returning them alone.
         """
-        whole = self.found, self.remarks, self._known, self.marks, self.first
-        self.found, self.remarks, self._known, self.marks, self.first = [], [], [], marks, first
+        whole = Whole(self.found, self.remarks, self._known, self.marks, self.part)
+        self.found, self.remarks, self._known, self.marks, self.part = [], [], [], marks, part
         return whole
 
-    def leave(self, whole: tuple[Any, ...], found: tuple[Tensor, ...], remarks: tuple[Tensor, ...]) -> None:
+    def leave(self, whole: Whole, found: Sequence[Tensor], remarks: Sequence[Tensor]) -> None:
         """End it: with the evidence, and whom its remarks are about, as they came out."""
         told = [(place, code) for place, code, _ in self.remarks]
-        self.found, self.remarks, self._known, self.marks, self.first = whole
+        self.found, self.remarks, self._known, self.marks, self.part = whole
         self.found.extend(found)
         for (place, code), rows in zip(told, remarks, strict=True):
             self.remark(place, code, rows)

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchguard._torch import is_shape_only, is_surely, is_traced
 from torchguard.operators import define, define_whole
-from torchguard.watching.constants import constant
 
 # What is remembered on the marks of a call.
 _CALL = "_torchguard_call"
@@ -71,7 +71,7 @@ class _Apart(torch.autograd.Function):
         born = {i: grad for i, grad in enumerate(grads) if grad is not None}
         if not born:
             return None, None, None
-        return _put_together([*born.values()], [*born], ctx), None, None
+        return _put_together(born, ctx), None, None
 
 
 class _Parts(torch.autograd.Function):
@@ -84,40 +84,47 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        marks, _, ctx.firsts, ctx.counts, ctx.came_to = inputs
+        marks, _, ctx.firsts, _, ctx.came_to = inputs
         ctx.shape = marks.shape
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parts = zip(ctx.firsts, ctx.counts, grads, strict=True)
-        born = [(range(first, first + count), grad) for first, count, grad in parts if grad is not None]
+        born = {first: grad for first, grad in zip(ctx.firsts, grads, strict=True) if grad is not None}
         if not born:
             return None, None, None, None, None
-        places = [place for part, _ in born for place in part]
-        return _put_together([grad for _, grad in born], places, ctx), None, None, None, None
+        return _put_together(born, ctx), None, None, None, None
 
 
-def _put_together(born: list[Tensor], places: list[int], ctx: Any) -> Tensor:
-    told, (count, width) = ctx.came_to.told, ctx.shape
-    if not is_traced(born[0]):
-        return _together(born, places, told, count, width)
-    if told is None and count == len(born) <= _FEW and is_surely(width == born[0].shape[0]):  # all marks of a part
-        return torch.stack(born)
-    return torch.ops.torchguard.together(born, places, told, count, width)  # it would take long to compile
+def _put_together(born: dict[int, Tensor], ctx: Any) -> Tensor:
+    """Marks by the first of their places, in order."""
+    told, (count, width), each = ctx.came_to.told, ctx.shape, [*born.values()]
+    if not is_traced(each[0]):
+        return _together(each, [*born], told, count, width)
+    if told is None and count == len(each) <= _FEW and is_surely(width == each[0].shape[0]):  # there are no others
+        return torch.stack(each)
+    return torch.ops.torchguard.together(each, [*born], told, count, width)  # it would take long to compile
 
 
-def _together(born: list[Tensor], places: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
-    """Marks of these places, of so many, as the rows of a table; zeros for the rest, and for samples that were bad.
+def _together(born: list[Tensor], firsts: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
+    """Marks as the rows of a table, one for each of so many places; zeros for the rest, and for samples that were bad.
+
+    No index is put on the device for it: under CUDA graphs, what is kept must not come from their memory.
 
     Args:
-        born: marks of one place, or of several.
+        born: marks of one place, or of several that follow each other.
+        firsts: the first place of each, in order.
     """
-    marks = born[0].new_zeros(count, width)
-    found = torch.cat([torch.atleast_2d(one) for one in born])
+    tables = [torch.atleast_2d(one) for one in born]
+    nothing, rows, end = tables[0].new_zeros(1, tables[0].shape[1]), [], 0
+    for first, table in zip([*firsts, count], [*tables, nothing], strict=True):
+        if first > end:
+            rows.append(nothing.expand(first - end, -1))
+        rows.append(table)
+        end = first + len(table)
+    found = torch.cat(rows[:-1])
     found = found if told is None else found[:, : told.shape[1]] * (told[0] < 0).to(found.device)
-    marks[constant(places, marks), : found.shape[1]] = found
-    return marks
+    return F.pad(found, (0, width - found.shape[1]))
 
 
 def _parts_op(marks: Tensor, size: int, firsts: list[int], counts: list[int]) -> list[Tensor]:
@@ -126,9 +133,11 @@ def _parts_op(marks: Tensor, size: int, firsts: list[int], counts: list[int]) ->
     return [*_Parts.apply(marks, size, firsts, counts, marked(marks, size).came_to)]  # pyright: ignore[reportGeneralTypeIssues]
 
 
-def _shape(born: list[Tensor], places: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
+def _shape(born: list[Tensor], firsts: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
     return born[0].new_empty(count, width)
 
 
 define("parts(Tensor marks, SymInt size, int[] firsts, int[] counts) -> Tensor[]", _parts_op)
-define_whole("together(Tensor[] born, int[] places, Tensor? told, int count, int width) -> Tensor", _together, _shape)
+define_whole(
+    "together(Tensor[] born, int[] firsts, Tensor? told, int count, SymInt width) -> Tensor", _together, _shape
+)

@@ -1,12 +1,14 @@
 """Blocks of a model that are compiled once for all that are alike."""
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchguard._torch import compiled_once, keep_what_regions_are_given
-from torchguard.nested import mapped
+from torchguard._torch import keep_what_regions_are_given
+from torchguard.nested import mapped, tensors_in
 from torchguard.operators import are_kept_whole, define
 from torchguard.watching.shell import Eye
 from torchguard.watching.state import Watch
@@ -21,22 +23,27 @@ class Region:
 
     Args:
         eye: that of the block, if it is watched.
-        number: of this one among the regions that have places, None if it has none.
-        first: of its places, which are those of its modules, too.
+        part: of the places, those of the block and its modules.
     """
 
-    def __init__(self, watch: Watch, block: nn.Module, eye: Eye | None, number: int | None, first: int) -> None:
-        self.watch, self.block, self.eye, self.number, self.first = watch, block, eye, number, first
+    def __init__(self, watch: Watch, block: nn.Module, eye: Eye | None, part: range) -> None:
+        self.watch, self.block, self.eye, self.part = watch, block, eye, part
+        self.number = watch.parts.index(part) if part else None
         self.own_forward = block.__dict__.get("forward")  # set on the instance, as tools do
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.own_forward or type(self.block).forward.__get__(self.block))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         journal = self.watch.journal
-        if journal is None or not are_kept_whole():
+        # Of a block that is compiled alone, the marks were not taken apart.
+        if journal is None or not are_kept_whole() or (journal.marks is not None and not journal.parts):
             return self.run(args, kwargs)
         keep_what_regions_are_given()
         marks = journal.parts[self.number] if journal.parts and self.number is not None else None
-        whole = journal.enter(self.first, marks)
-        output, found, remarks = _once(self, *args, **kwargs)
+        whole = journal.enter(self.part, marks)
+        output, found, remarks = _once(self, *args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
         if found:
             found = torch.ops.torchguard.out_of_region(found)
         journal.leave(whole, found, remarks)
@@ -58,21 +65,25 @@ class Region:
         return type(self.block).forward(self.block, *args, **kwargs)
 
 
-def new_region(watch: Watch, block: nn.Module, path: str, eye: Eye | None) -> Region:
-    """A region for the block at that path. Its marks are a further part of those that are watched."""
-    places = [place for place, other in enumerate(watch.paths) if f"{other}.".startswith(f"{path}.")]
-    if not places:
-        return Region(watch, block, eye, None, 0)
-    watch.parts = (*watch.parts, range(places[0], places[-1] + 1))
-    return Region(watch, block, eye, len(watch.parts) - 1, places[0])
+def places_within(path: str, paths: Sequence[str]) -> range:
+    """The places of a module and all within it. They follow each other; the input and the output are not among them."""
+    places = [i for i, other in enumerate(paths[1:-1], start=1) if f"{other}.".startswith(f"{path}.")]
+    return range(places[0], places[-1] + 1) if places else range(0)
 
 
 def remove_region(module: nn.Module, watch: Watch) -> None:
-    region = module.__dict__.get("forward")
-    if isinstance(region, Region) and region.watch is watch:
+    """Take off the region of a watched model, which may be within that of another."""
+    outer, region = None, module.__dict__.get("forward")
+    while isinstance(region, Region) and region.watch is not watch:
+        outer, region = region, region.own_forward
+    if not isinstance(region, Region):
+        return
+    if outer is not None:
+        outer.own_forward = region.own_forward
+    elif region.own_forward is not None:
+        module.__dict__["forward"] = region.own_forward
+    else:
         del module.__dict__["forward"]
-        if region.own_forward is not None:
-            module.__dict__["forward"] = region.own_forward
 
 
 def _out_of_region(found: list[Tensor]) -> list[Tensor]:
@@ -83,18 +94,18 @@ def _out_of_region(found: list[Tensor]) -> list[Tensor]:
 define("out_of_region(Tensor[] found) -> Tensor[]", _out_of_region)
 
 
-@compiled_once
-def _once(region: Region, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What a region returns, the evidence that was met there, and whom the remarks are about: it goes out by no list.
+@torch.compiler.nested_compile_region
+def _once(region: Region, *args: Any, **kwargs: Any) -> tuple[Any, Sequence[Tensor], Sequence[Tensor]]:
+    """What a block puts out, the evidence met there, and whom the remarks are about: a region can but return tensors.
 
-    It may not return what it was given: that is copied.
+    That places are noted in a list beside it keeps Dynamo from taking one call for another without tracing it. And a
+    region may not return what it was given: that is copied.
     """
     output = region.run(args, kwargs)
-    given = (*args, *kwargs.values())
-    if isinstance(output, Tensor):  # as most are: Dynamo takes long over what follows
-        output = output.clone() if any(output is one for one in given) else output
-    else:
-        output = mapped(output, lambda z: z.clone() if any(z is one for one in given) else z)
+    given: list[Tensor] = []
+    for one in (*args, *kwargs.values()):
+        given += [one] if isinstance(one, Tensor) else [z for _, z in tensors_in(one)]
+    output = mapped(output, lambda z: z.clone() if any(z is one for one in given) else z)
     journal = region.watch.journal
     assert journal is not None
     found, journal.found = journal.found, []  # Dynamo would take the list for another way out

@@ -34,6 +34,7 @@ class Watch:
         returns: str,
         batch_dim: int,
         masks: tuple[int, ...],
+        parts: tuple[range, ...],
     ) -> None:
         self.model, self.paths, self.checks, self.masks = model, paths, checks, masks
         self.quarantine, self.returns, self.batch_dim = quarantine, returns, batch_dim
@@ -42,7 +43,7 @@ class Watch:
         self.names = Names(tuple(path or type(model).__name__ for path in paths), messages)
         self.own_forward = model.__dict__.get("forward")  # set on the instance, as tools do
         self.journal: Journal | None = None
-        self.parts: tuple[range, ...] = ()
+        self.parts = parts  # of the places, those of each region
         self.was_called = False  # by the watched model, not by the plain one
         self.step: Step | None = None
         self.is_step_lost = False
