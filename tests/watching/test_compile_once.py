@@ -1,6 +1,7 @@
 """`compile_once`: blocks that are alike are compiled once, and nothing else is different."""
 
 import copy
+import gc
 import inspect
 import pickle
 import re
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torchguard import err, flags
 from torchguard.exceptions import WatchError
 from torchguard.watching import unwatch, watch
+from torchguard.watching.marking import CameTo, Marked
 
 NAN = float("nan")
 BATCH, TOKENS, WIDTH = 4, 3, 8
@@ -195,6 +197,14 @@ def test_the_place_of_a_fault_born_in_backward_is_told(backend):
     out.sum().backward()
     assert flags.repr(guarded.backward_flags) == f"ErrorFlags({BATCH} samples, {BATCH} errors: {BATCH}xNAN @ 4.first)"
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_calls_leave_nothing_behind():
+    compiled = torch.compile(watch(Net(), quarantine=True, compile_once=True), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        compiled(sample())[0].sum().backward()
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, (Marked, CameTo))]
 
 
 def test_two_calls_and_one_backward_pass():

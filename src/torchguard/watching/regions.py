@@ -101,12 +101,14 @@ def _once(region: Region, *args: Any, **kwargs: Any) -> tuple[Any, Sequence[Tens
     That places are noted in a list beside it keeps Dynamo from taking one call for another without tracing it. And a
     region may not return what it was given: that is copied.
     """
+    journal = region.watch.journal
+    assert journal is not None
+    if journal.marks is not None:
+        journal.marks = journal.marks.view_as(journal.marks)  # what hangs on a leaf that it leads to is never freed
     output = region.run(args, kwargs)
     given: list[Tensor] = []
     for one in (*args, *kwargs.values()):
         given += [one] if isinstance(one, Tensor) else [z for _, z in tensors_in(one)]
     output = mapped(output, lambda z: z.clone() if any(z is one for one in given) else z)
-    journal = region.watch.journal
-    assert journal is not None
-    found, journal.found = journal.found, []  # Dynamo would take the list for another way out
+    found, journal.found, journal.marks = journal.found, [], None  # Dynamo would take them for another way out
     return output, tuple(found), tuple([rows for _, _, rows in journal.remarks])
