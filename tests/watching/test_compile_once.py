@@ -199,12 +199,17 @@ def test_the_place_of_a_fault_born_in_backward_is_told(backend):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+def all_marks():
+    gc.collect()
+    return [one for one in gc.get_objects() if isinstance(one, (Marked, CameTo))]
+
+
 def test_calls_leave_nothing_behind():
+    before = all_marks()
     compiled = torch.compile(watch(Net(), quarantine=True, compile_once=True), backend="aot_eager", fullgraph=True)
     for _ in range(2):
         compiled(sample())[0].sum().backward()
-    gc.collect()
-    assert not [one for one in gc.get_objects() if isinstance(one, (Marked, CameTo))]
+    assert len(all_marks()) <= len(before)
 
 
 def test_two_calls_and_one_backward_pass():
