@@ -413,6 +413,24 @@ def test_lists_of_lists():
     assert regions_of(Stages(), x, compile_once=True) == (4, 1)
 
 
+@pytest.mark.parametrize("settings", [{"compile_once": True}, {"level": "blocks"}])
+def test_a_block_in_two_lists(settings):
+    class Twice(Net):
+        def __init__(self):
+            super().__init__()
+            self.again = nn.ModuleList([self.blocks[0], Block()])
+
+        def forward(self, x):
+            for block in self.again:
+                x = block(x)
+            return super().forward(x)
+
+    model, x = Twice(), sample(bad=[2])
+    found = [outcome(model, x, "aot_eager", **one) for one in ({**settings, "compile_once": False}, settings)]
+    assert_same(*found)
+    assert "NAN at input" in found[0][2][0]
+
+
 def test_a_module_that_a_block_is_handed(backend):
     model, x = Stages(), sample(bad=[1])
     with torch.no_grad():

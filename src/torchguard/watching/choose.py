@@ -82,14 +82,15 @@ def _blocks(model: nn.Module) -> list[str]:
 
 
 def _in_lists(model: nn.Module) -> list[str]:
-    """The items of the outermost lists; of one that is never called, its items in turn."""
-    lists = [path for path, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    """The items of the outermost lists; of one that is never called, its items in turn. Each by its first path."""
+    modules = dict(model.named_modules())
+    lists = [path for path, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     outermost = [
         path
         for path in lists
         if not any(path != other and f"{path}.".startswith(f"{other}." if other else "") for other in lists)
     ]
-    return [item for path in outermost for item in _items(path, model.get_submodule(path))]
+    return [item for path in outermost for item in _items(path, modules[path]) if item in modules]
 
 
 def _items(path: str, module: nn.Module) -> list[str]:
