@@ -5,7 +5,7 @@ Each access is a small function that says why it is needed and what happens wher
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -181,6 +181,33 @@ def keep_what_regions_are_given() -> None:
     torch._functorch.config.donated_buffer = False
     torch._inductor.config.allow_buffer_reuse = False
     torch._inductor.config.inplace_buffers = False
+
+
+@constant_in_graphs
+def describe_regions_once() -> None:
+    """Have torch ask once what a nested region writes to, instead of at every call of it.
+
+    It traces the whole region for the answer, and takes half of AOTAutograd's time for it where many blocks are one
+    region. Since 2.13 it remembers one answer of two. They are kept with what torch itself keeps of regions while it
+    compiles a graph, and for no longer. Where these names are missing, compiling takes as long as it takes.
+    """
+    regions = sys.modules.get("torch._higher_order_ops.invoke_subgraph")  # loaded, since there is a region
+    region, notes = getattr(regions, "invoke_subgraph", None), getattr(regions, "get_invoke_subgraph_cache", None)
+    describe = getattr(region, "gen_schema", None)
+    if region is None or describe is None or notes is None or "gen_schema" in vars(region):
+        return
+
+    def described(subgraph: Any, identifier: str | None, *operands: Any) -> Any:
+        kept = notes()
+        if kept is None:
+            return describe(subgraph, identifier, *operands)
+        known = vars(kept).setdefault("_torchguard_described", {})
+        about = (subgraph, identifier, *map(type, operands))
+        if about not in known:
+            known[about] = describe(subgraph, identifier, *operands)
+        return known[about]
+
+    region.gen_schema = described
 
 
 def is_in_backward() -> bool:

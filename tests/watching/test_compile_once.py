@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchguard import err, flags
 from torchguard.exceptions import WatchError
-from torchguard.watching import unwatch, watch
+from torchguard.watching import quarantine, unwatch, watch
 from torchguard.watching.marking import CameTo, Marked
 
 NAN = float("nan")
@@ -111,6 +111,20 @@ def test_it_changes_nothing_but_what_is_compiled(backend, quarantine):
 def test_blocks_that_are_alike_are_one_region(quarantine):
     x = sample().requires_grad_()
     assert regions_of(Net(), x, quarantine=quarantine, compile_once=True) == (4, 1)
+
+
+def test_more_blocks_are_not_traced_more_often(monkeypatch):
+    traced = []
+    repair = quarantine._repair
+    monkeypatch.setattr(quarantine, "_repair", lambda *args: traced.append(1) or repair(*args))
+
+    def times(blocks):
+        torch._dynamo.reset()
+        traced.clear()
+        outcome(Net(*(Block() for _ in range(blocks))), sample(), "aot_eager", quarantine=True, compile_once=True)
+        return len(traced)
+
+    assert times(8) == times(4)
 
 
 def test_blocks_that_are_not_alike_are_several():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchguard._torch import keep_what_regions_are_given
+from torchguard._torch import describe_regions_once, keep_what_regions_are_given
 from torchguard.nested import mapped, tensors_in
 from torchguard.operators import are_kept_whole, define
 from torchguard.watching.shell import Eye
@@ -41,6 +41,7 @@ class Region:
         if journal is None or not are_kept_whole() or (journal.marks is not None and not journal.parts):
             return self.run(args, kwargs)
         keep_what_regions_are_given()
+        describe_regions_once()
         marks = journal.parts[self.number] if journal.parts and self.number is not None else None
         whole = journal.enter(self.part, marks)
         output, found, remarks = _once(self, *args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
