@@ -6,6 +6,8 @@ from torch import nn
 
 from torchguard import err, flags
 from torchguard.watching import watch
+from torchguard.watching.blanking import only
+from torchguard.watching.kinds import is_fine, look
 from torchguard.watching.rows import Batch
 from torchguard.watching.stopping import stopped
 
@@ -242,9 +244,84 @@ def test_a_gradient_is_stopped_whatever_is_bad_in_it_and_wherever(kind, per_samp
     grad[1, -1], grad[2, per_sample // 2], grad[3, 0] = NAN, float("-inf"), float("inf")
     grad[4, :2] = torch.tensor([float("inf"), NAN], device="cuda").neg()  # the sign of a NaN counts for nothing
     want, marks = stopped(grad, Batch(6, (), 0, grad.device), None, None, 0)
-    room = torch.zeros(3, 8, device="cuda")
-    for place in (2, 0):
+    table = torch.zeros(2, 3, 6, device="cuda")
+    for place in (2, 0, 2):
         got = grad.clone()
-        torch.testing.assert_close(torch.ops.torchguard.stop_(got, room, place, 6), marks)
+        torch.ops.torchguard.stop_(got, table, place, 6)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert not room.any()
+    torch.testing.assert_close(table[0], torch.stack([marks, torch.zeros_like(marks), marks]))
+    assert not table[1].any()
+
+
+def test_a_stop_in_a_graph_is_what_it_is_without():
+    def step(grad, place):
+        table, fine = torch.zeros(2, 3, 6, device="cuda"), grad.clone()
+        torch.ops.torchguard.stop_(fine, table, place, 6)
+        torch.ops.torchguard.stop_(fine.mul_(2), table, 1, 6)
+        return fine, table
+
+    grad = torch.randn(6, 5, 7, device="cuda", dtype=torch.bfloat16)
+    grad[1, 2, 3], grad[4, 0, 0] = NAN, float("inf")
+    grad[3] = torch.finfo(torch.bfloat16).max  # is Inf when doubled
+    fine, table = step(grad, 2)
+    assert table[0].nonzero().tolist() == [[1, 3], [2, 1], [2, 4]]
+    for got, want in zip(torch.compile(step, fullgraph=True)(grad, 2), (fine, table), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("width", [16, 48, 1024, 3072, 5000, 4097])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_mending_in_place(kind, width):
+    z = torch.randn(3, 5, width, device="cuda", dtype=kind)
+    z[0, 0, 0] = torch.finfo(kind).max
+    z[1, 2, width // 2], z[2, 4, -1], z[0, 3] = NAN, float("-inf"), float("inf")
+    found = look(z)
+    want = only(is_fine(found), z)
+    for _ in range(2):  # compiled, and as it was compiled
+        fine = z.clone()
+        torch.testing.assert_close(torch.ops.torchguard.mend_(fine), found, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(fine, want, rtol=0, atol=0)
+
+
+class Attention(nn.Module):
+    """Whose queries, keys and values come from one matrix."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        h = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(h.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("width", [32, 1056])
+def test_what_attention_reads_is_mended_in_place(run, dtype, width):
+    model = nn.Sequential(Attention(width), Attention(width)).to("cuda", dtype)
+    x = torch.randn(4, 6, width, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        model[0].qkv.weight[0, 0] = torch.finfo(dtype).max / 2
+        x[..., 0] = 0
+        x[BAD, 4, 0] = 8
+        want = model(x)[GOOD]
+        guarded = watch(model, quarantine=True)
+        out, f = run(guarded)(x)
+    assert err.is_err(f).tolist() == [False, True, False, False]
+    assert [(i.sample, i.path, i.position) for i in guarded.report()] == [(1, "0.qkv", 4)]
+    torch.testing.assert_close(out[GOOD], want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_gradients_through_attention(once):
+    model = nn.Sequential(*(Attention() for _ in range(3))).cuda()
+    x = torch.randn(4, 6, 32, device="cuda")
+    model(x[GOOD]).square().flatten(1).mean(1).mean().backward()
+    want = grads(model)
+    x[BAD, 3] = 3e38
+    guarded = watch(model, quarantine=True, compile_once=["0", "1", "2"] if once else False)
+    out, f = torch.compile(guarded, fullgraph=True)(x)
+    assert err.is_err(f).tolist() == [False, True, False, False]
+    err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
+    for name, got in grads(model).items():
+        torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)

@@ -69,6 +69,11 @@ def look(z: Tensor) -> Tensor:
     return bits_of_largest(z.unflatten(-1, (pieces, -1))).squeeze(-1) if pieces > 1 else bits_of_largest(z)
 
 
+def are_bits(dtype: torch.dtype) -> bool:
+    """Whether evidence about such numbers on a GPU has their bits."""
+    return dtype in _BITS
+
+
 def bits_of_largest(z: Tensor) -> Tensor:
     """The bits of the largest magnitude in each vector, without the sign; of half, the magnitude."""
     bits = _BITS.get(z.dtype)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchguard._torch import is_shape_only, is_surely, is_traced
 from torchguard.operators import define, define_whole
+from torchguard.watching.stopping import Table
 
 # What is remembered on the marks of a call.
 _CALL = "_torchguard_call"
@@ -22,16 +23,12 @@ class CameTo:
 
 
 class Marked:
-    """The marks of one call, taken apart: `each` has those of a place, `(batch,)`.
-
-    `room` is their memory, which is zeros, without their history.
-    """
+    """The marks of one call, taken apart: `each` has those of a place, `(batch,)`."""
 
     def __init__(self, marks: Tensor, size: int) -> None:
-        self.came_to = CameTo()
-        self.room = marks.detach()
+        self.came_to, self.table = CameTo(), Table(marks.shape[0], size, marks.device)
         # What it is given must not lead back to what it returns: nobody would ever find that cycle.
-        self.each: tuple[Tensor, ...] = _Apart.apply(marks, size, self.came_to)  # pyright: ignore[reportAttributeAccessIssue]
+        self.each: tuple[Tensor, ...] = _Apart.apply(marks, size, self.came_to, self.table)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def marked(marks: Tensor, size: int) -> Marked:
@@ -51,27 +48,32 @@ def tell(marks: Tensor | None, told: Tensor) -> None:
 
 
 class _Apart(torch.autograd.Function):
-    """The marks of each place. Their gradients are put together by one call."""
+    """The marks of each place. Their gradients are put together by one call, or were left in a table."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(marks: Tensor, size: int, came_to: CameTo) -> tuple[Tensor, ...]:
+    def forward(marks: Tensor, size: int, came_to: CameTo, table: Table) -> tuple[Tensor, ...]:
         zero = marks.new_zeros(())
         return tuple(zero.expand(size) for _ in range(marks.shape[0]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        marks, _, ctx.came_to = inputs
+        marks, _, ctx.came_to, ctx.table = inputs
         ctx.shape = marks.shape
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         born = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        left = ctx.table.take()
+        if left is not None:
+            if born:  # of gradients that are on another device, or that no operator takes
+                left = left + torch.ops.torchguard.together([*born.values()], [*born], None, *left.shape)
+            born = {0: left}
         if not born:
-            return None, None, None
-        return _put_together(born, ctx), None, None
+            return None, None, None, None
+        return _put_together(born, ctx), None, None, None
 
 
 class _Parts(torch.autograd.Function):
@@ -101,8 +103,11 @@ def _put_together(born: dict[int, Tensor], ctx: Any) -> Tensor:
     told, (count, width), each = ctx.came_to.told, ctx.shape, [*born.values()]
     if not is_traced(each[0]):
         return _together(each, [*born], told, count, width)
-    if told is None and count == len(each) <= _FEW and is_surely(width == each[0].shape[0]):  # there are no others
-        return torch.stack(each)
+    if told is None and is_surely(width == each[0].shape[-1]):
+        if len(each[0]) == count and each[0].ndim == 2:
+            return each[0]
+        if count == len(each) <= _FEW and each[0].ndim == 1:  # there are no others
+            return torch.stack(each)
     return torch.ops.torchguard.together(each, [*born], told, count, width)  # it would take long to compile
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard._torch import in_transform, is_shape_only, mutation_count
+from torchguard._torch import in_transform, is_shape_only, is_traced, mutation_count
 from torchguard.operators import are_kept_whole, define
 from torchguard.watching.blanking import only
 from torchguard.watching.kinds import REVISION, evidence, is_fine, nothing_like, raised, shape_of_evidence
 from torchguard.watching.marking import marked
+from torchguard.watching.mending import mended, mends_in_place
 from torchguard.watching.rows import Batch, as_numbers
-from torchguard.watching.stopping import stopped
+from torchguard.watching.stopping import Table, stopped
 
 # The largest square that does not overflow; of half it never does.
 _LARGEST = {
@@ -44,14 +45,14 @@ class _Repair(torch.autograd.Function):
         stops: bool,
         batch: Batch | None,
         dim: int | None,
-        room: Tensor | None,
+        table: Table | None,
         place: int,
     ) -> Tensor:
         return only(is_fine(found), z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, found, mark, ctx.stops, ctx.batch, ctx.dim, ctx.room, ctx.place = inputs
+        _, found, mark, ctx.stops, ctx.batch, ctx.dim, ctx.table, ctx.place = inputs
         ctx.marked_on = None if mark is None else mark.device
         ctx.save_for_forward(found)
 
@@ -64,11 +65,31 @@ class _Repair(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         mark = None
         if ctx.stops and ctx.batch is not None:
-            grad, mark = stopped(grad, ctx.batch, ctx.dim, ctx.room, ctx.place)
-            mark = None if ctx.marked_on is None else mark.to(ctx.marked_on)
+            grad, mark = stopped(grad, ctx.batch, ctx.dim, ctx.table, ctx.place)
+            mark = None if mark is None or ctx.marked_on is None else mark.to(ctx.marked_on)
         elif ctx.stops:
             grad = only(is_fine(evidence(grad)), grad)
         return grad, None, mark, None, None, None, None, None
+
+
+class _Mend(_Repair):
+    """The same in place, which looks as well: the evidence is the second result."""
+
+    generate_vmap_rule = False  # for graphs alone
+
+    @staticmethod
+    def forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return mended(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        _Repair.setup_context(ctx, (*inputs[:1], output[1], *inputs[1:]), output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_of_z, _, *others = _Repair.backward(ctx, grad)
+        return grad_of_z, *others
 
 
 def repaired(
@@ -79,6 +100,7 @@ def repaired(
     dim: int | None,
     stops: bool,
     squares: int = 0,
+    alone: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`z` with zeros in the place of every bad vector, and the evidence; None if `z` was repaired just before.
 
@@ -87,21 +109,29 @@ def repaired(
         marks: `(places, many)`, leaves whose gradient tells of faults born in the backward pass.
         stops: whether to have a look at the gradient too.
         squares: of how many numbers the squares will be summed: one whose squares overflow counts as bad.
+        alone: whether no kernel that could replace something as well reads `z`.
     """
     if are_kept_whole():
         # Dynamo takes long over an autograd.Function, and a large model has hundreds.
-        samples = as_numbers(batch)
-        return torch.ops.torchguard.repair(z, marks, place, *samples, dim, stops, squares, False, REVISION)
+        samples, about = as_numbers(batch), (dim, stops, squares, False, alone, REVISION)
+        return torch.ops.torchguard.repair(z, marks, place, *samples, *about)
     if torch.compiler.is_compiling():  # for an export or a transform, where marks and clearing have no place
         found = _found(z, _limit(z.dtype, squares))
         if in_transform():  # where Dynamo traces no autograd.Function; what is replaced has no gradient all the same
             return only(is_fine(found), z), found
         return _Repair.apply(z, found, None, stops, None, None, None, place), found  # pyright: ignore[reportReturnType]
-    return _repair(z, batch, marks, place, dim, stops, squares)
+    return _repair(z, batch, marks, place, dim, stops, squares, alone)
 
 
 def _repair(
-    z: Tensor, batch: Batch | None, marks: Tensor | None, place: int, dim: int | None, stops: bool, squares: int
+    z: Tensor,
+    batch: Batch | None,
+    marks: Tensor | None,
+    place: int,
+    dim: int | None,
+    stops: bool,
+    squares: int,
+    alone: bool,
 ) -> tuple[Tensor, Tensor | None]:
     if not stops or not z.requires_grad:
         batch = None
@@ -109,14 +139,18 @@ def _repair(
     before = _evidence_before(z, stops)
     if before is not None and limit == math.inf:
         return z, None
-    found = _found(z, limit) if before is None else raised(torch.where(is_fine(before), before, 0), limit, z.dtype)
-    mark = room = None
+    mark = table = None
     if marks is not None and batch is not None:
         call = marked(marks, batch.size)
-        mark, room = call.each[place], call.room
-    mended: Tensor = _Repair.apply(z, found, mark, stops, batch, dim, room, place)  # pyright: ignore[reportAssignmentType]
-    _note_clean(mended, stops, found)
-    return mended, found
+        mark, table = call.each[place], call.table
+    about = (mark, stops, batch, dim, table, place)
+    if alone and before is None and limit == math.inf and is_traced(z) and mends_in_place(z):
+        fine, found = _Mend.apply(z, *about)  # pyright: ignore[reportGeneralTypeIssues]
+    else:
+        found = _found(z, limit) if before is None else raised(torch.where(is_fine(before), before, 0), limit, z.dtype)
+        fine: Tensor = _Repair.apply(z, found, *about)  # pyright: ignore[reportAssignmentType]
+    _note_clean(fine, stops, found)
+    return fine, found
 
 
 def _found(z: Tensor, limit: float) -> Tensor:
@@ -154,6 +188,7 @@ def _repair_op(
     stops: bool,
     squares: int,
     is_argument: bool,
+    alone: bool,
     revision: int,
 ) -> tuple[Tensor, Tensor]:
     """As `repaired`; what was repaired just before has evidence, too. An argument without samples is left as it is."""
@@ -162,9 +197,9 @@ def _repair_op(
     batch = None if along is None else Batch(size, tuple(lengths), along, z.device)
     if is_argument and batch is not None and not batch.has_rows(z.shape, dim):
         return z.view_as(z), nothing_like(shape_of_evidence(z))  # an operator may not return what it was given
-    mended, found = _repair(z, batch, marks, place, dim, stops, squares)
+    fine, found = _repair(z, batch, marks, place, dim, stops, squares, alone)
     if found is not None:
-        return mended, found
+        return fine, found
     same = z.view_as(z)
     before = _evidence_before(z, stops)
     assert before is not None
@@ -174,6 +209,6 @@ def _repair_op(
 
 define(
     "repair(Tensor z, Tensor? marks, int place, SymInt size, SymInt[] lengths, int? along, int? dim, bool stops, "
-    "int squares, bool is_argument, int revision) -> (Tensor, Tensor)",
+    "int squares, bool is_argument, bool alone, int revision) -> (Tensor, Tensor)",
     _repair_op,
 )

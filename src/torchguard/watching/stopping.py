@@ -1,7 +1,7 @@
 """Stopping a gradient that is not finite: zeros in all of a sample of which a part is bad."""
 
 import functools
-from typing import Any
+import importlib.util
 
 import torch
 from torch import Tensor
@@ -18,18 +18,49 @@ from torchguard.watching.rows import Batch
 INF_MARK, NAN_MARK = 1.0, 2.0**20
 
 
-def stopped(grad: Tensor, batch: Batch, dim: int | None, room: Tensor | None, place: int) -> tuple[Tensor, Tensor]:
+class Table:
+    """Where stops leave their marks while a backward pass is traced: one for each place and sample."""
+
+    def __init__(self, places: int, size: int, device: torch.device) -> None:
+        self.places, self.size, self.device = places, size, device
+        self.rows: Tensor | None = None
+
+    def open(self) -> Tensor:
+        """`(2, places, samples)`: the marks, and as many zeros to count in."""
+        if self.rows is None:
+            self.rows = new_rows(self.places, self.size, self.device)
+        return self.rows
+
+    def take(self) -> Tensor | None:
+        """The marks, `(places, samples)`, if a stop left any there. Nothing of what was traced is kept."""
+        rows, self.rows = self.rows, None
+        return None if rows is None else rows[0]
+
+
+def new_rows(places: int, size: int, device: torch.device) -> Tensor:
+    if device.type == "cpu":  # where a kernel takes longer to compile than it ever saves
+        return torch.ops.torchguard.no_marks(places, size, device)
+    return torch.zeros(2, places, size, device=device)
+
+
+def stopped(
+    grad: Tensor, batch: Batch, dim: int | None, table: Table | None, place: int
+) -> tuple[Tensor, Tensor | None]:
     """A gradient with zeros in every sample that has something bad, and a mark for each sample: 0 for one that is fine.
 
     Args:
         dim: along which the samples lie, if that is known.
-        room: `(places, many)` zeros of 4 bytes, to count in: those of a place nobody else uses at the same time. They
-            are zeros again afterwards.
+        table: where to leave the marks instead, if they can be: None is returned then.
     """
     along = batch.dim if dim is None else dim
     if is_traced(grad) and along == 0 and batch.has_rows(grad.shape, 0) and not _is_beyond_operators(grad):
         finite = grad.clone()  # which Inductor leaves out where nobody else reads it
-        return finite, torch.ops.torchguard.stop_(finite, room, place, batch.size)
+        if table is not None and table.device == grad.device:
+            torch.ops.torchguard.stop_(finite, table.open(), place, batch.size)
+            return finite, None
+        rows = new_rows(1, batch.size, grad.device)
+        torch.ops.torchguard.stop_(finite, rows, 0, batch.size)
+        return finite, rows[0, 0]
     return _stopped(grad, batch, along)
 
 
@@ -56,34 +87,37 @@ def _mark(worst: Tensor) -> Tensor:
     return torch.where(is_nan(worst), NAN_MARK, torch.where(is_fine(worst), 0.0, INF_MARK))
 
 
-def _stop_(grad: Tensor, room: Tensor | None, place: int, rows: int) -> Tensor:
+def _stop_(grad: Tensor, table: Tensor, place: int, rows: int) -> None:
     """In place, in so many equal parts. Mostly nothing is bad, and to see that takes one pass that writes nothing."""
-    if grad.is_cuda and grad.is_contiguous() and grad.numel() and grad.element_size() > 1:
-        stop = _kernel()
-        if stop is not None and grad.get_device() == torch.cuda.current_device():
-            if room is None or room.get_device() != grad.get_device():
-                room, place = torch.zeros(1, rows, device=grad.device), 0
-            return stop(grad, room, place, rows, INF_MARK, NAN_MARK)
+    if has_kernel(grad) and grad.get_device() == torch.cuda.current_device():
+        from torchguard.watching.kernels import stop
+
+        stop(grad, table, place, rows)
+        return
     batch = Batch(rows, (grad.shape[0] // rows,) if rows else (), 0, grad.device)
     finite, mark = _stopped(grad, batch, 0)
     if finite is not grad:
         grad.copy_(finite)
-    return mark
+        table[0, place] = torch.maximum(table[0, place], mark)
+
+
+def has_kernel(z: Tensor) -> bool:
+    """Whether there is a kernel for a tensor: not every machine with a GPU has Triton."""
+    return z.is_cuda and z.is_contiguous() and z.numel() > 0 and z.element_size() > 1 and _has_triton()
 
 
 @functools.cache
-def _kernel() -> Any:
-    """None where there is no Triton: not every machine with a GPU has it."""
-    try:
-        from torchguard.watching.stopping_kernel import stop
-    except ImportError:
-        return None
-    return stop
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
-def _shape_of_mark(grad: Tensor, room: Tensor | None, place: int, rows: int) -> Tensor:
-    return grad.new_empty(rows, dtype=torch.float32)
+def _no_marks(places: int, size: int, device: torch.device) -> Tensor:
+    return torch.zeros(2, places, size, device=device)
 
 
-# `room` is not said to be written to: whoever comes next finds it as it was.
-define_whole("stop_(Tensor(a!) grad, Tensor? room, int place, SymInt rows) -> Tensor", _stop_, _shape_of_mark)
+def _empty(places: int, size: int, device: torch.device) -> Tensor:
+    return torch.empty(2, places, size, device=device)
+
+
+define_whole("no_marks(int places, SymInt size, Device device) -> Tensor", _no_marks, _empty)
+define_whole("stop_(Tensor(a!) grad, Tensor(b!) table, int place, SymInt rows) -> ()", _stop_, lambda *_: None)

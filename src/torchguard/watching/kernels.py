@@ -1,0 +1,105 @@
+"""The kernels of `stopping` and `mending`. Loads Triton, which comes with torch for a GPU."""
+
+from typing import Any
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from torchguard.watching import stopping
+
+# Up to so many programs share a sample, and look at so many of its numbers at a time, by so many warps.
+_PARTS, _BLOCK, _WARPS = 128, tl.constexpr(4_096), 8
+# So many pieces of vectors a program mends at once.
+_AT_ONCE = tl.constexpr(2)
+_INF, _NAN = tl.constexpr(stopping.INF_MARK), tl.constexpr(stopping.NAN_MARK)
+# Compiled for lengths and addresses that are multiples of 16.
+_KERNELS: dict[tuple[Any, ...], Any] = {}
+
+
+@triton.jit
+def _magnitudes(x):
+    """Bits as whole numbers: without the sign they are in the order of the magnitudes; behind Inf comes NaN."""
+    width: tl.constexpr = x.dtype.primitive_bitwidth
+    bits: tl.constexpr = tl.int16 if width == 16 else (tl.int32 if width == 32 else tl.int64)
+    most: tl.constexpr = (1 << (width - 1)) - 1
+    return x.to(bits, bitcast=True) & most
+
+
+@triton.jit(do_not_specialize=["first", "behind", "parts"])
+def _stop(z, table, first, behind, length, parts):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    within = tl.arange(0, _BLOCK)
+    largest = _magnitudes(tl.zeros([_BLOCK], dtype=z.dtype.element_ty))
+    for start in range(part * _BLOCK, length, parts * _BLOCK):
+        there = start + within
+        largest = tl.maximum(largest, _magnitudes(tl.load(z + row * length + there, mask=there < length, other=0.0)))
+    inf = _magnitudes(tl.full([_BLOCK], float("inf"), dtype=z.dtype.element_ty))
+    worst = tl.max(tl.where(largest > inf, 2, tl.where(largest == inf, 1, 0)), 0)
+    # What is counted: the programs that are done, that saw Inf, that saw NaN. The last to be done knows of all.
+    mark = table + first + row
+    counts = (mark + behind).to(tl.pointer_type(tl.int32))
+    count = 1 + tl.where(worst == 1, 1 << 10, 0) + tl.where(worst == 2, 1 << 20, 0)
+    total = tl.atomic_add(counts, count) + count
+    if (total & 1023) == parts:
+        tl.store(counts, 0)
+        if total >= 1 << 10:
+            tl.store(mark, tl.maximum(tl.load(mark), tl.where(total >= 1 << 20, _NAN, _INF)))
+            for start in range(0, length, _BLOCK):
+                there = start + within
+                tl.store(z + row * length + there, tl.zeros([_BLOCK], dtype=z.dtype.element_ty), mask=there < length)
+
+
+def stop(z: Tensor, table: Tensor, place: int, rows: int) -> None:
+    """Zeros in each of the equal parts of `z`, one behind another in memory, that is not finite; and their marks.
+
+    Args:
+        table: `(2, places, rows)`, the marks of places, and zeros to count in, which are zeros again afterwards.
+    """
+    length, behind = z.numel() // rows, table.shape[1] * table.shape[2]
+    grid = (rows, min(_PARTS, -(-length // _BLOCK.value)), 1)
+    _launch(_stop, grid, (z, table, place * table.shape[2], behind, length, grid[1]), length, _WARPS)
+
+
+@triton.jit(do_not_specialize=["many"])
+def _mend(z, found, length, many, block: tl.constexpr):
+    piece, there = tl.program_id(0).to(tl.int64) * _AT_ONCE + tl.arange(0, _AT_ONCE), tl.arange(0, block)
+    numbers = z + piece[:, None] * length + there[None, :]
+    is_there = (piece[:, None] < many) & (there[None, :] < length)
+    largest = tl.max(_magnitudes(tl.load(numbers, mask=is_there, other=0.0)), 1)
+    tl.store(found + piece, largest, mask=piece < many)
+    is_bad = largest >= tl.max(_magnitudes(tl.full([1], float("inf"), dtype=z.dtype.element_ty)), 0)
+    if tl.max(is_bad.to(tl.int32), 0) > 0:
+        zeros = tl.zeros([_AT_ONCE, block], dtype=z.dtype.element_ty)
+        tl.store(numbers, zeros, mask=is_there & is_bad[:, None])
+
+
+def mend(z: Tensor, found: Tensor) -> None:
+    """Zeros in each of the equal pieces of `z`, one behind another in memory, that is not finite.
+
+    Args:
+        found: is given the bits of the largest magnitude of each piece.
+    """
+    many = found.numel()
+    length = z.numel() // many
+    grid = (-(-many // _AT_ONCE.value), 1, 1)
+    _launch(_mend, grid, (z, found, length, many), length, 4, triton.next_power_of_2(length))
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int, int], given: tuple[Any, ...], length: int, warps: int, *constants: int
+) -> None:
+    """Have a kernel run, of whose arguments the first two are tensors.
+
+    It is called as it was compiled, if `length` and addresses allow: to find it takes Triton three times as long.
+    """
+    z, other = given[:2]
+    if length % 16 or length >= 1 << 31 or z.data_ptr() % 16 or other.data_ptr() % 16:
+        kernel[grid](*given, *constants, num_warps=warps)
+        return
+    known = (kernel, z.dtype, z.get_device(), *constants)
+    compiled = _KERNELS.get(known)
+    if compiled is None:
+        _KERNELS[known] = kernel[grid](*given, *constants, num_warps=warps)
+    else:
+        compiled[grid](*given, *constants)
