@@ -5,6 +5,7 @@ from typing import Any
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+from torch.library import wrap_triton
 
 from torchguard.watching import stopping
 
@@ -13,8 +14,8 @@ _PARTS, _BLOCK, _WARPS = 128, tl.constexpr(4_096), 8
 # So many pieces of vectors a program mends at once.
 _AT_ONCE = tl.constexpr(2)
 _INF, _NAN = tl.constexpr(stopping.INF_MARK), tl.constexpr(stopping.NAN_MARK)
-# Compiled for lengths and addresses that are multiples of 16.
-_KERNELS: dict[tuple[Any, ...], Any] = {}
+# As compiled for lengths and addresses that are multiples of 16: Triton takes three times as long to find it.
+_LAUNCHES: dict[tuple[Any, ...], Any] = {}
 
 
 @triton.jit
@@ -57,8 +58,17 @@ def stop(z: Tensor, table: Tensor, place: int, rows: int) -> None:
         table: `(2, places, rows)`, the marks of places, and zeros to count in, which are zeros again afterwards.
     """
     length, behind = z.numel() // rows, table.shape[1] * table.shape[2]
-    grid = (rows, min(_PARTS, -(-length // _BLOCK.value)), 1)
-    _launch(_stop, grid, (z, table, place * table.shape[2], behind, length, grid[1]), length, _WARPS)
+    parts = min(_PARTS, -(-length // _BLOCK.value))
+    given = (z, table, place * table.shape[2], behind, length, parts)
+    if length % 16 or length >= 1 << 31 or z.data_ptr() % 16 or table.data_ptr() % 16:
+        _stop[(rows, parts, 1)](*given, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
+        return
+    known = (z.dtype, z.get_device(), rows, parts)
+    launch = _LAUNCHES.get(known)
+    if launch is None:
+        _LAUNCHES[known] = _stop[(rows, parts, 1)](*given, num_warps=_WARPS)[(rows, parts, 1)]  # pyright: ignore[reportIndexIssue]
+    else:
+        launch(*given)
 
 
 @triton.jit(do_not_specialize=["many"])
@@ -83,23 +93,4 @@ def mend(z: Tensor, found: Tensor) -> None:
     many = found.numel()
     length = z.numel() // many
     grid = (-(-many // _AT_ONCE.value), 1, 1)
-    _launch(_mend, grid, (z, found, length, many), length, 4, triton.next_power_of_2(length))
-
-
-def _launch(
-    kernel: Any, grid: tuple[int, int, int], given: tuple[Any, ...], length: int, warps: int, *constants: int
-) -> None:
-    """Have a kernel run, of whose arguments the first two are tensors.
-
-    It is called as it was compiled, if `length` and addresses allow: to find it takes Triton three times as long.
-    """
-    z, other = given[:2]
-    if length % 16 or length >= 1 << 31 or z.data_ptr() % 16 or other.data_ptr() % 16:
-        kernel[grid](*given, *constants, num_warps=warps)
-        return
-    known = (kernel, z.dtype, z.get_device(), *constants)
-    compiled = _KERNELS.get(known)
-    if compiled is None:
-        _KERNELS[known] = kernel[grid](*given, *constants, num_warps=warps)
-    else:
-        compiled[grid](*given, *constants)
+    wrap_triton(_mend)[grid](z, found, length, many, triton.next_power_of_2(length), num_warps=4)

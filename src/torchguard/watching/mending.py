@@ -2,11 +2,11 @@
 
 import torch
 from torch import Tensor, nn
+from torch.library import custom_op, triton_op
 
-from torchguard.operators import define_whole
 from torchguard.watching.blanking import only
 from torchguard.watching.kinds import are_bits, is_fine, look, shape_of_evidence
-from torchguard.watching.stopping import has_kernel
+from torchguard.watching.stopping import has_kernel, has_triton
 
 # The longest piece of a vector that a kernel holds in its registers.
 _LONGEST = 4_096
@@ -40,15 +40,17 @@ def _pieces(z: Tensor) -> int:
 
 
 def _mend_(z: Tensor) -> Tensor:
-    if mends_in_place(z) and z.get_device() == torch.cuda.current_device():
-        from torchguard.watching.kernels import mend
-
-        found = shape_of_evidence(z)
-        mend(z, found)
+    """Zeros in the place of bad vectors, or pieces of them. Returns the evidence."""
+    if not mends_in_place(z) or not all(isinstance(size, int) for size in z.shape):
+        found = look(z)
+        z.copy_(only(is_fine(found), z))
         return found
-    found = look(z)
-    z.copy_(only(is_fine(found), z))
+    from torchguard.watching.kernels import mend
+
+    found = shape_of_evidence(z)
+    mend(z, found)
     return found
 
 
-define_whole("mend_(Tensor(a!) z) -> Tensor", _mend_, shape_of_evidence)
+# Inductor sees what kernel that is, and calls it as it calls its own.
+(triton_op if has_triton() else custom_op)("torchguard::mend_", _mend_, mutates_args={"z"})

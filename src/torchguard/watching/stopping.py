@@ -102,12 +102,13 @@ def _stop_(grad: Tensor, table: Tensor, place: int, rows: int) -> None:
 
 
 def has_kernel(z: Tensor) -> bool:
-    """Whether there is a kernel for a tensor: not every machine with a GPU has Triton."""
-    return z.is_cuda and z.is_contiguous() and z.numel() > 0 and z.element_size() > 1 and _has_triton()
+    """Whether there is a kernel for a tensor."""
+    return z.is_cuda and z.is_contiguous() and z.numel() > 0 and z.element_size() > 1 and has_triton()
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Not every machine with a GPU has it."""
     return importlib.util.find_spec("triton") is not None
 
 
