@@ -25,7 +25,7 @@ if importlib.util.find_spec("sybil"):
     pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
 
 # Looking for examples in a module loads it, and this one needs Triton, which comes with torch for a GPU alone.
-collect_ignore = [] if importlib.util.find_spec("triton") else ["src/torchguard/watching/stopping_kernel.py"]
+collect_ignore = [] if importlib.util.find_spec("triton") else ["src/torchguard/watching/kernels.py"]
 
 
 @pytest.fixture(autouse=True)

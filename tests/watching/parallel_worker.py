@@ -27,7 +27,7 @@ def model_and_batches() -> tuple[nn.Module, list[torch.Tensor]]:
 
 
 def wrapped(kind: str, model: nn.Module) -> nn.Module:
-    if kind == "ddp":
+    if kind.startswith("ddp"):
         return DistributedDataParallel(model)
     if kind == "fsdp1":
         return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
@@ -48,7 +48,8 @@ def main(kind: str, backend: str, rank: int, folder: Path) -> None:
     model, batches = model_and_batches()
     x = batches[rank]
     x[BAD, 0] = float("nan")
-    parallel = wrapped(kind, watch(model, quarantine=True))
+    blocks = ["0", "2"] if kind == "ddp, once" else False
+    parallel = wrapped(kind, watch(model, quarantine=True, compile_once=blocks))
     call = parallel if backend == "plain" else torch.compile(parallel, backend=backend)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     out, f = call(x)

@@ -7,7 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.watching.kinds import FINE, INF, NAN, bits_of_largest, evidence, is_fine, is_nan, kinds_of, raised
+from torchguard.watching.kinds import (
+    FINE,
+    INF,
+    NAN,
+    are_finite,
+    bits_of_largest,
+    evidence,
+    is_fine,
+    is_nan,
+    kinds_of,
+    raised,
+)
 
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -2.5, 6e4, -1e-7, math.inf, -math.inf, math.nan])
 
@@ -44,3 +55,11 @@ def test_what_reaches_a_limit_counts_as_inf(look, dtype, rows):
     found = raised(look(torch.tensor(rows, dtype=dtype)).squeeze(-1), 2.0, dtype)
     kinds = [max(kind_of(row), INF if any(abs(number) >= 2 for number in row) else FINE) for row in rows]
     assert kinds_of(found).tolist() == kinds
+
+
+@given(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]), st.data())
+def test_all_are_finite_or_not(dtype, data):
+    most = torch.finfo(dtype).max
+    number = st.sampled_from([0.0, 1.0, most, -most, float("inf"), float("-inf"), float("nan")])
+    z = torch.tensor(data.draw(st.lists(number, max_size=4)), dtype=dtype)
+    assert are_finite(z) is bool(z.isfinite().all())

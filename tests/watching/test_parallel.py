@@ -13,7 +13,15 @@ WORKER = Path(__file__).with_name("parallel_worker.py")
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("ddp", "plain"), ("ddp", "aot_eager"), ("fsdp2", "plain"), ("fsdp1", "plain")]
+    ("kind", "backend"),
+    [
+        ("ddp", "plain"),
+        ("ddp", "aot_eager"),
+        ("ddp, once", "aot_eager"),
+        ("ddp, once", "inductor"),
+        ("fsdp2", "plain"),
+        ("fsdp1", "plain"),
+    ],
 )
 def test_one_bad_sample_in_each_process(kind, backend, tmp_path):
     ranks = [

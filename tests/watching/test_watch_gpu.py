@@ -325,3 +325,34 @@ def test_gradients_through_attention(once):
     err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
     for name, got in grads(model).items():
         torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
+
+
+class Halves(nn.Module):
+    """One on the CPU, one on the GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2, device="cuda")
+
+    def forward(self, x):
+        return self.second((self.first(x) * x.sum(-1, keepdim=True)).sqrt().cuda())
+
+
+@pytest.mark.parametrize("mode", ["plain", "aot_eager", "inductor"])
+def test_a_model_on_two_devices(mode):
+    model = Halves()
+    nn.init.ones_(model.first.weight)
+    x = torch.rand(5, 4) + 1
+    good = [0, 2, 4]
+    share = model(x[good]).square().mean(-1).sum() / (len(x) - 1)
+    want = torch.autograd.grad(share, [*model.parameters()])
+    x[1, 2], x[3] = NAN, 0  # bad when it comes; fine, until the derivative of the root
+    guarded = watch(model, quarantine=True)
+    call = guarded if mode == "plain" else torch.compile(guarded, fullgraph=True, backend=mode)
+    out, f = call(x)
+    assert err.is_err(f).tolist() == [False, True, False, False, False]
+    loss = out.square().mean(-1)
+    err.mean_ok(f.to(loss.device), loss).backward()
+    torch.testing.assert_close([p.grad for p in model.first.parameters()], [*want[:2]])
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert err.is_err(guarded.backward_flags).tolist() == [False, False, False, True, False]

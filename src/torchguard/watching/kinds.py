@@ -135,9 +135,10 @@ def is_fine(found: Tensor) -> Tensor:
 
 def are_finite(z: Tensor) -> bool:
     """Whether all numbers are. By few calls, each of which takes long when it is rare; and it reads a value."""
-    if z.numel() == 0:
+    z = z.detach()
+    if math.isfinite(z.sum().item()) or z.numel() == 0:
         return True
-    low, high = z.detach().aminmax()  # which has no forward derivative in older torch
+    low, high = z.aminmax()  # the sum of finite numbers may overflow
     return low.item() > -math.inf and high.item() < math.inf
 
 
