@@ -215,7 +215,12 @@ def is_in_backward() -> bool:
 
     There is no public way to ask. Where this one is missing, quarantine and checkpoints do not go together.
     """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and backward_number() != -1
+
+
+def backward_number() -> int:
+    """Which backward pass is under way, traced or not: -1 for none. There is no public way to ask."""
+    return torch._C._current_graph_task_id()
 
 
 def keep_side_effects_under_checkpoint() -> None:

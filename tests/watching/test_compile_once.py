@@ -318,6 +318,20 @@ def test_a_checkpoint_around_blocks(backend, quarantine):
     assert_same(*(outcome(model, x, backend, compile_once=once, **settings) for once in (False, True)))
 
 
+def test_sizes_that_change_along_another_dim():
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    guarded = watch(Net(), quarantine=True, batch_dim=1, compile_once=True)
+    call = torch.compile(guarded, backend=backend, fullgraph=True)
+    for size in (5, 6, 7, 9):
+        x = torch.randn(TOKENS, size, WIDTH)
+        torch._dynamo.mark_dynamic(x, 1)
+        out, f = call(x)
+        err.mean_ok(f, out.square().mean((0, 2))).backward()
+        assert err.is_ok(guarded.backward_flags).tolist() == [True] * size
+    assert backend.frame_count == 1
+
+
 def test_sizes_that_change_are_compiled_as_often_as_without():
     counts = []
     for once in (False, True):

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 from torchguard.watching.kinds import look
-from torchguard.watching.mending import feeds_attention
+from torchguard.watching.mending import looks_like_qkv, mend_
 
 NAN, INF = float("nan"), float("inf")
 
@@ -16,7 +16,7 @@ def test_vectors_that_are_bad_become_zeros(kind):
     z = torch.ones(4, 3, dtype=kind)
     z[1, 2], z[2, 0], z[3] = NAN, -INF, torch.finfo(kind).max
     found, fine = look(z), z.clone()
-    torch.testing.assert_close(torch.ops.torchguard.mend_(fine), found, equal_nan=True)
+    torch.testing.assert_close(mend_(fine), found, equal_nan=True)
     assert torch.equal(fine, torch.stack([z[0], torch.zeros_like(z[1]), torch.zeros_like(z[2]), z[3]]))
 
 
@@ -32,9 +32,9 @@ def test_vectors_that_are_bad_become_zeros(kind):
     ids=str,
 )
 def test_queries_keys_and_values_are_told_by_sizes(module, told):
-    assert feeds_attention(module) is told
+    assert looks_like_qkv(module) is told
 
 
 def test_queries_keys_and_values_of_gpt2():
     model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10, n_positions=4))
-    assert [path for path, module in model.named_modules() if feeds_attention(module)] == ["h.0.attn.c_attn"]
+    assert [path for path, module in model.named_modules() if looks_like_qkv(module)] == ["h.0.attn.c_attn"]

@@ -303,6 +303,89 @@ class TestBornInTheBackwardPass:
         assert {place.split()[-1] for places in found.values() for place in places} == {"first"}
 
 
+class Waves(nn.Module):
+    """Of whose gradients one is complex: no operator stops that."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.turn, self.last = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 2)
+
+    def forward(self, x, s):
+        z = self.turn(torch.complex(self.first(x), x))
+        return self.last((z.real.square() * s).sqrt() + (z.imag.square() * s.flip(0)).sqrt())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex operators")
+def test_marks_of_gradients_of_several_kinds(backend):
+    x, s = torch.randn(BATCH, 4), torch.ones(BATCH, 1)
+    s[BAD] = 0
+    told = []
+    for run in (lambda model: model, lambda model: torch.compile(model, backend=backend, fullgraph=True)):
+        torch.manual_seed(0)
+        guarded = watch(Waves(), quarantine=True)
+        out, f = run(guarded)(x, s)
+        err.mean_ok(f, losses(out)).backward()
+        told.append(faults(guarded.backward_flags))
+    assert told[0] == told[1]
+    assert told[0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_two_models_in_one_graph_have_marks_of_their_own(backend):
+    one, two = (watch(Root(), quarantine=True) for _ in range(2))
+
+    def both(x, s):
+        (first, f), (second, g) = one(x, s), two(x, s.flip(0))
+        return losses(first) + losses(second), f, g
+
+    x, s = torch.randn(BATCH, 4), torch.ones(BATCH, 1)
+    s[0] = 0
+    loss, _, _ = torch.compile(both, backend=backend, fullgraph=True)(x, s)
+    loss.mean().backward()
+    assert [*faults(one.backward_flags)] == [0]
+    assert [*faults(two.backward_flags)] == [BATCH - 1]
+
+
+class Forked(Root):
+    def forward(self, x, s):
+        return super().forward(x, s), self.second(self.first(x))
+
+
+def test_of_a_gradient_taken_in_a_graph_nothing_is_told():
+    guarded = watch(Forked(), quarantine=True)
+
+    def step(x, s):
+        (root, other), _ = guarded(x, s)
+        return other.sum(), torch.autograd.grad(root.sum(), x, retain_graph=True)
+
+    x, s = torch.randn(BATCH, 4, requires_grad=True), torch.zeros(BATCH, 1)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        loss, _ = torch.compile(step, backend="aot_eager", fullgraph=True)(x, s)
+        loss.backward()
+    assert not faults(guarded.backward_flags)
+
+
+class Routed(nn.Module):
+    """How many rows go through it is not known before."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(12, 4)
+
+    def forward(self, x):
+        rows = (x[:, 0] > 0).nonzero().flatten()
+        return x.index_add(0, rows, self.out(self.qkv(x[rows])))
+
+
+def test_rows_that_are_chosen_by_their_values():
+    x = torch.randn(BATCH, 4)
+    x[BAD] = NAN
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        _, f = torch.compile(watch(Routed(), quarantine=True), backend="aot_eager", fullgraph=True)(x)
+    assert set(BAD) <= {*faults(f)}
+
+
 def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)).eval()
 

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 from torchguard import err, flags
 from torchguard.watching import watch
 from torchguard.watching.blanking import only
 from torchguard.watching.kinds import is_fine, look
+from torchguard.watching.mending import mend_
 from torchguard.watching.rows import Batch
 from torchguard.watching.stopping import stopped
 
@@ -279,7 +281,7 @@ def test_mending_in_place(kind, width):
     want = only(is_fine(found), z)
     for _ in range(2):  # compiled, and as it was compiled
         fine = z.clone()
-        torch.testing.assert_close(torch.ops.torchguard.mend_(fine), found, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(mend_(fine), found, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(fine, want, rtol=0, atol=0)
 
 
@@ -310,6 +312,16 @@ def test_what_attention_reads_is_mended_in_place(run, dtype, width):
     assert err.is_err(f).tolist() == [False, True, False, False]
     assert [(i.sample, i.path, i.position) for i in guarded.report()] == [(1, "0.qkv", 4)]
     torch.testing.assert_close(out[GOOD], want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("rows", ["as many", "any number"])
+def test_the_kernel_that_mends_is_in_the_graph(rows):
+    guarded = watch(Attention().cuda(), quarantine=True)
+    call = torch.compile(guarded, fullgraph=True, dynamic=rows == "any number")
+    x = torch.randn(4, 6, 32, device="cuda")
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(call, x)
+    assert ("_mend" in code) is (rows == "as many")
 
 
 @pytest.mark.parametrize("once", [False, True])

@@ -71,7 +71,7 @@ class Journal:
         is_argument: bool = False,
         squares: int = 0,
         dim: int | None = None,
-        alone: bool = False,
+        in_place: bool = False,
     ) -> Tensor:
         """Note what a tensor holds at a place; in quarantine, the tensor with what is bad replaced.
 
@@ -80,7 +80,7 @@ class Journal:
             is_argument: whether it goes into a module. What is about no sample goes in as it is: a table, or a mask.
             squares: of how many numbers the module is going to sum the squares.
             dim: along which the samples lie, if that is known.
-            alone: whether no kernel that could replace something as well reads it.
+            in_place: whether to mend it so where that can be: no kernel that could replace something as well reads it.
         """
         # Dynamo takes long over every call and comes by here hundreds of times: what can be, is left to an operator.
         if (
@@ -97,17 +97,17 @@ class Journal:
             self.places.append(place)
             self.dims.append(UNTOLD)
             if self.repairs:
-                about = (stops, squares, is_argument, alone, REVISION)
+                about = (stops, squares, is_argument, in_place, REVISION)
                 marks, place = self._mark_of(place) if self.part else (self.marks, place)
                 z, found = torch.ops.torchguard.repair(z, marks, place, *self._samples, None, *about)
             else:
                 found = torch.ops.torchguard.evidence(z, place in self.ends, REVISION)
             self.found.append(found)
             return z
-        return self._see(z, place, stops, is_argument, squares, dim, alone)
+        return self._see(z, place, stops, is_argument, squares, dim, in_place)
 
     def _see(
-        self, z: Tensor, place: int, stops: bool, is_argument: bool, squares: int, dim: int | None, alone: bool
+        self, z: Tensor, place: int, stops: bool, is_argument: bool, squares: int, dim: int | None, in_place: bool
     ) -> Tensor:
         if not self.looks or not can_be_looked_at(z) or (is_argument and self.is_stray(z)):
             return z
@@ -118,7 +118,7 @@ class Journal:
             self.note(place, found if self.only is None else narrowed(found, self.only), dim)
             return z
         marks, at_place = self._mark_of(place)
-        mended, found = repaired(looked_at, self.batch, marks, at_place, dim, stops, squares, alone)
+        mended, found = repaired(looked_at, self.batch, marks, at_place, dim, stops, squares, in_place)
         if found is not None:
             self.note(place, found, dim)
         mended = mended if looked_at is z else mended.squeeze(-1)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
@@ -14,8 +15,9 @@ _PARTS, _BLOCK, _WARPS = 128, tl.constexpr(4_096), 8
 # So many pieces of vectors a program mends at once.
 _AT_ONCE = tl.constexpr(2)
 _INF, _NAN = tl.constexpr(stopping.INF_MARK), tl.constexpr(stopping.NAN_MARK)
-# As compiled for lengths and addresses that are multiples of 16: Triton takes three times as long to find it.
-_LAUNCHES: dict[tuple[Any, ...], Any] = {}
+# As compiled for lengths and addresses that are multiples of 16, by dtype and device: Triton takes three times as long
+# to find it. (ROCm compiles for more than that.)
+_KERNELS: dict[tuple[Any, ...], Any] = {}
 
 
 @triton.jit
@@ -54,21 +56,23 @@ def _stop(z, table, first, behind, length, parts):
 def stop(z: Tensor, table: Tensor, place: int, rows: int) -> None:
     """Zeros in each of the equal parts of `z`, one behind another in memory, that is not finite; and their marks.
 
+    A part has fewer than `stopping.LONGEST` numbers.
+
     Args:
         table: `(2, places, rows)`, the marks of places, and zeros to count in, which are zeros again afterwards.
     """
     length, behind = z.numel() // rows, table.shape[1] * table.shape[2]
-    parts = min(_PARTS, -(-length // _BLOCK.value))
-    given = (z, table, place * table.shape[2], behind, length, parts)
-    if length % 16 or length >= 1 << 31 or z.data_ptr() % 16 or table.data_ptr() % 16:
-        _stop[(rows, parts, 1)](*given, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
+    grid = (rows, min(_PARTS, -(-length // _BLOCK.value)), 1)
+    given = (z, table, place * table.shape[2], behind, length, grid[1])
+    if length % 16 or z.data_ptr() % 16 or table.data_ptr() % 16 or torch.version.cuda is None:
+        _stop[grid](*given, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
         return
-    known = (z.dtype, z.get_device(), rows, parts)
-    launch = _LAUNCHES.get(known)
-    if launch is None:
-        _LAUNCHES[known] = _stop[(rows, parts, 1)](*given, num_warps=_WARPS)[(rows, parts, 1)]  # pyright: ignore[reportIndexIssue]
+    known = (z.dtype, z.get_device())
+    kernel = _KERNELS.get(known)
+    if kernel is None:
+        _KERNELS[known] = _stop[grid](*given, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
     else:
-        launch(*given)
+        kernel[grid](*given)
 
 
 @triton.jit(do_not_specialize=["many"])

@@ -104,7 +104,7 @@ def _put_together(born: dict[int, Tensor], ctx: Any) -> Tensor:
     if not is_traced(each[0]):
         return _together(each, [*born], told, count, width)
     if told is None and is_surely(width == each[0].shape[-1]):
-        if len(each[0]) == count and each[0].ndim == 2:
+        if each[0].ndim == 2 and len(each[0]) == count:  # in this order: the length of one row is that of the batch
             return each[0]
         if count == len(each) <= _FEW and each[0].ndim == 1:  # there are no others
             return torch.stack(each)

@@ -12,7 +12,7 @@ from torchguard.operators import are_kept_whole, define
 from torchguard.watching.blanking import only
 from torchguard.watching.kinds import REVISION, evidence, is_fine, nothing_like, raised, shape_of_evidence
 from torchguard.watching.marking import marked
-from torchguard.watching.mending import mended, mends_in_place
+from torchguard.watching.mending import can_be_mended, mended
 from torchguard.watching.rows import Batch, as_numbers
 from torchguard.watching.stopping import Table, stopped
 
@@ -52,8 +52,8 @@ class _Repair(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, found, mark, ctx.stops, ctx.batch, ctx.dim, ctx.table, ctx.place = inputs
-        ctx.marked_on = None if mark is None else mark.device
+        _, found, mark, *about = inputs
+        ctx.about = (None if mark is None else mark.device, *about)
         ctx.save_for_forward(found)
 
     @staticmethod
@@ -63,33 +63,45 @@ class _Repair(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        mark = None
-        if ctx.stops and ctx.batch is not None:
-            grad, mark = stopped(grad, ctx.batch, ctx.dim, ctx.table, ctx.place)
-            mark = None if mark is None or ctx.marked_on is None else mark.to(ctx.marked_on)
-        elif ctx.stops:
-            grad = only(is_fine(evidence(grad)), grad)
+        grad, mark = _sent_back(grad, *ctx.about)
         return grad, None, mark, None, None, None, None, None
 
 
-class _Mend(_Repair):
-    """The same in place, which looks as well: the evidence is the second result."""
-
-    generate_vmap_rule = False  # for graphs alone
+class _Mend(torch.autograd.Function):
+    """The same in place, which looks as well: the evidence is the second result. For graphs alone."""
 
     @staticmethod
-    def forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return mended(z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, mark, *about = inputs
+        ctx.about = (None if mark is None else mark.device, *about)
         ctx.mark_non_differentiable(output[1])
-        _Repair.setup_context(ctx, (*inputs[:1], output[1], *inputs[1:]), output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad_of_z, _, *others = _Repair.backward(ctx, grad)
-        return grad_of_z, *others
+        grad, mark = _sent_back(grad, *ctx.about)
+        return grad, mark, None, None, None, None, None
+
+
+def _sent_back(
+    grad: Tensor,
+    marked_on: torch.device | None,
+    stops: bool,
+    batch: Batch | None,
+    dim: int | None,
+    table: Table | None,
+    place: int,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of what was repaired, and that of its mark."""
+    if not stops:
+        return grad, None
+    if batch is None:
+        return only(is_fine(evidence(grad)), grad), None
+    grad, born = stopped(grad, batch, dim, table, place)
+    return grad, None if born is None or marked_on is None else born.to(marked_on)
 
 
 def repaired(
@@ -100,7 +112,7 @@ def repaired(
     dim: int | None,
     stops: bool,
     squares: int = 0,
-    alone: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`z` with zeros in the place of every bad vector, and the evidence; None if `z` was repaired just before.
 
@@ -109,18 +121,18 @@ def repaired(
         marks: `(places, many)`, leaves whose gradient tells of faults born in the backward pass.
         stops: whether to have a look at the gradient too.
         squares: of how many numbers the squares will be summed: one whose squares overflow counts as bad.
-        alone: whether no kernel that could replace something as well reads `z`.
+        in_place: whether to mend it so where that can be: no kernel that could replace something as well reads `z`.
     """
     if are_kept_whole():
         # Dynamo takes long over an autograd.Function, and a large model has hundreds.
-        samples, about = as_numbers(batch), (dim, stops, squares, False, alone, REVISION)
+        samples, about = as_numbers(batch), (dim, stops, squares, False, in_place, REVISION)
         return torch.ops.torchguard.repair(z, marks, place, *samples, *about)
     if torch.compiler.is_compiling():  # for an export or a transform, where marks and clearing have no place
         found = _found(z, _limit(z.dtype, squares))
         if in_transform():  # where Dynamo traces no autograd.Function; what is replaced has no gradient all the same
             return only(is_fine(found), z), found
         return _Repair.apply(z, found, None, stops, None, None, None, place), found  # pyright: ignore[reportReturnType]
-    return _repair(z, batch, marks, place, dim, stops, squares, alone)
+    return _repair(z, batch, marks, place, dim, stops, squares, in_place)
 
 
 def _repair(
@@ -131,7 +143,7 @@ def _repair(
     dim: int | None,
     stops: bool,
     squares: int,
-    alone: bool,
+    in_place: bool,
 ) -> tuple[Tensor, Tensor | None]:
     if not stops or not z.requires_grad:
         batch = None
@@ -144,7 +156,7 @@ def _repair(
         call = marked(marks, batch.size)
         mark, table = call.each[place], call.table
     about = (mark, stops, batch, dim, table, place)
-    if alone and before is None and limit == math.inf and is_traced(z) and mends_in_place(z):
+    if in_place and before is None and limit == math.inf and is_traced(z) and can_be_mended(z):
         fine, found = _Mend.apply(z, *about)  # pyright: ignore[reportGeneralTypeIssues]
     else:
         found = _found(z, limit) if before is None else raised(torch.where(is_fine(before), before, 0), limit, z.dtype)
@@ -188,7 +200,7 @@ def _repair_op(
     stops: bool,
     squares: int,
     is_argument: bool,
-    alone: bool,
+    in_place: bool,
     revision: int,
 ) -> tuple[Tensor, Tensor]:
     """As `repaired`; what was repaired just before has evidence, too. An argument without samples is left as it is."""
@@ -197,7 +209,7 @@ def _repair_op(
     batch = None if along is None else Batch(size, tuple(lengths), along, z.device)
     if is_argument and batch is not None and not batch.has_rows(z.shape, dim):
         return z.view_as(z), nothing_like(shape_of_evidence(z))  # an operator may not return what it was given
-    fine, found = _repair(z, batch, marks, place, dim, stops, squares, alone)
+    fine, found = _repair(z, batch, marks, place, dim, stops, squares, in_place)
     if found is not None:
         return fine, found
     same = z.view_as(z)
@@ -209,6 +221,6 @@ def _repair_op(
 
 define(
     "repair(Tensor z, Tensor? marks, int place, SymInt size, SymInt[] lengths, int? along, int? dim, bool stops, "
-    "int squares, bool is_argument, bool alone, int revision) -> (Tensor, Tensor)",
+    "int squares, bool is_argument, bool in_place, int revision) -> (Tensor, Tensor)",
     _repair_op,
 )

@@ -21,7 +21,7 @@ from torchguard.watching.blanking import without_samples
 from torchguard.watching.incidents import Incident, incidents_of
 from torchguard.watching.journal import Journal
 from torchguard.watching.kinds import index_evidence
-from torchguard.watching.mending import feeds_attention
+from torchguard.watching.mending import looks_like_qkv
 from torchguard.watching.rows import batch_of
 from torchguard.watching.state import MARKED, Watch
 from torchguard.watching.stopping import NAN_MARK
@@ -136,7 +136,7 @@ class Eye:
         self.looks_before = watch.checks.indices if self.is_table else watch.quarantine
         # A gradient that goes bad in one of torch's own is stopped where it returns to what the module before put out.
         self.stops = not is_of_torch(module)
-        self.feeds_attention = feeds_attention(module)
+        self.in_place = looks_like_qkv(module)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         journal = self.watch.journal
@@ -161,7 +161,7 @@ class Eye:
             if journal is None:
                 return None
         if isinstance(output, Tensor):
-            output = journal.see(output, self.place, alone=self.feeds_attention)
+            output = journal.see(output, self.place, in_place=self.in_place)
         else:
             output = _put_out(module, output, journal, self.place)
         if journal.checks.others:

@@ -1,12 +1,11 @@
 """Stopping a gradient that is not finite: zeros in all of a sample of which a part is bad."""
 
 import functools
-import importlib.util
 
 import torch
 from torch import Tensor
 
-from torchguard._torch import can_read, is_traced
+from torchguard._torch import backward_number, can_read, is_traced
 from torchguard.checks import floats_of
 from torchguard.operators import define_whole
 from torchguard.watching.blanking import only
@@ -16,25 +15,31 @@ from torchguard.watching.rows import Batch
 
 # How a sample is marked: one NaN outweighs any number of Infs.
 INF_MARK, NAN_MARK = 1.0, 2.0**20
+# So many numbers of a sample the kernel cannot count.
+LONGEST = 2**31 - 2**20
 
 
 class Table:
-    """Where stops leave their marks while a backward pass is traced: one for each place and sample."""
+    """Where stops leave their marks while a backward pass is traced: one for each place and sample.
+
+    Each pass has its own: one that does not come to the marks (`torch.autograd.grad` in a graph) leaves them untaken.
+    """
 
     def __init__(self, places: int, size: int, device: torch.device) -> None:
         self.places, self.size, self.device = places, size, device
-        self.rows: Tensor | None = None
+        self.opened: tuple[int, Tensor] | None = None
 
     def open(self) -> Tensor:
         """`(2, places, samples)`: the marks, and as many zeros to count in."""
-        if self.rows is None:
-            self.rows = new_rows(self.places, self.size, self.device)
-        return self.rows
+        now = backward_number()
+        if self.opened is None or self.opened[0] != now:
+            self.opened = (now, new_rows(self.places, self.size, self.device))
+        return self.opened[1]
 
     def take(self) -> Tensor | None:
         """The marks, `(places, samples)`, if a stop left any there. Nothing of what was traced is kept."""
-        rows, self.rows = self.rows, None
-        return None if rows is None else rows[0]
+        opened, self.opened = self.opened, None
+        return opened[1][0] if opened is not None and opened[0] == backward_number() else None
 
 
 def new_rows(places: int, size: int, device: torch.device) -> Tensor:
@@ -46,11 +51,13 @@ def new_rows(places: int, size: int, device: torch.device) -> Tensor:
 def stopped(
     grad: Tensor, batch: Batch, dim: int | None, table: Table | None, place: int
 ) -> tuple[Tensor, Tensor | None]:
-    """A gradient with zeros in every sample that has something bad, and a mark for each sample: 0 for one that is fine.
+    """A gradient with zeros in every sample that has something bad.
+
+    And a mark for each sample, 0 for one that is fine; None if they were left in the table.
 
     Args:
         dim: along which the samples lie, if that is known.
-        table: where to leave the marks instead, if they can be: None is returned then.
+        table: where to leave the marks, if the gradient is where the table is.
     """
     along = batch.dim if dim is None else dim
     if is_traced(grad) and along == 0 and batch.has_rows(grad.shape, 0) and not _is_beyond_operators(grad):
@@ -89,7 +96,7 @@ def _mark(worst: Tensor) -> Tensor:
 
 def _stop_(grad: Tensor, table: Tensor, place: int, rows: int) -> None:
     """In place, in so many equal parts. Mostly nothing is bad, and to see that takes one pass that writes nothing."""
-    if has_kernel(grad) and grad.get_device() == torch.cuda.current_device():
+    if has_kernel(grad) and grad.numel() // rows < LONGEST:
         from torchguard.watching.kernels import stop
 
         stop(grad, table, place, rows)
@@ -102,14 +109,25 @@ def _stop_(grad: Tensor, table: Tensor, place: int, rows: int) -> None:
 
 
 def has_kernel(z: Tensor) -> bool:
-    """Whether there is a kernel for a tensor."""
-    return z.is_cuda and z.is_contiguous() and z.numel() > 0 and z.element_size() > 1 and has_triton()
+    """Whether there is a kernel for a tensor, whose sizes are numbers."""
+    return (
+        z.is_cuda
+        and z.is_contiguous()
+        and z.numel() > 0
+        and z.element_size() > 1
+        and z.get_device() == torch.cuda.current_device()
+        and _has_triton()
+    )
 
 
 @functools.cache
-def has_triton() -> bool:
+def _has_triton() -> bool:
     """Not every machine with a GPU has it."""
-    return importlib.util.find_spec("triton") is not None
+    try:
+        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return False
+    return True
 
 
 def _no_marks(places: int, size: int, device: torch.device) -> Tensor:
