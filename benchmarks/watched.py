@@ -256,7 +256,8 @@ def measure(
     stages: list[Stage], small: nn.Module, model: nn.Module, x: Tensor, found: dict, options: argparse.Namespace
 ) -> None:
     result, rounds, only = options.result, options.rounds, options.only
-    taking_part = {BASE, *(options.contestant or CONTESTANTS)}
+    named = {name for stage in stages for name in stage.names}
+    taking_part = named & {BASE, *(options.contestant or CONTESTANTS)}
     for contestant in taking_part:  # the toolchain, and what the compiler imports when it first needs it
         with fresh_cache():
             step_of(Stage("warm up", "training"), contestant, small, x)()

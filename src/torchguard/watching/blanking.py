@@ -24,7 +24,7 @@ def without_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) ->
     if are_kept_whole():
         about = (batch.size, batch.lengths, batch.dim if dim is None else dim)
         return torch.ops.torchguard.without_samples(origin, z, *about, REVISION)
-    over = batch.over(origin < 0, z, dim)
+    over = batch.over((origin < 0).to(z.device), z, dim)
     return z if over is None else _only(over, z)
 
 
