@@ -91,10 +91,8 @@ class Watch:
 
     def keep(self, step: Step) -> None:
         """What a call came to. The tensors of a `torch.func` transform have no values outside of it."""
-        is_lost = in_transform()
-        if self.is_step_lost != is_lost:  # whatever is set in a compiled call is set again in each
-            self.is_step_lost = is_lost
-        self.step = None if is_lost else step
+        self.is_step_lost = in_transform()
+        self.step = None if self.is_step_lost else step
 
     def last_step(self) -> Step | None:
         if self.is_step_lost:
