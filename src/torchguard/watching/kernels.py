@@ -8,13 +8,13 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.library import wrap_triton
 
-from torchguard.watching import stopping
+from torchguard.watching.marking import INF_MARK, NAN_MARK
 
 # Up to so many programs share a sample, and look at so many of its numbers at a time, by so many warps.
 _PARTS, _BLOCK, _WARPS = 128, tl.constexpr(4_096), 8
 # So many pieces of vectors a program mends at once.
 _AT_ONCE = tl.constexpr(2)
-_INF, _NAN = tl.constexpr(stopping.INF_MARK), tl.constexpr(stopping.NAN_MARK)
+_INF, _NAN = tl.constexpr(INF_MARK), tl.constexpr(NAN_MARK)
 # As compiled for lengths and addresses that are multiples of 16, by dtype and device: Triton takes three times as long
 # to find it. (ROCm compiles for more than that.)
 _KERNELS: dict[tuple[Any, ...], Any] = {}

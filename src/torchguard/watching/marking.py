@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchguard._torch import is_shape_only, is_surely, is_traced
+from torchguard._torch import backward_number, is_shape_only, is_surely, is_traced
 from torchguard.operators import define, define_whole
-from torchguard.watching.stopping import Table
 
+# How a sample is marked: one NaN outweighs any number of Infs.
+INF_MARK, NAN_MARK = 1.0, 2.0**20
 # What is remembered on the marks of a call.
 _CALL = "_torchguard_call"
 # So many marks are put together by a kernel; to compile one for more would take long.
@@ -20,6 +21,36 @@ class CameTo:
     """What a call came to, once that is known: `told` of its `Verdict`."""
 
     told: Tensor | None = None
+
+
+class Table:
+    """Where stops leave their marks while a backward pass is traced: one for each place and sample.
+
+    Each pass has its own: one that does not come to the marks (`torch.autograd.grad` in a graph) leaves them untaken.
+    """
+
+    def __init__(self, places: int, size: int, device: torch.device) -> None:
+        self.places, self.size, self.device = places, size, device
+        self.opened: tuple[int, Tensor] | None = None
+
+    def open(self) -> Tensor:
+        """`(2, places, samples)`: the marks, and as many zeros to count in."""
+        now = backward_number()
+        if self.opened is None or self.opened[0] != now:
+            self.opened = (now, new_rows(self.places, self.size, self.device))
+        return self.opened[1]
+
+    def take(self) -> Tensor | None:
+        """The marks, `(places, samples)`, if a stop left any there. Nothing of what was traced is kept."""
+        opened, self.opened = self.opened, None
+        return opened[1][0] if opened is not None and opened[0] == backward_number() else None
+
+
+def new_rows(places: int, size: int, device: torch.device) -> Tensor:
+    """`(2, places, samples)` zeros."""
+    if device.type == "cpu":  # where a kernel takes longer to compile than it ever saves
+        return torch.ops.torchguard.no_marks(places, size, device)
+    return torch.zeros(2, places, size, device=device)
 
 
 class Marked:
@@ -142,6 +173,15 @@ def _shape(born: list[Tensor], firsts: list[int], told: Tensor | None, count: in
     return born[0].new_empty(count, width)
 
 
+def _no_marks(places: int, size: int, device: torch.device) -> Tensor:
+    return torch.zeros(2, places, size, device=device)
+
+
+def _empty(places: int, size: int, device: torch.device) -> Tensor:
+    return torch.empty(2, places, size, device=device)
+
+
+define_whole("no_marks(int places, SymInt size, Device device) -> Tensor", _no_marks, _empty)
 define("parts(Tensor marks, SymInt size, int[] firsts, int[] counts) -> Tensor[]", _parts_op)
 define_whole(
     "together(Tensor[] born, int[] firsts, Tensor? told, int count, SymInt width) -> Tensor", _together, _shape

@@ -21,10 +21,10 @@ from torchguard.watching.blanking import without_samples
 from torchguard.watching.incidents import Incident, incidents_of
 from torchguard.watching.journal import Journal
 from torchguard.watching.kinds import index_evidence
+from torchguard.watching.marking import NAN_MARK
 from torchguard.watching.mending import looks_like_qkv
 from torchguard.watching.rows import batch_of
 from torchguard.watching.state import MARKED, Watch
-from torchguard.watching.stopping import NAN_MARK
 
 # Arguments that hold -Inf by right.
 _MASK = re.compile("mask|bias", re.IGNORECASE)

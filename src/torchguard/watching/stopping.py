@@ -5,47 +5,17 @@ import functools
 import torch
 from torch import Tensor
 
-from torchguard._torch import backward_number, can_read, is_traced
+from torchguard._torch import can_read, is_traced
 from torchguard.checks import floats_of
 from torchguard.operators import define_whole
 from torchguard.watching.blanking import only
 from torchguard.watching.earliest import rows_of
 from torchguard.watching.kinds import are_finite, evidence, is_fine, is_nan
+from torchguard.watching.marking import INF_MARK, NAN_MARK, Table, new_rows
 from torchguard.watching.rows import Batch
 
-# How a sample is marked: one NaN outweighs any number of Infs.
-INF_MARK, NAN_MARK = 1.0, 2.0**20
 # So many numbers of a sample the kernel cannot count.
 LONGEST = 2**31 - 2**20
-
-
-class Table:
-    """Where stops leave their marks while a backward pass is traced: one for each place and sample.
-
-    Each pass has its own: one that does not come to the marks (`torch.autograd.grad` in a graph) leaves them untaken.
-    """
-
-    def __init__(self, places: int, size: int, device: torch.device) -> None:
-        self.places, self.size, self.device = places, size, device
-        self.opened: tuple[int, Tensor] | None = None
-
-    def open(self) -> Tensor:
-        """`(2, places, samples)`: the marks, and as many zeros to count in."""
-        now = backward_number()
-        if self.opened is None or self.opened[0] != now:
-            self.opened = (now, new_rows(self.places, self.size, self.device))
-        return self.opened[1]
-
-    def take(self) -> Tensor | None:
-        """The marks, `(places, samples)`, if a stop left any there. Nothing of what was traced is kept."""
-        opened, self.opened = self.opened, None
-        return opened[1][0] if opened is not None and opened[0] == backward_number() else None
-
-
-def new_rows(places: int, size: int, device: torch.device) -> Tensor:
-    if device.type == "cpu":  # where a kernel takes longer to compile than it ever saves
-        return torch.ops.torchguard.no_marks(places, size, device)
-    return torch.zeros(2, places, size, device=device)
 
 
 def stopped(
@@ -130,13 +100,4 @@ def _has_triton() -> bool:
     return True
 
 
-def _no_marks(places: int, size: int, device: torch.device) -> Tensor:
-    return torch.zeros(2, places, size, device=device)
-
-
-def _empty(places: int, size: int, device: torch.device) -> Tensor:
-    return torch.empty(2, places, size, device=device)
-
-
-define_whole("no_marks(int places, SymInt size, Device device) -> Tensor", _no_marks, _empty)
 define_whole("stop_(Tensor(a!) grad, Tensor(b!) table, int place, SymInt rows) -> ()", _stop_, lambda *_: None)
