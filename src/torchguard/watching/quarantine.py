@@ -11,10 +11,10 @@ from torchguard._torch import in_transform, is_shape_only, is_traced, mutation_c
 from torchguard.operators import are_kept_whole, define
 from torchguard.watching.blanking import only
 from torchguard.watching.kinds import REVISION, evidence, is_fine, nothing_like, raised, shape_of_evidence
-from torchguard.watching.marking import marked
+from torchguard.watching.marking import Table, marked
 from torchguard.watching.mending import can_be_mended, mended
 from torchguard.watching.rows import Batch, as_numbers
-from torchguard.watching.stopping import Table, stopped
+from torchguard.watching.stopping import stopped
 
 # The largest square that does not overflow; of half it never does.
 _LARGEST = {
@@ -52,8 +52,7 @@ class _Repair(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, found, mark, *about = inputs
-        ctx.about = (None if mark is None else mark.device, *about)
+        _, found, _, *ctx.about = inputs
         ctx.save_for_forward(found)
 
     @staticmethod
@@ -76,8 +75,7 @@ class _Mend(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, mark, *about = inputs
-        ctx.about = (None if mark is None else mark.device, *about)
+        _, _, *ctx.about = inputs
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
@@ -87,21 +85,15 @@ class _Mend(torch.autograd.Function):
 
 
 def _sent_back(
-    grad: Tensor,
-    marked_on: torch.device | None,
-    stops: bool,
-    batch: Batch | None,
-    dim: int | None,
-    table: Table | None,
-    place: int,
+    grad: Tensor, stops: bool, batch: Batch | None, dim: int | None, table: Table | None, place: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of what was repaired, and that of its mark."""
+    """The gradient of what was repaired, and that of its mark, if it has one: those have a table."""
     if not stops:
         return grad, None
     if batch is None:
         return only(is_fine(evidence(grad)), grad), None
     grad, born = stopped(grad, batch, dim, table, place)
-    return grad, None if born is None or marked_on is None else born.to(marked_on)
+    return grad, None if born is None or table is None else born.to(table.device)
 
 
 def repaired(
