@@ -69,6 +69,18 @@ def module(tmp_path, monkeypatch, request):
 
 
 @pytest.fixture
+def script(tmp_path):
+    """Write a script into the directory that `command` runs in, and give its name."""
+
+    def write(source, name="script.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(source)
+        return name
+
+    return write
+
+
+@pytest.fixture
 def command(tmp_path):
     """Run `python -m torchguard` in an empty directory, as a process of its own."""
 

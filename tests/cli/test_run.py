@@ -35,16 +35,6 @@ print("trained")
 
 
 @pytest.fixture
-def script(tmp_path):
-    def write(source, name="script.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_text(source)
-        return name
-
-    return write
-
-
-@pytest.fixture
 def both(command, script, tmp_path):
     """Run a script by itself and by torchguard, and give both."""
 
@@ -228,6 +218,7 @@ def test_strict_ends_with_4_if_rules_are_broken_and_the_script_ended_well(comman
     assert ran.returncode == code
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hidden", ["sys.stdout = None", "sys.stdout.close()", "sys.stderr = object()"])
 def test_strict_ends_with_4_whatever_the_script_did_to_its_streams(command, script, hidden):
     ran = command("run", "-q", "--no-capture", "--strict", "--device", "edge-npu", script(f"{TRAIN}{hidden}\n"))

@@ -228,7 +228,8 @@ def test_a_model_watched_where_it_is_is_copied_and_pickled_as_one_of_its_own_cla
     assert bad(watcher.logs[0]) == [(2, 3, "input")]
 
 
-def test_a_run_tells_which_samples_went_bad(command, tmp_path):
+def test_a_run_tells_which_samples_went_bad_and_what_does_not_fit(command, invoke, tmp_path):
+    """Of a model without a line of the script's own, and with what watching added to its graph."""
     (tmp_path / "script.py").write_text(
         "import torch\n"
         "model = torch.nn.Sequential(torch.nn.Linear(4, 2))\n"
@@ -238,15 +239,22 @@ def test_a_run_tells_which_samples_went_bad(command, tmp_path):
         "x[1] = float('nan')\n"
         "print(compiled(x).shape)\n"
     )
-    ran = command("run", "--no-capture", "--watch", "--strict", "--report", "report.json", "script.py")
+    options = ("--watch", "--strict", "--device", "edge-npu", "--report", "report.json")
+    ran = command("run", *options, "script.py")
     assert ran.returncode == 4
     assert ran.stdout == "torch.Size([3, 2])\n"
     assert "Sequential: something went bad in 1 of 2 calls." in ran.stderr
     assert "call 2: sample 1: NAN at input" in ran.stderr
     assert "forward_of_Sequential" in ran.stderr
     assert "Nothing was compiled" not in ran.stderr
-    (log,) = json.loads((tmp_path / "report.json").read_text())["watched"]
+    report = json.loads((tmp_path / "report.json").read_text())
+    (log,) = report["watched"]
     assert [one["text"] for one in log["incidents"]] == ["sample 1: NAN at input, position 0, seen in 3 places"]
+    found = [one for graph in report["device"]["graphs"] for one in graph["violations"]]
+    assert {one["op"] for one in found} == {"aten.addmm.default"}
+    assert {one["place"] for one in found} == {None}
+    analyzed = invoke("analyze", "--type", "memory", "--dir", tmp_path / "debug_artifacts")
+    assert analyzed.exit_code == 0, analyzed.output
 
 
 def test_recompiles_of_watched_models_are_shown_and_what_watches_is_not(watcher):

@@ -1,9 +1,16 @@
-"""The command starts fast, and says what it can do."""
+"""The command starts fast, says what it can do, and lets a shell complete it."""
 
+import importlib.metadata
 import subprocess
 import sys
 
 import pytest
+import typer
+from typer.core import TyperOption
+
+import torchguard
+from torchguard import device
+from torchguard.cli import app
 
 VERBS = ("run", "list", "show", "diff", "clean", "analyze", "doctor")
 
@@ -17,12 +24,104 @@ print("torch" in sys.modules, result.output)
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
-def test_help_loads_no_torch(arguments):
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
+def test_help_and_versions_load_no_torch(arguments):
     told = subprocess.run(
         [sys.executable, "-c", _HELP.format(arguments=arguments)], capture_output=True, text=True, check=True
     ).stdout
     assert told.startswith("False")
+
+
+@pytest.fixture
+def complete(invoke, monkeypatch):
+    """What bash is offered for the last of these words."""
+
+    def offered(*words):
+        monkeypatch.setenv("_TORCHGUARD_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", "\n".join(["torchguard", *map(str, words)]))
+        monkeypatch.setenv("COMP_CWORD", str(len(words)))
+        result = invoke()
+        assert result.exit_code == 0
+        return result.stdout.split()
+
+    return offered
+
+
+def test_a_completion_loads_no_torch(tmp_path):
+    ask = "import sys\nfrom torchguard.cli import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    told = subprocess.run(
+        [sys.executable, "-c", ask],
+        env={"_TORCHGUARD_COMPLETE": "complete_bash", "COMP_WORDS": "torchguard show ", "COMP_CWORD": "2"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert told.split() == ["False"]
+
+
+def test_verbs_and_options_are_completed(complete):
+    assert complete("") == [*VERBS]
+    assert complete("--v") == ["--version"]
+    assert {"--watch", "--device", "--help"} <= {*complete("run", "--")}
+    assert complete("analyze", "--type", "") == ["guards", "device", "memory", "graph"]
+
+
+def test_completing_behind_version_does_not_tell_it(complete):
+    assert complete("--version", "") == [*VERBS]
+
+
+def test_names_of_example_devices_are_completed(complete):
+    assert complete("run", "--device", "") == sorted(device.examples())
+    assert complete("analyze", "--device", "ed") == ["edge-npu"]
+
+
+def test_ids_of_artifacts_are_completed_the_newest_first(complete, captured):
+    ids = [artifact.id for artifact in captured]
+    assert complete("show", "--dir", captured.root, "") == ids
+    assert complete("diff", "--dir", captured.root, ids[0], ids[1]) == [ids[1]]
+    assert complete("analyze", "--dir", captured.root, ids[2][:-1]) == [ids[2]]
+
+
+@pytest.mark.parametrize("words", [["--"], ["--device", ""]], ids=["option", "value"])
+def test_behind_the_script_nothing_of_ours_is_completed(complete, words):
+    assert complete("run", "train.py", *words) == []
+
+
+@pytest.mark.parametrize("option", ["--install-completion", "--show-completion"])
+def test_completion_can_be_installed(invoke, option):
+    assert option in invoke("--help").stdout
+
+
+def test_version_tells_ours_and_that_of_torch(invoke):
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"torchguard {torchguard.__version__}\ntorch {importlib.metadata.version('torch')}\n"
+
+
+def test_version_is_told_without_torch(invoke, monkeypatch):
+    def lacking(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", lacking)
+    assert "torch is not installed" in invoke("--version").stdout
+
+
+def flags_of(command):
+    params = command.get_params(typer.Context(command))
+    return [name for param in params if isinstance(param, TyperOption) and param.is_flag for name in param.opts]
+
+
+@pytest.mark.parametrize("verb", [None, *VERBS])
+def test_help_shows_flags_without_a_type(invoke, monkeypatch, verb):
+    monkeypatch.setenv("COLUMNS", "200")
+    group = typer.main.get_command(app)
+    flags = flags_of(group.commands[verb] if verb else group)
+    told = invoke(*([verb] if verb else []), "--help").stdout
+    assert "--help" in flags
+    assert all(flag in told for flag in flags)
+    assert "bool" not in told.lower()
+    assert "--dir" not in told or "<path>" in told  # what takes a value is still shown with its type
 
 
 def test_a_script_can_set_what_torch_reads_when_it_is_loaded(tmp_path):

@@ -1,7 +1,6 @@
 """Looks on while a script runs: what is compiled, guarded, captured, checked against a device, and watched."""
 
 import contextlib
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchguard.cli.attaching import before_compiling, when_loaded
 from torchguard.cli.ours import without_ours
 from torchguard.cli.progress import CompilingLine
+from torchguard.cli.stored import root_of
 from torchguard.cli.terminal import in_a_line
 from torchguard.cli.tracing import Collected, check_one
 from torchguard.exceptions import TorchGuardError
@@ -37,7 +37,7 @@ class Observation:
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
-        self._directory = _directory(wanted.directory)
+        self._directory = root_of(wanted.directory)  # now, as the script may go elsewhere
         self._open = contextlib.ExitStack()
         self._pairs = Collected()
         self._captured: Captured | None = None
@@ -111,8 +111,3 @@ class Observation:
             except Exception as error:  # of a look at what was compiled, which is over
                 self.problems.append(in_a_line(f"{pair.compile_id} could not be checked: {error!r}"))
         return sum(reports[1:], start=reports[0]) if reports else None
-
-
-def _directory(given: Path | None) -> Path:
-    """Where artifacts go, as `artifacts.Store` has it; now, as the script may go elsewhere, and without torch."""
-    return Path.cwd() / (given or os.environ.get("TORCHGUARD_ARTIFACTS") or "debug_artifacts")

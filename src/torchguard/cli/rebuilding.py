@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+import torchguard.watching  # noqa: F401  # its operators stand in graphs of watched models
 from torchguard.cli._torch import fake_tensors, is_view, note_position, note_source, op_named
 from torchguard.cli.argument_text import arguments
 from torchguard.cli.exits import CommandError

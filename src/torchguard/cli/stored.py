@@ -1,6 +1,7 @@
 """Artifacts by the id that a user typed."""
 
 import difflib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,17 @@ Directory = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
+
+
+def root_of(given: Path | None) -> Path:
+    """Where artifacts are, as `artifacts.Store` has it, without torch."""
+    return Path.cwd() / (given or os.environ.get("TORCHGUARD_ARTIFACTS") or "debug_artifacts")
+
+
+def complete_id(ctx: typer.Context) -> list[str]:
+    """The ids that a shell may offer, the newest first; without torch, which `Store` loads."""
+    found = root_of(ctx.params.get("directory")).glob("*/manifest.json")
+    return sorted((path.parent.name for path in found), reverse=True)
 
 
 def open_store(directory: Path | None) -> "Store":

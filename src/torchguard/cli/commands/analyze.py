@@ -1,13 +1,15 @@
 """`torchguard analyze`."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import torchguard
 from torchguard.cli import analyses, targets
 from torchguard.cli.analyses import Analysis, Kind
 from torchguard.cli.exits import CommandError, ExitCode
-from torchguard.cli.stored import AsJson, Directory, find, open_store
+from torchguard.cli.stored import AsJson, Directory, complete_id, find, open_store
 from torchguard.cli.terminal import console, emit_json, say
 from torchguard.exceptions import TorchGuardError
 
@@ -22,9 +24,24 @@ torchguard analyze --type memory mypackage.models:build
 torchguard analyze --type device --device edge-npu mypackage.models:build
 """
 
+
+def complete_device(ctx: typer.Context) -> list[str]:
+    """The names that a shell may offer, those of `device.examples()`; without torch, which that package loads."""
+    if ctx.params.get("name"):  # behind the script of `run`: the script's own --device
+        return []
+    examples = Path(torchguard.__file__).parent / "device" / "examples"
+    return sorted(path.stem for path in examples.glob("*.toml"))
+
+
 Type = Annotated[Kind, typer.Option("--type", "-t", help="What to look at.")]
 DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="A TOML file, or the name of an example.", show_default=False)
+    str | None,
+    typer.Option(
+        "--device",
+        help="A TOML file, or the name of an example.",
+        show_default=False,
+        autocompletion=complete_device,
+    ),
 ]
 TargetArgument = Annotated[
     str | None,
@@ -33,6 +50,7 @@ TargetArgument = Annotated[
         help="The id of an artifact, or package.module:callable that returns (model, args) or (model, args, kwargs). "
         "Without one, the newest artifact.",
         show_default=False,
+        autocompletion=complete_id,
     ),
 ]
 

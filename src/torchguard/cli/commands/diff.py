@@ -6,15 +6,15 @@ from typing import Annotated
 import typer
 
 from torchguard.cli.exits import ExitCode
-from torchguard.cli.stored import AsJson, Directory, find, open_store
+from torchguard.cli.stored import AsJson, Directory, complete_id, find, open_store
 from torchguard.cli.terminal import console, emit_json, plain
 
 EXAMPLE = """
 torchguard diff 20261115-170102 20261115-170355
 """
 
-First = Annotated[str, typer.Argument(metavar="A", help="An id, or the start of one.")]
-Second = Annotated[str, typer.Argument(metavar="B", help="Another.")]
+First = Annotated[str, typer.Argument(metavar="A", help="An id, or the start of one.", autocompletion=complete_id)]
+Second = Annotated[str, typer.Argument(metavar="B", help="Another.", autocompletion=complete_id)]
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from torchguard.cli import script
-from torchguard.cli.commands.analyze import load_device
+from torchguard.cli import misplaced_options, script
+from torchguard.cli.commands.analyze import complete_device, load_device
 from torchguard.cli.exits import CommandError, ExitCode
 from torchguard.cli.observing import Observation, Wanted
 from torchguard.cli.stored import Directory
-from torchguard.cli.terminal import console, plain
+from torchguard.cli.terminal import console, plain, say
 from torchguard.cli.views import run as view
 
 EXAMPLE = """
@@ -31,7 +31,12 @@ Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="What it is given.", show_default=False)]
 AsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")]
 DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="Check what is compiled against this device: a TOML file, or an example.")
+    str | None,
+    typer.Option(
+        "--device",
+        help="Check what is compiled against this device: a TOML file, or an example.",
+        autocompletion=complete_device,
+    ),
 ]
 Watch = Annotated[
     bool, typer.Option("--watch", help="Watch every model that is compiled, and tell which samples went bad.")
@@ -43,6 +48,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing of what
 
 
 def run(
+    context: typer.Context,
     name: Script,
     arguments: Arguments = None,
     as_module: AsModule = False,
@@ -56,8 +62,9 @@ def run(
 ) -> int:
     """Run a script that knows nothing of torchguard, and show what was compiled, why again, and where graphs break.
 
-    It ends as the script does. What torchguard has to say goes to stderr.
+    It ends as the script does. What torchguard has to say goes to stderr. Options behind SCRIPT are the script's.
     """
+    let_through = misplaced_options.check(context, name, arguments or [], as_module)
     if strict and device is None and not watch:
         raise CommandError("--strict needs something to be strict about: --device or --watch.", ExitCode.USAGE)
     wanted = Wanted(
@@ -70,8 +77,10 @@ def run(
     report = report and report.absolute()  # the script may go elsewhere
     program = script.program_of_module(name) if as_module else script.program_of_file(name)
     seen = Observation(wanted)
-    conclusion = Conclusion(seen, report, quiet, strict)
+    conclusion = Conclusion(seen, report, quiet, strict, let_through.hint)
     atexit.register(conclusion)  # what was registered first runs last, when all threads have ended
+    if let_through.note and not quiet:
+        say(let_through.note, "yellow")
     seen.start()
     ending = script.run(program, arguments or [])
     conclusion.exit_code = ending.exit_code
@@ -87,8 +96,8 @@ class Interrupted(BaseException):
 class Conclusion:
     """What is left to do when the script, its threads, and all that it wanted to do at exit have ended."""
 
-    def __init__(self, seen: Observation, report: Path | None, quiet: bool, strict: bool) -> None:
-        self._seen, self._report, self._quiet, self._strict = seen, report, quiet, strict
+    def __init__(self, seen: Observation, report: Path | None, quiet: bool, strict: bool, hint: str) -> None:
+        self._seen, self._report, self._quiet, self._strict, self._hint = seen, report, quiet, strict, hint
         self._process = os.getpid()
         self.exit_code = 0
 
@@ -99,6 +108,8 @@ class Conclusion:
         self._write()
         if not self._quiet:
             self._say(*view.report(self._seen))
+            if self._hint and self.exit_code == ExitCode.USAGE:
+                self._say(plain(self._hint, "yellow"), soft_wrap=True)
         if self._strict and self.exit_code == 0 and self._seen.has_findings:
             _flush()
             os._exit(ExitCode.FLAGGED)  # at exit there is no other way to end with another code
@@ -112,10 +123,10 @@ class Conclusion:
         except OSError as error:
             self._say(plain(f"torchguard: {self._report} cannot be written: {error.strerror}.", "yellow"))
 
-    def _say(self, *shown: RenderableType) -> None:
+    def _say(self, *shown: RenderableType, soft_wrap: bool = False) -> None:
         # The script may have put anything in the place of `sys.stderr`, or closed it.
         if sys.__stderr__ is not None and not sys.__stderr__.closed:
-            console(sys.__stderr__).print(*shown, sep="\n")
+            console(sys.__stderr__).print(*shown, sep="\n", soft_wrap=soft_wrap)
 
 
 def _flush() -> None:

@@ -7,7 +7,7 @@ import typer
 
 from torchguard.cli import facts
 from torchguard.cli.exits import ExitCode
-from torchguard.cli.stored import AsJson, Directory, find, open_store
+from torchguard.cli.stored import AsJson, Directory, complete_id, find, open_store
 from torchguard.cli.terminal import console, emit_json, safe
 from torchguard.cli.views import artifacts as view
 from torchguard.cli.views import guards as guards_view
@@ -20,7 +20,12 @@ torchguard show --file forward.py 20261115-170102
 
 Id = Annotated[
     str | None,
-    typer.Argument(metavar="ID", help="An id, or the start of one. Without one, the newest.", show_default=False),
+    typer.Argument(
+        metavar="ID",
+        help="An id, or the start of one. Without one, the newest.",
+        show_default=False,
+        autocompletion=complete_id,
+    ),
 ]
 File = Annotated[str | None, typer.Option("--file", "-f", help="Write out one of its files.", show_default=False)]
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from torchguard.cli.ours import is_ours
+from torchguard.cli.ours import is_in_package, is_ours
 from torchguard.cli.terminal import count_shown, plain, table
 from torchguard.cli.views.places import place
 
@@ -96,15 +96,12 @@ def _of_script(frames: Sequence[Facts]) -> list[Facts]:
 
     A watched model as a whole is the script's, though its frame starts in torchguard.
     """
-    return [frame for frame in frames if not is_ours(frame["file"]) or _is_watched_model(frame)]
-
-
-def _is_watched_model(frame: Facts) -> bool:
-    return frame["function"].startswith("forward_of_") and is_ours(frame["file"])
+    return [frame for frame in frames if not is_ours(frame["file"], frame["function"])]
 
 
 def _where(frame: Facts) -> str:
-    return "watched" if _is_watched_model(frame) else place(frame["file"], frame["line"])
+    is_watched_model = is_in_package(frame["file"]) and not is_ours(frame["file"], frame["function"])
+    return "watched" if is_watched_model else place(frame["file"], frame["line"])
 
 
 def _misses(misses: Sequence[Facts]) -> Iterator[RenderableType]:
