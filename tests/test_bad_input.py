@@ -97,7 +97,7 @@ def test_values_that_do_not_fit_their_bits(call, message):
     ("call", "message"),
     [
         (lambda f: err.push(f, err.NAN, 1.5), "location is 1.5, it must be an integer"),
-        (lambda f: err.push(f, err.NAN, "encoder"), "location is 'encoder'"),
+        (lambda f: err.push(f, err.NAN, b"encoder"), "location is b'encoder'"),
         (lambda f: err.push(f, err.NAN, 1, where=torch.ones(8)), "where must be a bool tensor, got torch.float32"),
         (lambda f: err.push(f, err.NAN, 1, where=[True] * 8), "where must be a bool tensor, got list"),
         (lambda f: err.push(f, torch.ones(8), 1), "code is a torch.float32 tensor. Give integers"),

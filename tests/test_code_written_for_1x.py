@@ -1,27 +1,47 @@
 """What code written for the published 1.x relies on, beside the specification."""
 
+import inspect
+
 import pytest
 import torch
+from torch import nn
 
+import torchguard
 from torchguard import (
+    HAS,
+    IF,
+    IS,
     AccumulationConfig,
     Dedupe,
     Err,
     ErrorCode,
     ErrorConfig,
+    ErrorDomain,
+    ErrorFlags,
     ErrorLocation,
     Ok,
     Order,
     Priority,
     Severity,
     err,
+    error_t,
+    experimental,
     find,
     fix,
+    flag_inf,
     flag_nan,
+    flag_nan_and_inf,
+    flag_oob_indices,
     flags,
     has_err,
+    push,
+    tensorcheck,
+    typing,
     unwrap,
 )
+from torchguard.exceptions import NotFlagsError, TorchGuardError
+from torchguard.renamed import GivenTwiceError
+from torchguard.typing import Tensor, float32_t
 
 NAN, INF = float("nan"), float("inf")
 
@@ -167,3 +187,296 @@ def test_unwrap_takes_a_result():
     assert unwrap(Ok(42)) == 42
     with pytest.raises(ValueError, match="Negative"):
         unwrap(Err(ValueError("Negative")))
+
+
+# Parameters that had another name, there or in the tables of the specification.
+
+Z = torch.tensor([[1.0, 2.0], [NAN, 3.0], [INF, 4.0]])
+OK_MASK = torch.tensor([True, False, True])
+DEFAULTS = ErrorConfig()
+
+
+def flagged(z=Z):
+    return flag_nan_and_inf(z, 7, err.new(z))
+
+
+def step(z):
+    return z + 1, err.push(err.new(z), err.OVERFLOW, 4)
+
+
+CALLS = {
+    "new": (lambda f: err.new(reference=Z), lambda f: err.new(x=Z)),
+    "new_t": (lambda f: err.new_t(batch_size=3), lambda f: err.new_t(n=3)),
+    "from_code": (
+        lambda f: err.from_code(code=err.NAN, loc=4, batch_size=3),
+        lambda f: err.from_code(code=err.NAN, location=4, n=3),
+    ),
+    "from_code, experimental": (
+        lambda f: experimental.err.from_code(err.NAN, loc=4, batch_size=3),
+        lambda f: experimental.err.from_code(err.NAN, location=4, n=3),
+    ),
+    "new, experimental": (lambda f: experimental.err.new(reference=Z), lambda f: experimental.err.new(x=Z)),
+    "new_t, experimental": (lambda f: experimental.err.new_t(batch_size=3), lambda f: experimental.err.new_t(n=3)),
+    "err.push": (
+        lambda f: err.push(flags=f, code=err.OOB, location=4, where=OK_MASK),
+        lambda f: err.push(f=f, code=err.OOB, location=4, where=OK_MASK),
+    ),
+    "push_scalar": (
+        lambda f: err.push_scalar(flags=f, code=err.OOB, location=4),
+        lambda f: err.push_scalar(f=f, code=err.OOB, location=4),
+    ),
+    "clear": (lambda f: err.clear(flags=f, code=err.NAN), lambda f: err.clear(f=f, code=err.NAN)),
+    "has_code": (lambda f: err.has_code(flags=f, code=err.NAN), lambda f: err.has_code(f=f, code=err.NAN)),
+    "has_domain": (
+        lambda f: err.has_domain(flags=f, dom=ErrorDomain.NUMERIC),
+        lambda f: err.has_domain(f=f, domain=ErrorDomain.NUMERIC),
+    ),
+    "map_err_flags": (
+        lambda f: err.map_err_flags(flags=f, fn=lambda f: f * 0),
+        lambda f: err.map_err_flags(f=f, fn=lambda f: f * 0),
+    ),
+    "take_ok_p": (
+        lambda f: err.take_ok_p(flags=f, tensor=Z, fill=5.0),
+        lambda f: err.take_ok_p(f=f, z=Z, fill=5.0),
+    ),
+    "take_err_p": (
+        lambda f: err.take_err_p(flags=f, tensor=Z, fill=5.0),
+        lambda f: err.take_err_p(f=f, z=Z, fill=5.0),
+    ),
+    "map_ok": (
+        lambda f: err.map_ok(flags=f, tensor=Z, fn=torch.neg),
+        lambda f: err.map_ok(f=f, z=Z, fn=torch.neg),
+    ),
+    "map_err": (
+        lambda f: err.map_err(flags=f, tensor=Z, fn=torch.neg),
+        lambda f: err.map_err(f=f, z=Z, fn=torch.neg),
+    ),
+    "and_then": (
+        lambda f: err.and_then(flags=f, tensor=Z, fn=step),
+        lambda f: err.and_then(f=f, z=Z, fn=step),
+    ),
+    "bind": (lambda f: err.bind(flags=f, tensor=Z, fn=step), lambda f: err.bind(f=f, z=Z, fn=step)),
+    "ensure_mask": (
+        lambda f: err.ensure_mask(flags=f, predicate=OK_MASK, code=err.OOB, loc=4),
+        lambda f: err.ensure_mask(f=f, ok_mask=OK_MASK, code=err.OOB, location=4),
+    ),
+    "guard": (
+        lambda f: err.guard(flags=f, tensor=Z, predicate=lambda z: z > 1, code=err.OOB, loc=4),
+        lambda f: err.guard(f=f, z=Z, pred=lambda z: z > 1, code=err.OOB, location=4),
+    ),
+    "recover_with_fallback": (
+        lambda f: err.recover_with_fallback(flags=f, tensor=Z, fallback=0.5, loc=4),
+        lambda f: err.recover_with_fallback(f=f, z=Z, fallback=0.5, location=4),
+    ),
+    "find": (lambda f: find(code=err.NAN, flags=f), lambda f: find(code=err.NAN, f=f)),
+    "push": (
+        lambda f: push(flags=f, code=err.OOB, module=4, where=OK_MASK),
+        lambda f: push(f=f, code=err.OOB, module=4, where=OK_MASK),
+    ),
+    "fix": (
+        lambda f: fix(tensor=Z, flags=f, module=4, fallback=0.5),
+        lambda f: fix(z=Z, f=f, module=4, fallback=0.5),
+    ),
+    "flag_nan": (lambda f: flag_nan(tensor=Z, module=4, flags=f), lambda f: flag_nan(z=Z, module=4, f=f)),
+    "flag_inf": (lambda f: flag_inf(tensor=Z, module=4, flags=f), lambda f: flag_inf(z=Z, module=4, f=f)),
+    "flag_nan_and_inf": (
+        lambda f: flag_nan_and_inf(tensor=Z, module=4, flags=f),
+        lambda f: flag_nan_and_inf(z=Z, module=4, f=f),
+    ),
+    "flag_oob_indices": (
+        lambda f: flag_oob_indices(indices=torch.tensor([0, 9, 1]), num_embeddings=5, module=4, flags=f),
+        lambda f: flag_oob_indices(ids=torch.tensor([0, 9, 1]), num_embeddings=5, module=4, f=f),
+    ),
+    "HAS": (lambda f: HAS(flags=f), lambda f: HAS(f=f)),
+    "IS": (lambda f: IS(code=err.INF, flags=f, config=DEFAULTS), lambda f: IS(code=err.INF, f=f)),
+    "IF": (
+        lambda f: IF(cond=HAS(f), then_fn=lambda: Z).ELIF(cond=HAS(f), fn=lambda: -Z).ELSE(else_fn=lambda: Z + 1),
+        lambda f: IF(cond=HAS(f), then=lambda: Z).ELIF(cond=HAS(f), then=lambda: -Z).ELSE(otherwise=lambda: Z + 1),
+    ),
+}
+ASKED = """
+    is_ok is_err any_err all_ok has_any has_nan has_inf has_critical has_fallback count_errors max_severity
+    get_first_code get_first_location get_first_severity
+"""
+
+
+@pytest.mark.parametrize("compile", [lambda fn: fn, traced], ids=["plain", "aot_eager"])
+@pytest.mark.parametrize("name", CALLS)
+def test_renamed_parameters_are_known_by_both_names(name, compile):
+    theirs, ours = CALLS[name]
+    torch.testing.assert_close(compile(theirs)(flagged()), ours(flagged()), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("compile", [lambda fn: fn, traced], ids=["plain", "aot_eager"])
+def test_flags_can_be_asked_by_both_names(compile):
+    theirs = compile(lambda f: [getattr(err, name)(flags=f) for name in ASKED.split()])
+    ours = [getattr(err, name)(f=flagged()) for name in ASKED.split()]
+    torch.testing.assert_close(theirs(flagged()), ours, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["take_ok", "take_err", "partition"])
+def test_rows_are_taken_by_both_names(name):
+    taken = getattr(err, name)
+    torch.testing.assert_close(taken(flags=flagged(), tensor=Z), taken(f=flagged(), z=Z), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["get_ok", "get_err"])
+def test_flags_are_taken_by_both_names(name):
+    taken = getattr(err, name)
+    assert taken(flags=flagged()).tolist() == taken(f=flagged()).tolist()
+
+
+@pytest.mark.parametrize("name", ["unpack", "unpack_all", "summary", "repr"])
+def test_reports_are_made_by_each_name(name):
+    report = getattr(flags, name)(f=flagged())
+    assert getattr(flags, name)(flags_tensor=flagged()) == getattr(ErrorFlags, name)(flags=flagged()) == report
+
+
+def test_other_renamed_parameters():
+    assert has_err(flags=flagged())
+    assert Severity.name(sev=3) == "CRITICAL"
+    assert Severity.is_critical(sev=3)
+    assert Severity.is_error_or_worse(sev=2)
+    assert Severity.is_warn_or_worse(sev=1)
+    assert ErrorDomain.name(domain_bits=1) == "INDEX"
+    place = ErrorLocation.register("legacy.head")
+    assert ErrorLocation.name(loc=place) == ErrorLocation.path(loc=place) == "legacy.head"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f: flag_nan(Z, 4, f, flags=f),
+        lambda f: flag_nan(Z, 4, f=f, flags=f),
+        lambda f: flag_nan(Z, 4, f, flags=None),
+    ],
+    ids=["by place", "by name", "as None"],
+)
+def test_an_argument_given_by_both_names_is_refused(call):
+    with pytest.raises(GivenTwiceError, match=r"^flag_nan: f and flags are the same parameter\. Give f alone\.$"):
+        call(flagged())
+
+
+def test_an_argument_given_twice_is_a_type_error():
+    with pytest.raises(TypeError) as caught:
+        IF(HAS(flagged()), lambda: 1, then_fn=lambda: 2)
+    assert isinstance(caught.value, TorchGuardError)
+    assert str(caught.value) == "IF: then and then_fn are the same parameter. Give then alone."
+
+
+def test_an_argument_given_twice_is_refused_while_tracing():
+    with pytest.raises(Exception, match="z and tensor are the same parameter"):
+        traced(lambda z: flag_nan(z, 4, tensor=z))(Z)
+
+
+def test_an_unknown_keyword_is_still_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'flag'"):
+        err.is_ok(flag=flagged())
+
+
+def test_signatures_show_the_new_names():
+    assert list(inspect.signature(flag_nan).parameters) == ["z", "module", "f", "config"]
+
+
+# Names.
+
+
+def test_typing_and_error_t_are_imported_from_the_package():
+    assert torchguard.typing.error_t is error_t
+    assert typing.ValidationError is torchguard.ValidationError
+
+    @tensorcheck
+    def forward(x: Tensor[float32_t, ("batch", 2)]) -> tuple[Tensor, Tensor[error_t, ("batch", "num_words")]]:
+        return x, err.new(x)
+
+    _, f = forward(Z)
+    assert codes_of(f) == [[], [err.NAN], [err.INF]]
+
+
+def test_second_names_of_codes():
+    assert (ErrorCode.UNDERFLOW, ErrorCode.INVALID_VALUE, ErrorCode.UNSTABLE) == (3, 6, 11)
+    assert (ErrorCode.CLAMPED, ErrorCode.SPARSE) == (14, 9)
+    assert [ErrorCode.name(code) for code in (3, 6, 9, 11, 14)] == [
+        "OVERFLOW",
+        "NEGATIVE_IDX",
+        "ZERO_OUTPUT",
+        "SATURATED",
+        "VALUE_CLAMPED",
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.int64, torch.int64)], ids=str)
+def test_a_config_tells_its_dtypes(dtype, bits):
+    config = ErrorConfig(flag_dtype=dtype)
+    assert (config.torch_dtype, config.torch_int_dtype) == (dtype, bits)
+    assert config.word_bits == dtype.itemsize * 8
+
+
+def test_an_alias_gives_its_dtype_to_the_config():
+    assert ErrorConfig(flag_dtype=float32_t._dtype).flag_dtype == torch.float32
+    assert error_t._dtype == torch.int64
+
+
+def test_the_largest_location():
+    assert ErrorLocation.MAX_LOCATION_ID == 1023
+
+
+def test_the_sides_of_a_result():
+    assert (Ok(1).ok_value, Ok(1).err_value) == (1, None)
+    assert (Err("why").ok_value, Err("why").err_value) == (None, "why")
+
+
+def test_the_errors_of_a_sample_as_text():
+    f = flag_nan(Z, ErrorLocation.register("legacy.head"), err.new(Z))
+    assert ErrorFlags.pretty_print(flags=f, sample_idx=1) == (
+        "Found 1 error(s):\n  [0] CRITICAL | NUMERIC.NAN | @ legacy.head"
+    )
+    assert ErrorFlags.pretty_print(f, 0) == "[OK] No errors"
+
+
+def test_flags_are_reduced_to_those_of_all():
+    f = ErrorFlags.reduce_or([flag_nan(Z, 1), flag_inf(Z, 2)])
+    assert codes_of(f) == [[], [err.NAN], [err.INF]]
+
+
+def test_unpacking_all_by_its_other_name():
+    assert ErrorFlags.unpack_all_vectorized(flagged()) == flags.unpack_all(flagged())
+
+
+# Places.
+
+
+@pytest.mark.parametrize("compile", [lambda fn: fn, traced], ids=["plain", "aot_eager"])
+def test_err_push_takes_a_name_or_a_module(compile):
+    layer = torchguard.tracked(nn.Sequential(nn.Linear(2, 2)))[0]
+
+    def forward(z):
+        f = err.push(err.new(z), err.OVERFLOW, "legacy.input", where=z > 3)
+        return err.push(f, err.SATURATED, layer, where=z > 3)
+
+    f = compile(forward)(Z)
+    assert errors_of(f) == [[], [], [(err.OVERFLOW, "legacy.input"), (err.SATURATED, "0")]]
+
+
+def test_err_push_at_no_place_in_particular():
+    assert errors_of(err.push(err.new_t(1), err.NAN, None)) == [[(err.NAN, "Unknown")]]
+
+
+@pytest.mark.parametrize("compile", [lambda fn: fn, traced], ids=["plain", "aot_eager"])
+def test_a_module_whose_path_was_set_by_hand_is_a_place(compile):
+    layer = nn.Linear(2, 2)
+    layer._fx_path = "legacy.encoder.0"
+    f = compile(lambda z: flag_nan(z, layer, err.new(z)))(Z)
+    assert errors_of(f) == [[], [(err.NAN, "legacy.encoder.0")], []]
+
+
+def test_a_mask_in_the_place_of_the_config_is_refused():
+    with pytest.raises(NotFlagsError, match=r"config is a Tensor\..*where=mask"):
+        err.push(err.new_t(1), err.NAN, 1, err.WARN, torch.tensor([False]))
+
+
+def test_what_slot_0_holds_is_int32():
+    f = flagged()
+    assert err.get_first_code(f).dtype == torch.int32
+    assert err.get_first_location(f).dtype == torch.int32
+    assert err.get_first_severity(f).dtype == torch.int32

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchguard import ErrorLocation, err, flag_nan, flags, tracked
 from torchguard.exceptions import LocationWarning, TorchGuardError
-from torchguard.locations import WeightedLocationTree, tracking
+from torchguard.locations import IdsGivenError, WeightedLocationTree, tracking
 from torchguard.locations.registry import registry
 
 
@@ -218,6 +218,17 @@ def test_an_existing_model_can_be_tracked():
     assert flags.summary(flag_nan(X, model[0])) == {"0": {"NAN": 1}}
 
 
+def test_a_module_that_refuses_attributes_has_a_place_all_the_same():
+    class Frozen(nn.Linear):
+        def __setattr__(self, name, value):
+            if "bias" in self.__dict__.get("_parameters", {}) and name != "training":
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    model = tracked(nn.Sequential(Frozen(4, 4)))
+    assert flags.summary(flag_nan(X, model[0])) == {"0": {"NAN": 1}}
+
+
 def test_only_modules_can_be_tracked():
     with pytest.raises(TorchGuardError, match=r"neither an nn\.Module nor a class of one"):
         tracked(int)
@@ -309,6 +320,16 @@ class TestErrorLocation:
         assert not ErrorLocation.is_registered("nowhere")
         assert ErrorLocation.count() == 3
 
+    def test_every_id_and_every_path(self):
+        by_hand = ErrorLocation.register("by.hand")
+        first, second = Other(), Other()
+        second_place = second.second._fx_location.id
+        ids_known, paths = ErrorLocation.get_all_ids(), ErrorLocation.get_all_paths()
+        assert len(ids_known) == ErrorLocation.count()
+        assert (ids_known[ErrorLocation.UNKNOWN], ids_known[by_hand]) == ("Unknown", "by.hand")
+        assert ids_known[first.second._fx_location.id] == ids_known[second_place] == "second"
+        assert paths == {"by.hand": by_hand, "first": ErrorLocation.get("first"), "second": second_place}
+
     def test_unknown_places(self):
         assert ErrorLocation.UNKNOWN == 0
         assert ErrorLocation.name(0) == "Unknown"
@@ -346,6 +367,40 @@ class TestTree:
         assert tree.name(tree.get_location("head.a.b.c")) == "head.a.b.c"
         assert tree.name(tree.get_location("stem")) == "stem"
         assert tree.name(tree.get_location("encoder.layer.1")) == ""
+
+    def test_a_path_that_was_not_added_is_unknown(self):
+        tree = WeightedLocationTree()
+        tree.add_path("encoder.conv")
+        assert tree.get_location("encoder.conv.weight") == tree.get_location("encoder.conv") == 1
+        assert tree.get_location("decoder.linear") == tree.get_location("encoder") == ErrorLocation.UNKNOWN
+
+    def test_every_path_with_its_id(self):
+        tree = WeightedLocationTree(max_locations=3)
+        for path in ["a", "a.b", "a.c"]:
+            tree.add_path(path)
+        assert tree.path_to_id == {}
+        tree.build_ids(start_id=7)
+        assert tree.path_to_id == {"a": 7, "a.b": 7, "a.c": 7}
+
+    def test_leaves_are_counted(self):
+        tree = WeightedLocationTree()
+        for path in ["a", "a.b.c", "a.b.d", "e"]:
+            tree.add_path(path)
+        assert tree.count_leaves() == 3
+
+    def test_all_paths_are_registered_by_name(self):
+        tree = WeightedLocationTree()
+        for path in ["a.b", "c"]:
+            tree.add_path(path)
+        assert tree.register_all() == {"a.b": 1, "c": 2}
+        assert ErrorLocation.name(1) == "a.b"
+
+    def test_no_path_is_added_when_the_ids_are_given_out(self):
+        tree = WeightedLocationTree()
+        tree.add_path("a")
+        tree.build_ids()
+        with pytest.raises(IdsGivenError, match=r"the ids were given out before 'b' came\. Add every path first"):
+            tree.add_path("b")
 
     def test_too_few_ids(self):
         with pytest.raises(TorchGuardError, match="max_locations is 1"):

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchguard import artifacts, compiled, device, err, experimental, flags, guards
+    from torchguard import artifacts, compiled, device, err, experimental, flags, guards, typing
     from torchguard.checks import find, fix, flag_inf, flag_nan, flag_nan_and_inf, flag_oob_indices, has_err, push
     from torchguard.control import AND, HAS, IF, IS, NOT, OR
     from torchguard.errors.codes import ErrorCode, ErrorDomain, Severity
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torchguard.flags import ErrorFlags, UnpackedError
     from torchguard.locations import ErrorLocation, tracked
     from torchguard.result import Err, Ok, Result, as_exception, as_result, unwrap
-    from torchguard.typing import tensorcheck
+    from torchguard.typing import error_t, tensorcheck
     from torchguard.watching import unwatch, watch
 
 __version__ = "2.0.0a1"
@@ -106,6 +106,7 @@ __all__ = [
     "compiled",
     "device",
     "err",
+    "error_t",
     "experimental",
     "find",
     "fix",
@@ -121,13 +122,14 @@ __all__ = [
     "set_config",
     "tensorcheck",
     "tracked",
+    "typing",
     "unwatch",
     "unwrap",
     "watch",
 ]
 
 
-_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "guards")
+_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "guards", "typing")
 _HOMES = {
     "checks": "find fix flag_inf flag_nan flag_nan_and_inf flag_oob_indices has_err push",
     "control": "AND HAS IF IS NOT OR",
@@ -140,7 +142,7 @@ _HOMES = {
     "flags": "ErrorFlags UnpackedError",
     "locations": "ErrorLocation tracked",
     "result": "Err Ok Result as_exception as_result unwrap",
-    "typing": "tensorcheck",
+    "typing": "error_t tensorcheck",
     "watching": "unwatch watch",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -148,7 +150,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 
 def __getattr__(name: str) -> Any:
     if name == "CONFIG":  # looked up each time: it is what `set_config` last set
-        return importlib.import_module("torchguard.errors.config").CONFIG
+        return (globals().get("get_config") or __getattr__("get_config"))()  # its own, if this is imported once more
     if name in _MODULES:
         return importlib.import_module(f"torchguard.{name}")
     if name not in _HOME_OF:

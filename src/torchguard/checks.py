@@ -1,43 +1,44 @@
 """Checks that know where they stand: pass the module, its place is looked up."""
 
 import math
-import warnings
 from collections.abc import Callable, Set
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchguard import err
-from torchguard._torch import can_read, constant_in_graphs
+from torchguard._torch import can_read
 from torchguard.errors.combine import fallback_like
 from torchguard.errors.config import ErrorConfig
 from torchguard.errors.gradient import over_rows, seal
 from torchguard.errors.record import push_seen
 from torchguard.errors.slots import Flags
-from torchguard.errors.validate import require_batch, require_flags, require_in_range
+from torchguard.errors.validate import require_batch, require_flags, require_location
 from torchguard.errors.write import Evidence, rows
-from torchguard.exceptions import LocationWarning, NotFlagsError
+from torchguard.exceptions import NotFlagsError
 from torchguard.flags import require_boundary
-from torchguard.locations.registry import ErrorLocation
-from torchguard.locations.tracking import location_of
+from torchguard.locations.tracking import Place, place_of
+from torchguard.renamed import renamed
 
-Place = nn.Module | int | str | None
 Values = Shaped[Tensor, "batch *rest"]
 
 
+@renamed(flags="f")
 def has_err(f: Flags) -> bool:
     """Whether any sample has an error, as a Python bool: waits for the device."""
     require_boundary("has_err", "err.any_err(f) or HAS(f)")
     return bool(err.any_err(f))
 
 
+@renamed(flags="f")
 def find(code: int, f: Flags, config: ErrorConfig | None = None) -> Bool[Tensor, " batch"]:
     """True where a sample holds that code."""
     return err.has_code(f, code)
 
 
+@renamed(flags="f")
 def push(
     f: Flags,
     code: int | Tensor,
@@ -49,9 +50,10 @@ def push(
     config: ErrorConfig | None = None,
 ) -> Flags:
     """`err.push` at the place of a module (or at a name, or at `location=` an id)."""
-    return err.push(f, code, place_of(module) if location is None else location, severity, config, where=where)
+    return err.push(f, code, module if location is None else location, severity, config, where=where)
 
 
+@renamed(tensor="z", flags="f")
 def flag_nan(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
     """Record NaN for each sample of `z` that has one.
 
@@ -62,16 +64,19 @@ def flag_nan(z: Values, module: Place, f: Flags | None = None, config: ErrorConf
     return _flagged("flag_nan", z, module, f, config, {err.NAN})
 
 
+@renamed(tensor="z", flags="f")
 def flag_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
     """Record Inf for each sample of `z` that has one."""
     return _flagged("flag_inf", z, module, f, config, {err.INF})
 
 
+@renamed(tensor="z", flags="f")
 def flag_nan_and_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
     """`flag_nan` and `flag_inf` in one pass over `z`."""
     return _flagged("flag_nan_and_inf", z, module, f, config, {err.NAN, err.INF})
 
 
+@renamed(indices="ids", flags="f")
 def flag_oob_indices(
     ids: Int[Tensor, "batch *rest"],
     num_embeddings: int,
@@ -86,6 +91,7 @@ def flag_oob_indices(
     return err.push(f, err.OOB, place, config=config, where=(ids < 0) | (ids >= num_embeddings))
 
 
+@renamed(tensor="z", flags="f")
 def fix(
     z: Values,
     f: Flags,
@@ -115,32 +121,6 @@ def fix(
     return fixed, err.push(f, err.FALLBACK_VALUE, place, config=config, where=event)
 
 
-def place_of(module: Place) -> int:
-    """The location id of a module, a name, an id, or nothing in particular (0)."""
-    if module is None:
-        return ErrorLocation.UNKNOWN
-    if isinstance(module, nn.Module):
-        place = location_of(module)
-        return _untracked(type(module).__name__) if place is None else place.id
-    return _registered(module) if isinstance(module, str) else module
-
-
-@constant_in_graphs
-def _registered(name: str) -> int:
-    return ErrorLocation.register(name)
-
-
-@constant_in_graphs
-def _untracked(kind: str) -> int:
-    warnings.warn(
-        f"A {kind} was given as a place but has none: its errors will show as Unknown. "
-        "Decorate the model's class with @tracked, or call tracked(model).",
-        LocationWarning,
-        stacklevel=5,
-    )
-    return ErrorLocation.UNKNOWN
-
-
 def _flagged(who: str, z: Values, module: Place, f: Flags | None, config: ErrorConfig | None, codes: Set[int]) -> Flags:
     f, place = _prepared(who, z, module, f, config)
     seen = seen_in(z, place, codes)
@@ -156,7 +136,7 @@ def _prepared(who: str, z: Any, module: Place, f: Flags | None, config: ErrorCon
     require_flags(who, f)
     require_batch(who, f, z, "z")
     place = place_of(module)
-    require_in_range(who, location=place)
+    require_location(who, place)
     return f, place
 
 

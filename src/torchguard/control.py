@@ -12,20 +12,24 @@ from torch import Tensor
 
 from torchguard import err
 from torchguard._torch import can_read
+from torchguard.errors.config import ErrorConfig
 from torchguard.errors.gradient import over_rows
 from torchguard.errors.slots import Flags
 from torchguard.exceptions import BranchError
+from torchguard.renamed import renamed
 
 T = TypeVar("T")
 Condition = Bool[Tensor, ""] | Bool[Tensor, " batch"]
 
 
+@renamed(flags="f")
 def HAS(f: Flags) -> Bool[Tensor, ""]:
     """Does any sample have an error? Row by row: `err.is_err(f)`."""
     return err.any_err(f)
 
 
-def IS(code: int, f: Flags) -> Bool[Tensor, ""]:
+@renamed(flags="f")
+def IS(code: int, f: Flags, *, config: ErrorConfig | None = None) -> Bool[Tensor, ""]:
     """Does any sample hold that code? Row by row: `err.has_code(f, code)`."""
     return err.has_code(f, code).any()
 
@@ -42,6 +46,7 @@ def NOT(cond: Condition) -> Condition:
     return ~_condition("NOT", cond)
 
 
+@renamed(then_fn="then")
 def IF(cond: Condition, then: Callable[[], T]) -> "IfChain[T]":
     """Start a choice; nothing is computed before `ELSE`.
 
@@ -62,10 +67,12 @@ class IfChain(Generic[T]):
     def __init__(self, branches: tuple[tuple[Condition, Callable[[], T]], ...]) -> None:
         self._branches = branches
 
+    @renamed(fn="then")
     def ELIF(self, cond: Condition, then: Callable[[], T]) -> "IfChain[T]":
         """Another branch, taken where no earlier one was."""
         return IfChain((*self._branches, (_condition("ELIF", cond), then)))
 
+    @renamed(else_fn="otherwise")
     def ELSE(self, otherwise: Callable[[], T]) -> T:
         """The value of the first branch whose condition holds, else of this one."""
         if all(cond.ndim == 0 and can_read(cond) for cond, _ in self._branches):

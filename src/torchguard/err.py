@@ -3,6 +3,9 @@
 Flags are values: `f = err.push(f, ...)`. Codes and severities are attributes: `err.NAN`, `err.CRITICAL`.
 """
 
+from torch import Tensor
+
+from torchguard.errors import record
 from torchguard.errors.codes import ErrorCode, ErrorDomain, Severity
 from torchguard.errors.combine import (
     and_then,
@@ -24,6 +27,7 @@ from torchguard.errors.combine import (
     take_ok,
     take_ok_p,
 )
+from torchguard.errors.config import ErrorConfig
 from torchguard.errors.query import (
     all_ok,
     any_err,
@@ -42,7 +46,10 @@ from torchguard.errors.query import (
     is_ok,
     max_severity,
 )
-from torchguard.errors.record import clear, from_code, merge, new, new_t, push, push_many, push_scalar
+from torchguard.errors.record import Mask, clear, from_code, merge, new, new_t, push_many, push_scalar
+from torchguard.errors.slots import Flags
+from torchguard.locations.tracking import Place, place_of
+from torchguard.renamed import renamed
 
 OK = ErrorCode.OK
 NAN = ErrorCode.NAN
@@ -61,6 +68,33 @@ UNKNOWN = ErrorCode.UNKNOWN
 WARN = Severity.WARN
 ERROR = Severity.ERROR
 CRITICAL = Severity.CRITICAL
+
+
+@renamed(flags="f")
+def push(
+    f: Flags,
+    code: int | Tensor,
+    location: Place | Tensor,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+    *,
+    where: Mask | None = None,
+) -> Flags:
+    """Record an error for each sample where `where` is True.
+
+    Args:
+        code: one code, or a `(batch,)` tensor of them in which 0 records nothing.
+        location: an id, or a tensor of ids, 0-d or `(batch,)`; or a module or a name, as for the checks.
+        severity: the code's own default unless given.
+        where: `(batch, ...)` bool; a sample counts if any of its entries is True. All samples unless given.
+
+    >>> f = err.push(err.new_t(3), err.NAN, location=7, where=torch.tensor([False, True, False]))
+    >>> err.is_ok(f)
+    tensor([ True, False,  True])
+    """
+    place = location if isinstance(location, (int, Tensor)) else place_of(location)
+    return record.push(f, code, place, severity, config, where=where)
+
 
 # The names of 1.x.
 Ok = take_ok

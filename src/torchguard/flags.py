@@ -3,6 +3,7 @@
 For the Python boundary. Each call makes one copy from device to host and loops over errors, never over slots.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +20,13 @@ from torchguard.errors.layout import (
     slot_location,
     slot_severity,
 )
+from torchguard.errors.record import merge
 from torchguard.errors.slots import Flags
 from torchguard.errors.slots import unpack as flags_to_slots
 from torchguard.errors.validate import require_flags, require_intact
 from torchguard.exceptions import SampleIndexError, TracingError
 from torchguard.locations.registry import names_of
+from torchguard.renamed import renamed
 
 _MOST_PLACES_SHOWN = 12
 
@@ -42,6 +45,7 @@ class UnpackedError(NamedTuple):
         return f"{self.severity_name}: {self.code_name} @ {self.location_name}"
 
 
+@renamed(flags="f", flags_tensor="f")
 def unpack(f: Flags, sample_idx: int = 0, config: ErrorConfig | None = None) -> list[UnpackedError]:
     """The errors of one sample, slot 0 first.
 
@@ -57,12 +61,14 @@ def unpack(f: Flags, sample_idx: int = 0, config: ErrorConfig | None = None) -> 
     return _unpacked("flags.unpack", f[row : row + 1])[0]
 
 
+@renamed(flags="f", flags_tensor="f")
 def unpack_all(f: Flags, config: ErrorConfig | None = None) -> list[list[UnpackedError]]:
     """The errors of every sample."""
     _require_boundary("unpack_all", f, "err.is_err(f) or err.has_code(f, code)")
     return _unpacked("flags.unpack_all", f)
 
 
+@renamed(flags="f", flags_tensor="f")
 def summary(f: Flags, config: ErrorConfig | None = None) -> dict[str, dict[str, int]]:
     """How many samples have which error where: `{location: {code: count}}`.
 
@@ -77,6 +83,7 @@ def summary(f: Flags, config: ErrorConfig | None = None) -> dict[str, dict[str, 
     return found
 
 
+@renamed(flags="f", flags_tensor="f")
 def repr(f: Flags, config: ErrorConfig | None = None) -> str:
     """One line: how many samples, which errors, where.
 
@@ -101,6 +108,31 @@ class ErrorFlags:
     unpack_all = staticmethod(unpack_all)
     summary = staticmethod(summary)
     repr = staticmethod(repr)
+
+    # Of 1.x alone.
+    unpack_all_vectorized = unpack_all
+
+    @staticmethod
+    @renamed(flags="f")
+    def pretty_print(f: Flags, sample_idx: int = 0, config: ErrorConfig | None = None) -> str:
+        """The errors of one sample as text, a line for each.
+
+        >>> print(ErrorFlags.pretty_print(err.from_code(err.OOB, ErrorLocation.register("embedding"), n=1)))
+        Found 1 error(s):
+          [0] ERROR | INDEX.OUT_OF_BOUNDS | @ embedding
+        """
+        errors = unpack(f, sample_idx)
+        lines = [
+            f"  [{slot}] {error.severity_name} | {ErrorCode.domain_name(error.code)}.{error.code_name} | "
+            f"@ {error.location_name}"
+            for slot, error in enumerate(errors)
+        ]
+        return "\n".join([f"Found {len(errors)} error(s):", *lines]) if errors else "[OK] No errors"
+
+    @staticmethod
+    def reduce_or(flags_list: Sequence[Flags]) -> Flags:
+        """`err.merge` of flags that may be on several devices, on that of the first."""
+        return merge(*(f.to(flags_list[0].device) for f in flags_list))
 
 
 def require_boundary(who: str, instead: str) -> None:

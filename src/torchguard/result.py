@@ -37,6 +37,16 @@ class Ok(Generic[T]):
         """Raises: there is no error."""
         raise UnwrapError(f"unwrap_err on {self!r}: it holds a value. Ask is_err() first.")
 
+    @property
+    def ok_value(self) -> T:
+        """The value."""
+        return self.value
+
+    @property
+    def err_value(self) -> None:
+        """None: there is no error."""
+        return None
+
     def unwrap_or(self, default: object) -> T:
         """The value; the default is for `Err`."""
         return self.value
@@ -80,6 +90,16 @@ class Err(Generic[E]):
         raise UnwrapError(f"unwrap on {self!r}: it holds an error. Ask is_ok() first, or use unwrap_or(default).")
 
     def unwrap_err(self) -> E:
+        """The error."""
+        return self.error
+
+    @property
+    def ok_value(self) -> None:
+        """None: there is no value."""
+        return None
+
+    @property
+    def err_value(self) -> E:
         """The error."""
         return self.error
 

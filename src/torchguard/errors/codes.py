@@ -5,6 +5,8 @@ Plain integers rather than enums: they go into graphs as constants and into slot
 
 from typing import Final
 
+from torchguard.renamed import renamed
+
 
 class Severity:
     """How bad a recorded error is, from 0 to 3."""
@@ -15,6 +17,7 @@ class Severity:
     CRITICAL: Final = 3
 
     @staticmethod
+    @renamed(sev="severity")
     def name(severity: int) -> str:
         """
         >>> Severity.name(3)
@@ -23,14 +26,17 @@ class Severity:
         return _SEVERITY_NAMES.get(severity, f"SEVERITY_{severity}")
 
     @staticmethod
+    @renamed(sev="severity")
     def is_critical(severity: int) -> bool:
         return severity == Severity.CRITICAL
 
     @staticmethod
+    @renamed(sev="severity")
     def is_error_or_worse(severity: int) -> bool:
         return severity >= Severity.ERROR
 
     @staticmethod
+    @renamed(sev="severity")
     def is_warn_or_worse(severity: int) -> bool:
         return severity >= Severity.WARN
 
@@ -44,6 +50,7 @@ class ErrorDomain:
     RUNTIME: Final = 3
 
     @staticmethod
+    @renamed(domain_bits="domain")
     def name(domain: int) -> str:
         """
         >>> ErrorDomain.name(ErrorDomain.INDEX)
@@ -72,6 +79,13 @@ class ErrorCode:
     FALLBACK_VALUE: Final = 13
     VALUE_CLAMPED: Final = 14
     UNKNOWN: Final = 15
+
+    # Second names in 1.x. An error shows under the first.
+    UNDERFLOW: Final = 3
+    INVALID_VALUE: Final = 6
+    SPARSE: Final = 9
+    UNSTABLE: Final = 11
+    CLAMPED: Final = 14
 
     @staticmethod
     def name(code: int) -> str:
@@ -113,10 +127,8 @@ class ErrorCode:
 
 _SEVERITY_NAMES = {0: "OK", 1: "WARN", 2: "ERROR", 3: "CRITICAL"}
 _DOMAIN_NAMES = {0: "NUMERIC", 1: "INDEX", 2: "QUALITY", 3: "RUNTIME"}
-_CODE_NAMES = {
-    value: name
-    for name, value in vars(ErrorCode).items()
-    if name.isupper() and isinstance(value, int) and name != "OOB"
+_CODE_NAMES = {  # backwards, so that of several names the first stays
+    value: name for name, value in reversed([*vars(ErrorCode).items()]) if name.isupper() and isinstance(value, int)
 }
 
 FREE_CODES: Final = (4, 8, 12)

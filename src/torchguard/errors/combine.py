@@ -15,6 +15,7 @@ from torchguard.errors.record import merge, push
 from torchguard.errors.slots import Flags
 from torchguard.errors.validate import require_batch, require_mask
 from torchguard.exceptions import BatchMismatchError, OutOfRangeError
+from torchguard.renamed import renamed
 
 Values = Shaped[Tensor, "batch *rest"]
 
@@ -22,18 +23,21 @@ Values = Shaped[Tensor, "batch *rest"]
 # Filters with shapes that depend on the data: for the Python boundary.
 
 
+@renamed(flags="f", tensor="z")
 def take_ok(f: Flags, z: Values) -> Shaped[Tensor, "ok *rest"]:
     """The rows of `z` whose samples have no error."""
     require_batch("err.take_ok", f, z, "z")
     return z[is_ok(f)]
 
 
+@renamed(flags="f", tensor="z")
 def take_err(f: Flags, z: Values) -> Shaped[Tensor, "bad *rest"]:
     """The rows of `z` whose samples have an error."""
     require_batch("err.take_err", f, z, "z")
     return z[is_err(f)]
 
 
+@renamed(flags="f", tensor="z")
 def partition(f: Flags, z: Values) -> tuple[Shaped[Tensor, "ok *rest"], Shaped[Tensor, "bad *rest"]]:
     """`take_ok` and `take_err`."""
     return take_ok(f, z), take_err(f, z)
@@ -44,11 +48,13 @@ def partition_many(f: Flags, *zs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Ten
     return tuple(take_ok(f, z) for z in zs), tuple(take_err(f, z) for z in zs)
 
 
+@renamed(flags="f")
 def get_ok(f: Flags) -> Shaped[Tensor, "ok words"]:
     """The flags of the samples without an error."""
     return take_ok(f, f)
 
 
+@renamed(flags="f")
 def get_err(f: Flags) -> Shaped[Tensor, "bad words"]:
     """The flags of the samples with an error."""
     return take_err(f, f)
@@ -57,6 +63,7 @@ def get_err(f: Flags) -> Shaped[Tensor, "bad words"]:
 # Filters that keep the shape: for the inside of a graph.
 
 
+@renamed(flags="f", tensor="z")
 def take_ok_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
     """`z` with the rows of bad samples filled.
 
@@ -69,6 +76,7 @@ def take_ok_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
     return torch.where(over_rows(is_ok(f), z), z, _scalar_like(z, fill))
 
 
+@renamed(flags="f", tensor="z")
 def take_err_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
     """`z` with the rows of good samples filled."""
     require_batch("err.take_err_p", f, z, "z")
@@ -85,6 +93,7 @@ def _chosen(who: str, rows: Bool[Tensor, " batch"], value: Tensor, otherwise: Va
     return torch.where(over_rows(rows, value), value, otherwise)
 
 
+@renamed(flags="f", tensor="z")
 def map_ok(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
     """`fn` of the good rows, the bad ones as they are. `fn` sees a good row in the place of each bad one."""
     require_batch("err.map_ok", f, z, "z")
@@ -92,6 +101,7 @@ def map_ok(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
     return _chosen("err.map_ok", ok, fn(stand_in(ok, z)), z)
 
 
+@renamed(flags="f", tensor="z")
 def map_err(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
     """`fn` of the bad rows, the good ones as they are. `fn` sees a bad row in the place of each good one."""
     require_batch("err.map_err", f, z, "z")
@@ -99,6 +109,7 @@ def map_err(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
     return _chosen("err.map_err", bad, fn(stand_in(bad, z)), z)
 
 
+@renamed(flags="f")
 def map_err_flags(f: Flags, fn: Callable[[Flags], Flags]) -> Flags:
     """`fn` of the flags of bad samples."""
     return torch.where(over_rows(is_err(f), f), fn(f), f)
@@ -145,6 +156,7 @@ def _is_code(target: Any, code: int) -> bool:
 Step = Callable[[Tensor], tuple[Tensor, Flags]]
 
 
+@renamed(flags="f", tensor="z")
 def and_then(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Tensor, Flags]:
     """`fn(z) -> (z, f)` for the good rows only; bad rows keep their value and gain no errors.
 
@@ -158,6 +170,7 @@ def and_then(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -
     return torch.where(over_rows(ok, out), out, otherwise), merge(f, kept, config=config)
 
 
+@renamed(flags="f", tensor="z")
 def bind(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Tensor, Flags]:
     """`fn(z) -> (z, f)` for every row, with the errors of both."""
     require_batch("err.bind", f, z, "z")
@@ -165,6 +178,7 @@ def bind(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tu
     return out, merge(f, found, config=config)
 
 
+@renamed(flags="f", predicate="ok_mask", loc="location")
 def ensure_mask(
     f: Flags,
     ok_mask: Bool[Tensor, "batch *rest"],
@@ -178,6 +192,7 @@ def ensure_mask(
     return push(f, code, location, severity, config, where=~ok_mask)
 
 
+@renamed(flags="f", tensor="z", predicate="pred", loc="location")
 def guard(
     f: Flags,
     z: Values,
@@ -192,6 +207,7 @@ def guard(
     return ensure_mask(f, pred(z), code, location, severity, config)
 
 
+@renamed(flags="f", tensor="z", loc="location")
 def recover_with_fallback(
     f: Flags,
     z: Values,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchguard.errors.codes import Severity
+from torchguard.errors.layout import SLOT_BITS
 from torchguard.exceptions import ConfigError
 
 MAX_SLOTS = 32_768
@@ -61,7 +62,7 @@ class AccumulationConfig:
 
     def __post_init__(self) -> None:
         for name, kind in (("priority", Priority), ("order", Order), ("dedupe", Dedupe)):
-            if not isinstance(getattr(self, name), kind):
+            if not _is_a(kind, getattr(self, name)):
                 raise ConfigError(f"AccumulationConfig.{name} is {getattr(self, name)!r}. Give a {kind.__name__}.")
 
 
@@ -90,6 +91,20 @@ class ErrorConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         _require_setting(name, value)
         object.__setattr__(self, name, value)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The same as `flag_dtype`."""
+        return self.flag_dtype
+
+    @property
+    def torch_int_dtype(self) -> torch.dtype:
+        """The integer that the bits of a word are read as."""
+        return CARRIERS[self.flag_dtype].bits
+
+    @property
+    def word_bits(self) -> int:
+        return SLOT_BITS * self.slots_per_word
 
     @property
     def slots_per_word(self) -> int:
@@ -121,8 +136,14 @@ def _require_setting(name: str, value: Any) -> None:
         raise ConfigError(f"ErrorConfig.default_severity is {value!r}. Give a Severity, 0 to 3.")
     if name == "transpose_threshold" and not (_is_int(value) and value >= 0):
         raise ConfigError(f"ErrorConfig.transpose_threshold is {value!r}. Give a batch size, 0 or more.")
-    if name == "accumulation" and not isinstance(value, AccumulationConfig):
+    if name == "accumulation" and not _is_a(AccumulationConfig, value):
         raise ConfigError(f"ErrorConfig.accumulation is {value!r}. Give an AccumulationConfig(...).")
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    """Also one of the class that had this name before a reload of this module, which other modules still use."""
+    own = type(value)
+    return isinstance(value, kind) or (own.__module__, own.__qualname__) == (kind.__module__, kind.__qualname__)
 
 
 def _is_int(value: Any) -> bool:
@@ -140,6 +161,6 @@ def get_config() -> ErrorConfig:
 def set_config(config: ErrorConfig) -> None:
     """Use `config` from now on."""
     global CONFIG
-    if not isinstance(config, ErrorConfig):
+    if not _is_a(ErrorConfig, config):
         raise ConfigError(f"set_config: got {type(config).__name__}. Give an ErrorConfig(...).")
     CONFIG = config

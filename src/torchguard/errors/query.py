@@ -1,7 +1,7 @@
 """Questions about flags, answered with tensors: safe inside a graph, no host sync."""
 
 import torch
-from jaxtyping import Bool, Int, Int32, Int64
+from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
 from torchguard.errors.codes import ErrorCode, Severity
@@ -10,36 +10,43 @@ from torchguard.errors.deferred import rows_with
 from torchguard.errors.layout import SLOT_MASK, slot_code, slot_location, slot_severity
 from torchguard.errors.slots import Flags, bits, unpack
 from torchguard.errors.validate import require_domain, require_flags, require_in_range
+from torchguard.renamed import renamed
 
 
+@renamed(flags="f")
 def is_err(f: Flags) -> Bool[Tensor, " batch"]:
     """True where a sample has an error."""
     require_flags("err.is_err", f)
     return rows_with(f)
 
 
+@renamed(flags="f")
 def is_ok(f: Flags) -> Bool[Tensor, " batch"]:
     """True where a sample has no error."""
     require_flags("err.is_ok", f)
     return ~rows_with(f)
 
 
+@renamed(flags="f")
 def any_err(f: Flags) -> Bool[Tensor, ""]:
     """True if any sample has an error."""
     require_flags("err.any_err", f)
     return rows_with(f).any()
 
 
+@renamed(flags="f")
 def all_ok(f: Flags) -> Bool[Tensor, ""]:
     """True if no sample has an error."""
     return ~any_err(f)
 
 
+@renamed(flags="f")
 def has_any(f: Flags) -> Bool[Tensor, ""]:
     """The same as `any_err`."""
     return any_err(f)
 
 
+@renamed(flags="f")
 def has_code(f: Flags, code: int, config: ErrorConfig | None = None) -> Bool[Tensor, " batch"]:
     """True where a sample holds an error of that code.
 
@@ -51,21 +58,25 @@ def has_code(f: Flags, code: int, config: ErrorConfig | None = None) -> Bool[Ten
     return rows_with(f, code)
 
 
+@renamed(flags="f")
 def has_nan(f: Flags, config: ErrorConfig | None = None) -> Bool[Tensor, " batch"]:
     """True where a sample holds a NaN error."""
     return has_code(f, ErrorCode.NAN)
 
 
+@renamed(flags="f")
 def has_inf(f: Flags, config: ErrorConfig | None = None) -> Bool[Tensor, " batch"]:
     """True where a sample holds an Inf error."""
     return has_code(f, ErrorCode.INF)
 
 
+@renamed(flags="f")
 def has_fallback(f: Flags, config: ErrorConfig | None = None) -> Bool[Tensor, " batch"]:
     """True where a sample runs on a fallback value."""
     return has_code(f, ErrorCode.FALLBACK_VALUE)
 
 
+@renamed(flags="f", dom="domain")
 def has_domain(f: Flags, domain: int, config: ErrorConfig | None = None) -> Bool[Tensor, " batch"]:
     """True where a sample holds an error of that `ErrorDomain`."""
     require_flags("err.has_domain", f)
@@ -74,38 +85,44 @@ def has_domain(f: Flags, domain: int, config: ErrorConfig | None = None) -> Bool
     return (((slot_code(slots) >> 2) == domain) & (slots != 0)).any(-1)
 
 
+@renamed(flags="f")
 def has_critical(f: Flags, config: ErrorConfig | None = None) -> Bool[Tensor, " batch"]:
     """True where a sample holds a critical error."""
     return max_severity(f) == Severity.CRITICAL
 
 
+@renamed(flags="f")
 def count_errors(f: Flags, config: ErrorConfig | None = None) -> Int32[Tensor, " batch"]:
     """How many errors each sample holds."""
     require_flags("err.count_errors", f)
     return (unpack(f) != 0).sum(-1, dtype=torch.int32)
 
 
+@renamed(flags="f")
 def max_severity(f: Flags, config: ErrorConfig | None = None) -> Int64[Tensor, " batch"]:
     """The worst severity of each sample, 0 if it has no error."""
     require_flags("err.max_severity", f)
     return slot_severity(unpack(f)).amax(-1).to(torch.int64)
 
 
-def get_first_code(f: Flags) -> Int[Tensor, " batch"]:
+@renamed(flags="f")
+def get_first_code(f: Flags) -> Int32[Tensor, " batch"]:
     """The code in slot 0 of each sample: under the default policy, of its first error."""
     return slot_code(_first_slot("err.get_first_code", f))
 
 
-def get_first_location(f: Flags) -> Int[Tensor, " batch"]:
+@renamed(flags="f")
+def get_first_location(f: Flags) -> Int32[Tensor, " batch"]:
     """The location in slot 0 of each sample: under the default policy, where it first went wrong."""
     return slot_location(_first_slot("err.get_first_location", f))
 
 
-def get_first_severity(f: Flags) -> Int[Tensor, " batch"]:
+@renamed(flags="f")
+def get_first_severity(f: Flags) -> Int32[Tensor, " batch"]:
     """The severity in slot 0 of each sample."""
     return slot_severity(_first_slot("err.get_first_severity", f))
 
 
-def _first_slot(who: str, f: Flags) -> Int[Tensor, " batch"]:
+def _first_slot(who: str, f: Flags) -> Int32[Tensor, " batch"]:
     require_flags(who, f)
-    return bits(f)[:, 0] & SLOT_MASK
+    return (bits(f)[:, 0] & SLOT_MASK).to(torch.int32)

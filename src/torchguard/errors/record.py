@@ -16,6 +16,7 @@ from torchguard.errors.slots import Flags, bits, capacity, pack, unpack
 from torchguard.errors.validate import require_batch, require_flags, require_in_range, require_mask
 from torchguard.errors.write import Evidence, rows, write
 from torchguard.exceptions import BatchMismatchError, NotFlagsError
+from torchguard.renamed import renamed
 
 _GONE = torch.iinfo(torch.int64).max
 
@@ -23,6 +24,7 @@ Mask = Bool[Tensor, "batch *rest"]
 Record = tuple[int, int, Mask] | tuple[int, int, Mask, int]
 
 
+@renamed(reference="x")
 def new(x: Shaped[Tensor, "batch *rest"], config: ErrorConfig | None = None) -> Flags:
     """Empty flags for the samples of `x`.
 
@@ -34,12 +36,14 @@ def new(x: Shaped[Tensor, "batch *rest"], config: ErrorConfig | None = None) -> 
     return new_t(x.shape[0], x.device, config)
 
 
+@renamed(batch_size="n")
 def new_t(n: int, device: torch.device | str | None = None, config: ErrorConfig | None = None) -> Flags:
     """Empty flags for `n` samples."""
     config = config or get_config()
     return deferred.empty(n, device, config.flag_dtype, config)
 
 
+@renamed(loc="location", batch_size="n")
 def from_code(
     code: int,
     location: int,
@@ -61,19 +65,11 @@ def push(
     *,
     where: Mask | None = None,
 ) -> Flags:
-    """Record an error for each sample where `where` is True.
-
-    Args:
-        code: one code, or a `(batch,)` tensor of them in which 0 records nothing.
-        location: an id, or a tensor of ids, 0-d or `(batch,)`.
-        severity: the code's own default unless given.
-        where: `(batch, ...)` bool; a sample counts if any of its entries is True. All samples unless given.
-
-    >>> f = err.push(err.new_t(3), err.NAN, location=7, where=torch.tensor([False, True, False]))
-    >>> err.is_ok(f)
-    tensor([ True, False,  True])
-    """
-    config = config or get_config()
+    """`err.push` at an id, or at a tensor of ids."""
+    if config is None:
+        config = get_config()
+    elif isinstance(config, Tensor):
+        raise NotFlagsError("err.push: config is a Tensor. Give a mask by its name: where=mask.")
     require_flags("err.push", f)
     require_in_range("err.push", code=code, location=location, severity=severity or 0)
     if where is None:
@@ -99,6 +95,7 @@ def push_seen(
     return deferred.record(f, [evidence for _, _, evidence in seen], slots, config, surely)
 
 
+@renamed(flags="f")
 def push_scalar(
     f: Flags, code: int, location: int, severity: int | None = None, config: ErrorConfig | None = None
 ) -> Flags:
@@ -155,6 +152,7 @@ def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
     return merged
 
 
+@renamed(flags="f")
 def clear(f: Flags, code: int, config: ErrorConfig | None = None) -> Flags:
     """Remove every error of that code; the others move up."""
     require_flags("err.clear", f)

@@ -50,8 +50,12 @@ def require_domain(who: str, domain: Any) -> None:
 def require_in_range(who: str, *, code: Any = 0, location: Any = 0, severity: Any = 0) -> None:
     """Refuse integers that do not fit their bits, and tensors of them where looking costs no device sync."""
     _require(who, "code", code, CODE_MASK, "Use one of err.NAN, err.INF, ...")
-    _require(who, "location", location, LOCATION_MASK, "Use a module, or an id from ErrorLocation.register(path).")
+    require_location(who, location)
     _require(who, "severity", severity, SEVERITY_MASK, "Use err.WARN, err.ERROR or err.CRITICAL.")
+
+
+def require_location(who: str, location: Any) -> None:
+    _require(who, "location", location, LOCATION_MASK, "Use a module, or an id from ErrorLocation.register(path).")
 
 
 def _require(who: str, name: str, value: Any, most: int, advice: str) -> None:

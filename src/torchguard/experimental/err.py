@@ -11,20 +11,24 @@ from torchguard.err import __all__ as _err_all
 from torchguard.errors import record
 from torchguard.errors.config import ErrorConfig, get_config
 from torchguard.errors.slots import Flags
+from torchguard.renamed import renamed
 
 __all__ = [*_err_all, "find"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
+@renamed(reference="x")
 def new(x: Tensor, config: ErrorConfig | None = None) -> Flags:
     """Empty flags for the samples of `x`."""
     return record.new(x, _in_floats(config))
 
 
+@renamed(batch_size="n")
 def new_t(n: int, device: torch.device | str | None = None, config: ErrorConfig | None = None) -> Flags:
     """Empty flags for `n` samples."""
     return record.new_t(n, device, _in_floats(config))
 
 
+@renamed(loc="location", batch_size="n")
 def from_code(
     code: int,
     location: int,

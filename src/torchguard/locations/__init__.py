@@ -2,6 +2,6 @@
 
 from torchguard.locations.registry import ErrorLocation
 from torchguard.locations.tracking import tracked
-from torchguard.locations.tree import WeightedLocationTree
+from torchguard.locations.tree import IdsGivenError, WeightedLocationTree
 
-__all__ = ["ErrorLocation", "WeightedLocationTree", "tracked"]
+__all__ = ["ErrorLocation", "IdsGivenError", "WeightedLocationTree", "tracked"]

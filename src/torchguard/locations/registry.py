@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from torchguard._torch import of_this_process
 from torchguard.errors.layout import LOCATION_MASK
 from torchguard.exceptions import LocationWarning, OutOfRangeError
+from torchguard.renamed import renamed
 
 
 class _Place:
@@ -99,6 +101,11 @@ class _Registry:
     def place(self, location: int) -> _Place | None:
         return self._places.get(location)
 
+    def places(self) -> dict[int, _Place]:
+        """Every id that was given out, and what holds it."""
+        with self._lock:
+            return dict(self._places)
+
     def count(self) -> int:
         return len(self._places) + 1
 
@@ -110,7 +117,9 @@ class _Registry:
             self._places = {key: place for key, place in self._places.items() if place.owner and not place.is_free}
 
 
-registry = _Registry()
+# One for the process: ids are in flags and on modules, whichever import of this package put them there.
+registry = of_this_process("locations", _Registry)
+registry.__class__ = _Registry  # as it is written here: it was made by the first import, or before a reload
 
 
 def warn_full(path: str) -> None:
@@ -131,6 +140,7 @@ class ErrorLocation:
     """
 
     UNKNOWN = 0
+    MAX_LOCATION_ID = LOCATION_MASK
 
     @staticmethod
     def register(path: str) -> int:
@@ -149,6 +159,7 @@ class ErrorLocation:
         return registry.find(path) != ErrorLocation.UNKNOWN
 
     @staticmethod
+    @renamed(loc="location")
     def name(location: int) -> str:
         """What to call a place."""
         if location == ErrorLocation.UNKNOWN:
@@ -157,6 +168,7 @@ class ErrorLocation:
         return place.name if place else f"Location_{location}"
 
     @staticmethod
+    @renamed(loc="location")
     def path(location: int) -> str:
         """The path of a place, empty if there is none."""
         place = registry.place(location)
@@ -166,6 +178,17 @@ class ErrorLocation:
     def count() -> int:
         """How many places are known, the unknown one included."""
         return registry.count()
+
+    @staticmethod
+    def get_all_ids() -> dict[int, str]:
+        """What each known id is called, the unknown one included."""
+        return {location: ErrorLocation.name(location) for location in (ErrorLocation.UNKNOWN, *registry.places())}
+
+    @staticmethod
+    def get_all_paths() -> dict[str, int]:
+        """The id that `get` finds for each path that it knows."""
+        paths = {place.path for place in registry.places().values() if place.path and not place.is_free}
+        return {path: registry.find(path) for path in sorted(paths)}
 
     @staticmethod
     def reset() -> None:

@@ -2,22 +2,25 @@
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from torchguard.exceptions import NotFlagsError
-from torchguard.locations.registry import registry, warn_full
+from torchguard._torch import constant_in_graphs, of_this_process
+from torchguard.exceptions import LocationWarning, NotFlagsError
+from torchguard.locations.registry import ErrorLocation, registry, warn_full
 from torchguard.locations.tree import WeightedLocationTree, nearest
 
 T = TypeVar("T")
+Place = nn.Module | int | str | None
 _LOCATION = "_fx_location"
 _PATH = "_fx_path"
 _BUILDING = "_fx_building"
 
-_tables: "weakref.WeakSet[LocationTable]" = weakref.WeakSet()
+_tables: "weakref.WeakSet[LocationTable]" = of_this_process("location tables", weakref.WeakSet)
 
 
 class LocationTable:
@@ -92,12 +95,20 @@ def assign(model: nn.Module, weights: Mapping[str, float] | None = None) -> None
     stateful = tuple(path for path, module in modules.items() if path and any(True for _ in module.parameters()))
     table = LocationTable(type(model).__name__, stateful, tuple((weights or {}).items()))
     for path in stateful:
-        setattr(modules[path], _PATH, path)
-        setattr(modules[path], _LOCATION, table.locate(path))
+        _attach(modules[path], _PATH, path)
+        _attach(modules[path], _LOCATION, table.locate(path))
     known = set(stateful)
     for path, module in modules.items():
         if path not in known:
-            setattr(module, _LOCATION, table.locate(_maker(path, modules, known) if path else path))
+            _attach(module, _LOCATION, table.locate(_maker(path, modules, known) if path else path))
+
+
+def _attach(module: nn.Module, name: str, value: Any) -> None:
+    try:
+        setattr(module, name, value)
+    except (AttributeError, TypeError, RuntimeError):
+        # It refuses to be changed. A place is no state of its own: it only says where the module stands.
+        vars(module)[name] = value
 
 
 def _maker(path: str, modules: Mapping[str, nn.Module], known: set[str]) -> str:
@@ -112,6 +123,35 @@ def _maker(path: str, modules: Mapping[str, nn.Module], known: set[str]) -> str:
 
 def location_of(module: nn.Module) -> Location | None:
     return getattr(module, _LOCATION, None)
+
+
+def place_of(module: Place) -> int:
+    """The location id of a module, a name, an id, or nothing in particular (0)."""
+    if module is None:
+        return ErrorLocation.UNKNOWN
+    if isinstance(module, nn.Module):
+        place = location_of(module)
+        if place is not None:
+            return place.id
+        path = getattr(module, _PATH, None)  # of a module nobody tracks, set by hand
+        return _untracked(type(module).__name__) if path is None else _registered(path)
+    return _registered(module) if isinstance(module, str) else module
+
+
+@constant_in_graphs
+def _registered(name: str) -> int:
+    return ErrorLocation.register(name)
+
+
+@constant_in_graphs
+def _untracked(kind: str) -> int:
+    warnings.warn(
+        f"A {kind} was given as a place but has none: its errors will show as Unknown. "
+        "Decorate the model's class with @tracked, or call tracked(model).",
+        LocationWarning,
+        stacklevel=5,
+    )
+    return ErrorLocation.UNKNOWN
 
 
 @overload

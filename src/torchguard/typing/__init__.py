@@ -1,5 +1,14 @@
 """Annotations that say what a tensor is, and `@tensorcheck`, which holds functions to them."""
 
+from torchguard.exceptions import (
+    DeviceMismatchError,
+    DimensionMismatchError,
+    DTypeMismatchError,
+    InvalidParameterError,
+    InvalidReturnTypeError,
+    TypeMismatchError,
+    ValidationError,
+)
 from torchguard.typing.attributes import Dim
 from torchguard.typing.cast import type_cast
 from torchguard.typing.dtypes import (
@@ -35,8 +44,15 @@ from torchguard.typing.tensorcheck import tensorcheck
 
 __all__ = [
     "Broadcast",
+    "DTypeMismatchError",
+    "DeviceMismatchError",
     "Dim",
+    "DimensionMismatchError",
+    "InvalidParameterError",
+    "InvalidReturnTypeError",
     "Tensor",
+    "TypeMismatchError",
+    "ValidationError",
     "bfloat16_t",
     "bool_t",
     "complex32_t",

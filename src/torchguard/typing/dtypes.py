@@ -36,6 +36,11 @@ class TensorKind(type):
 
     def __init__(cls, name: str, dtype: DType, spec: Any = None) -> None: ...
 
+    @property
+    def _dtype(cls) -> torch.dtype:
+        """What 1.x documents for settings: `CONFIG.flag_dtype = float32_t._dtype`."""
+        return torch.int64 if cls.dtype is ERROR else next(iter(cls.dtype.members))
+
     def __instancecheck__(cls, instance: Any) -> bool:
         # For other checkers: to them it is a tensor, no more.
         return isinstance(instance, torch.Tensor)

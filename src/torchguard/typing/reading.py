@@ -38,6 +38,9 @@ class Reader:
             return annotation.spec or TensorSpec(annotation.dtype.name, annotation.dtype)
         if is_jaxtyped(annotation):
             return spec_of_jaxtyped(annotation)
+        if _is_of_another_copy(annotation):
+            told = "was made when torchguard was imported before: this @tensorcheck cannot read it"
+            raise AnnotationError(f"{annotation!r} {told}. Import torchguard.typing where it is written again.")
         if isinstance(annotation, TypeVar):
             return self.read(self._variables.get(annotation, annotation.__bound__))
         if isinstance(annotation, typing.NewType):
@@ -103,6 +106,11 @@ class Reader:
         self._above.pop()
         self._variables = variables
         return fields if any(node is not fields for node in fields.fields.values()) else None
+
+
+def _is_of_another_copy(annotation: Any) -> bool:
+    kind = type(annotation)
+    return (kind.__module__, kind.__qualname__) == (TensorKind.__module__, TensorKind.__qualname__)
 
 
 def _is_out_of_sight(origin: Any) -> bool:
