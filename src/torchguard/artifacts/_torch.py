@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
+from torchguard._torch import kept_through_reloads, replaced_by
+
 
 class Begun(NamedTuple):
     """A frame whose graph is about to be given to a backend."""
@@ -44,9 +46,10 @@ class Listener(Protocol):
         ...
 
 
-_listener: Listener | None = None
-_lock = threading.Lock()
-_is_installed = False
+# A reload of this module leaves these as they are: torch's functions stay wrapped, and are so once.
+_listening: list[Listener] = kept_through_reloads(globals(), "_listening", list)  # none or one
+_wrapped: set[str] = kept_through_reloads(globals(), "_wrapped", set)
+_lock = kept_through_reloads(globals(), "_lock", threading.Lock)
 _COMPILERS = {"forward": "fw_compiler", "backward": "bw_compiler", "inference": "inference_compiler"}
 
 
@@ -71,19 +74,22 @@ def _takes_compilers(function: Callable[..., Any]) -> bool:
 
 def listen(listener: Listener | None) -> None:
     """Tell a listener of everything that is compiled from now on; None ends it."""
-    global _listener, _is_installed
-    _listener = listener
+    _listening[:] = [] if listener is None else [listener]
     with _lock:
-        if _is_installed or listener is None:
+        if listener is None:
             return
-        _is_installed = True
-        for owner, name, wrap in (
-            (_dynamo_owner(), "_call_user_compiler", _telling_of_frames),
-            (_aot_owner(), "aot_stage2_compile", _telling_of_graphs),
-            (_inductor_owner(), "save_output_code", _telling_of_code),
+        for owner, name, ours in (
+            (_dynamo_owner(), "_call_user_compiler", "_compile_frame"),
+            (_aot_owner(), "aot_stage2_compile", "_compile_graphs"),
+            (_inductor_owner(), "save_output_code", "_save_code"),
         ):
-            if hasattr(owner, name):
-                setattr(owner, name, wrap(getattr(owner, name)))
+            if hasattr(owner, name) and name not in _wrapped:
+                _wrapped.add(name)
+                setattr(owner, name, replaced_by(globals(), ours, getattr(owner, name)))
+
+
+def _listener() -> Listener | None:
+    return next(iter(_listening), None)
 
 
 def _dynamo_owner() -> Any:
@@ -104,15 +110,12 @@ def _inductor_owner() -> Any:
     return GraphLowering
 
 
-def _telling_of_frames(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call_user_compiler(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        if (listener := _listener) is None:
-            return original(self, gm, *args, **kwargs)
-        with listener.compiling(_begun(self), gm), without_graph_caches():
-            return original(self, gm, *args, **kwargs)
-
-    return call_user_compiler
+def _compile_frame(original: Callable[..., Any], self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """In the place of `OutputGraph._call_user_compiler`."""
+    if (listener := _listener()) is None:
+        return original(self, gm, *args, **kwargs)
+    with listener.compiling(_begun(self), gm), without_graph_caches():
+        return original(self, gm, *args, **kwargs)
 
 
 def _begun(output_graph: Any) -> Begun:
@@ -136,25 +139,19 @@ def backend_name(backend: Any) -> str:
     return str(name or type(backend).__name__)
 
 
-def _telling_of_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-    if not _takes_compilers(original):
-        return original
-
-    @functools.wraps(original)
-    def aot_stage2_compile(*args: Any, **kwargs: Any) -> Any:
-        around = _listener.lowering() if _listener is not None else None
-        if around is None:
-            return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        # One that is not given is the forward's, as torch has it.
-        given.arguments |= {
-            name: _told(kind, given.arguments.get(name) or given.arguments["fw_compiler"], around)
-            for kind, name in _COMPILERS.items()
-        }
-        return original(*given.args, **given.kwargs)
-
-    return aot_stage2_compile
+def _compile_graphs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In the place of `aot_stage2_compile`."""
+    listener = _listener()
+    around = listener.lowering() if listener is not None and _takes_compilers(original) else None
+    if around is None:
+        return original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs)
+    # One that is not given is the forward's, as torch has it.
+    given.arguments |= {
+        name: _told(kind, given.arguments.get(name) or given.arguments["fw_compiler"], around)
+        for kind, name in _COMPILERS.items()
+    }
+    return original(*given.args, **given.kwargs)
 
 
 def _told(kind: str, compiler: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,16 +163,12 @@ def _told(kind: str, compiler: Callable[..., Any], around: Callable[..., Any]) -
     return compile
 
 
-def _telling_of_code(original: Callable[[str], None] | None) -> Callable[[str], None]:
-    """Torch calls this, where it is set, with all code that Inductor writes: its own tests set it."""
-
-    def save_output_code(code: str) -> None:
-        if original is not None:
-            original(code)
-        if _listener is not None:
-            _listener.wrote_code(code)
-
-    return save_output_code
+def _save_code(original: Callable[[str], None] | None, code: str) -> None:
+    """What torch calls, where it is set, with all code that Inductor writes: its own tests set it."""
+    if original is not None:
+        original(code)
+    if (listener := _listener()) is not None:
+        listener.wrote_code(code)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+from torchguard._torch import kept_through_reloads, of_this_process
 from torchguard.artifacts import _torch
 from torchguard.artifacts.artifact import Artifact
 from torchguard.artifacts.listening import Listening
@@ -22,9 +24,10 @@ DEFAULT_LIMIT = "2GiB"
 _OFF = ("", "0", "false", "no", "off")
 _ON = ("1", "true", "yes", "on")
 _log = logging.getLogger("torchguard.artifacts")
-_listening = Listening()
-_of_process = contextlib.ExitStack()
-_is_started = False
+_listening = kept_through_reloads(globals(), "_listening", Listening)  # for a capture that is open then
+# The capture of the process, and who listens for it. Where this package is imported twice, that is the later copy: with
+# both, each compilation would be captured twice.
+_of_process = of_this_process("capture", lambda: SimpleNamespace(open=contextlib.ExitStack(), by=None))
 
 
 class Captured:
@@ -93,15 +96,16 @@ def start_from_environment() -> bool:
 
     A directory that cannot be written to is a line in the log. Whether anything is captured is returned.
     """
-    global _is_started
     wanted = os.environ.get(CAPTURE_VARIABLE, "")
-    if _is_started or wanted.lower() in _OFF:
-        return _is_started
+    if _of_process.by is _listening or wanted.lower() in _OFF:
+        return _of_process.by is _listening
+    _of_process.open.close()
+    _of_process.by = None
     try:
-        _of_process.enter_context(capture(None if wanted.lower() in _ON else wanted))
+        _of_process.open.enter_context(capture(None if wanted.lower() in _ON else wanted))
     except ArtifactError as error:
         _log.warning("%s=%s: %s", CAPTURE_VARIABLE, wanted, error)
         return False
-    _is_started = True
-    atexit.register(_of_process.close)
+    _of_process.by = _listening
+    atexit.register(_of_process.open.close)
     return True

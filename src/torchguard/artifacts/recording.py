@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from torch import fx
 
+from torchguard._torch import kept_through_reloads
 from torchguard.artifacts._torch import Begun
 from torchguard.artifacts.contents import encoded, guards_to_data, parts_of, recompiles_to_data, to_json
 from torchguard.artifacts.environment import environment_to_data
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 # Graphs are compiled in one thread at a time, but for backward graphs: one lock for all of them holds up nobody.
-WRITING = threading.RLock()
+WRITING = kept_through_reloads(globals(), "WRITING", threading.RLock)
 
 
 def _never_raising(method: Callable[Concatenate["Recording", P], None]) -> Callable[Concatenate["Recording", P], None]:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
+from torchguard._torch import of_this_process
 from torchguard.exceptions import CompileError
 
 __all__ = ["DispatchMode", "TorchFunctionMode"]
@@ -33,7 +34,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 Structure = pytree.TreeSpec
 
 # Tracing changes the state of the process, and tensors without values share one mode: a thread at a time may make them.
-ONE_AT_A_TIME = threading.RLock()
+ONE_AT_A_TIME = of_this_process("tracing", threading.RLock)
 P = ParamSpec("P")
 Result = TypeVar("Result")
 

@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -329,3 +330,15 @@ def only_traced(dynamo: fx.GraphModule, inputs: Sequence[Any], partition: Partit
     context.guards_context = type(context.guards_context)()
     with tracing(context), without_guards([*inputs, context]):
         run_eagerly(dynamo, inputs, partition, inference)
+
+
+def take_over_name(name: str, backend: Any) -> None:
+    """Have a name stand for this backend, if torch has looked it up before: it remembers what it found then.
+
+    That was the one of an earlier import of this package, whose reports nobody reads. There is no public way to change
+    it; where torch keeps it elsewhere, the name stands for the earlier one.
+    """
+    known = getattr(sys.modules.get("torch._dynamo.backends.registry"), "_COMPILER_FNS", {})
+    if known.get(name) is not None:
+        backend._tags = getattr(known[name], "_tags", ())  # which torch leaves on all that it knows
+        known[name] = backend

@@ -157,3 +157,4 @@ def _is_set(value: str) -> bool:
 
 
 mock_backend = UnconfiguredBackend()
+_torch.take_over_name("torchguard_mock", mock_backend)

@@ -71,7 +71,7 @@ def empty(n: int, device: torch.device | str | None, dtype: torch.dtype, config:
     """Flags without errors."""
     if are_kept_whole():
         template = zero_flags(n, device, dtype, config)
-        return torch.ops.torchguard.begin(template, _REVISION)
+        return _BEGIN(template, _REVISION)
     return zero_flags(n, device, dtype, config)
 
 
@@ -85,13 +85,13 @@ def record(f: Flags, masks: list[Evidence], slots: list[int], config: ErrorConfi
     policy, room = config.accumulation, capacity(f, config)
     if are_kept_whole():
         axes = [int(policy.priority), int(policy.order), int(policy.dedupe)]
-        return torch.ops.torchguard.record(f, masks, slots, room, axes, surely, _REVISION)
+        return _RECORD(f, masks, slots, room, axes, surely, _REVISION)
     return _record(f, masks, slots, room, policy, surely)
 
 
 def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
     """True where a sample holds that code, or any error if none is given."""
-    return torch.ops.torchguard.rows_with(f, code, _REVISION) if are_kept_whole() else _rows_with(f, code)
+    return _ROWS_WITH(f, code, _REVISION) if are_kept_whole() else _rows_with(f, code)
 
 
 # The operators.
@@ -141,12 +141,12 @@ def _rows_with(f: Flags, code: int) -> Bool[Tensor, " batch"]:
     return _columns(found).any(-1) if found else torch.zeros(f.shape[0], dtype=torch.bool, device=f.device)
 
 
-define("begin(Tensor template, int revision) -> Tensor", _begin_op)
-define(
+_BEGIN = define("begin(Tensor template, int revision) -> Tensor", _begin_op)
+_RECORD = define(
     "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes, bool surely, int revision) -> Tensor",
     _record_op,
 )
-define("rows_with(Tensor f, int code, int revision) -> Tensor", _rows_with_op)
+_ROWS_WITH = define("rows_with(Tensor f, int code, int revision) -> Tensor", _rows_with_op)
 
 
 # Tracing: note down, pack what was noted.
@@ -154,7 +154,8 @@ define("rows_with(Tensor f, int code, int revision) -> Tensor", _rows_with_op)
 
 def _note_of(f: Flags) -> _Note | None:
     note = getattr(f, _NOTE, None) if is_traced(f) else None
-    return note if note and note.made_at == mutation_count(f) else None
+    # One of another copy of this package counts as none: what it stands for is in the flags as well.
+    return note if isinstance(note, _Note) and note.made_at == mutation_count(f) else None
 
 
 def _extend(f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: AccumulationConfig) -> Flags:

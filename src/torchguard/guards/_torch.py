@@ -60,8 +60,9 @@ class Guards:
 
 
 def guards_of(wrapper: Any) -> Guards:
-    """The tree that Dynamo keeps in a wrapper."""
-    return Guards(wrapper.root, {**(wrapper.closure_vars or {}), "G": wrapper.global_scope["G"]})
+    """The tree that Dynamo keeps in a wrapper; one without guards, if what they are about is gone."""
+    scope = wrapper.global_scope or {"G": {}}
+    return Guards(wrapper.root, {**(wrapper.closure_vars or {}), "G": scope["G"]})
 
 
 grad_mode = torch.is_grad_enabled
@@ -163,7 +164,8 @@ def _of_stance(name: str, default: Any) -> Any:
 
 
 def _is_alive(entry: Any) -> bool:
-    return hasattr(entry.guard_manager, "root") and entry.guard_manager.root is not None
+    manager = entry.guard_manager  # which Dynamo takes another for when an object is gone that guards were about
+    return getattr(manager, "root", None) is not None and manager.global_scope is not None
 
 
 class Frame(NamedTuple):

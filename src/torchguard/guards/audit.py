@@ -11,7 +11,7 @@ from typing import Any
 
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._torch import Guards, any_autocast, as_in_a_call, grad_mode
-from torchguard.guards.events._torch import Built, install, is_explaining, raise_instead, require
+from torchguard.guards.events._torch import HERE, Built, install, is_explaining, raise_instead, require
 from torchguard.guards.filters import Filter, by_function
 from torchguard.guards.places import own_place, places_of
 from torchguard.guards.tree import Failure, failures_of, shown
@@ -87,7 +87,7 @@ class AuditReport:
 class Audit:
     """A filter that goes on looking at what it dropped. Give it to `guards.compile(filter=...)`."""
 
-    is_audit = True
+    is_audit, told_by = True, HERE
 
     def __init__(self, filter: Filter, every: int, action: Action, budget: float | None) -> None:
         self.filter, self.every, self.action, self.budget = filter, every, action, budget

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from torchguard._torch import of_this_process
 from torchguard.exceptions import GuardError, GuardWarning
 from torchguard.guards import _torch
 from torchguard.guards.explaining import Entry
@@ -17,7 +18,9 @@ from torchguard.guards.filters import Filter, FilterFunction, by_function
 C = TypeVar("C", bound=Callable)
 
 # The filter each code was last compiled with, where torch cannot keep two apart.
-_last_filters: "weakref.WeakKeyDictionary[types.CodeType, weakref.ref[Any] | None]" = weakref.WeakKeyDictionary()
+_last_filters: "weakref.WeakKeyDictionary[types.CodeType, weakref.ref[Any] | None]" = of_this_process(
+    "filters", weakref.WeakKeyDictionary
+)
 
 
 @overload

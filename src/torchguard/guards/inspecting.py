@@ -164,8 +164,13 @@ class _Recorder:
         self._built_at: list[float] = []
 
     def on_missed(self, missed: Missed) -> None:
-        with unobserved():
-            failures = failures_of(missed.guards, missed.f_locals) if missed.is_same_backend else [_ANOTHER_BACKEND]
+        if not missed.is_same_backend:
+            failures = [_ANOTHER_BACKEND]
+        elif missed.gone:
+            failures = [_gone(missed.gone)]
+        else:
+            with unobserved():
+                failures = failures_of(missed.guards, missed.f_locals)
         _, misses = self._misses.setdefault(missed.for_id, (missed.code, []))
         misses.append(Miss(missed.compile_id, tuple(failures)))
 
@@ -206,6 +211,11 @@ class _Recorder:
                 its = ((max(start - at, at - start - s, 0), s) for name, start, s in times if name == frame.compile_id)
                 off, seconds = min(its, default=(math.inf, None))
                 self.seen.frames[i] = replace(frame, seconds=seconds if off < _CLOCK_IS_OFF else None)
+
+
+def _gone(reason: str) -> Failure:
+    source = reason.removeprefix("Cache line invalidated because ").removesuffix(" got deallocated")
+    return Failure(Guard(source, "WEAKREF_ALIVE", reason, ""), "")
 
 
 def _where(code: types.CodeType) -> dict[str, Any]:

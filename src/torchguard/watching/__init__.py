@@ -13,12 +13,10 @@ from torchguard._torch import (
     remove_forward_hooks,
 )
 from torchguard.exceptions import MixedRowsWarning, WatchError
+from torchguard.watching import regions, shell, state  # whose classes are looked up there: they may be reloaded
 from torchguard.watching.checks import DEFAULT, checks_of
 from torchguard.watching.choose import blocks_to_compile_once, other_embeddings, watched_paths
 from torchguard.watching.incidents import Incident
-from torchguard.watching.regions import Region, places_within, remove_region
-from torchguard.watching.shell import NAMES, Eye, Root, Watched, masks_of, new_shell
-from torchguard.watching.state import Watch
 
 __all__ = ["Incident", "unwatch", "watch"]
 
@@ -71,38 +69,38 @@ def watch(
     modules, looked_at = dict(model.named_modules()), {*chosen, *tables}
     watched = [path for path in modules if path in looked_at]
     paths = ("input", *watched, "")
-    parts = {path: places_within(path, paths) for path in blocks}
-    about = (quarantine, returns, batch_dim, masks_of(model), tuple(part for part in parts.values() if part))
-    state = Watch(model, paths, looked_for, *about)
+    parts = {path: regions.places_within(path, paths) for path in blocks}
+    about = (quarantine, returns, batch_dim, shell.masks_of(model), tuple(part for part in parts.values() if part))
+    how = state.Watch(model, paths, looked_for, *about)
     if quarantine:
         _warn_of_mixed_rows(model)
     keep_side_effects_under_checkpoint()
-    model.register_forward_pre_hook(Root(state))
-    eyes = {path: Eye(state, i, modules[path], path in chosen) for i, path in enumerate(watched, start=1)}
+    model.register_forward_pre_hook(shell.Root(how))
+    eyes = {path: shell.Eye(how, i, modules[path], path in chosen) for i, path in enumerate(watched, start=1)}
     for path, part in parts.items():
-        modules[path].__dict__["forward"] = Region(state, modules[path], eyes.pop(path, None), part)
+        modules[path].__dict__["forward"] = regions.Region(how, modules[path], eyes.pop(path, None), part)
     for path, eye in eyes.items():
         module = modules[path]
         if eye.looks_after:
             module.register_forward_hook(eye.after)
         if eye.looks_before:
             module.register_forward_pre_hook(eye.before, with_kwargs=True)
-    shell = new_shell(type(model), "forward" in model.__dict__)
-    object.__setattr__(shell, "__dict__", model.__dict__)
-    model.__dict__[_STATE] = state
-    return shell
+    twin = shell.new_shell(type(model), "forward" in model.__dict__)
+    object.__setattr__(twin, "__dict__", model.__dict__)
+    model.__dict__[_STATE] = how
+    return twin
 
 
 def unwatch(guarded: Any) -> nn.Module:
     """The plain model, without a trace of having been watched."""
-    if not isinstance(guarded, Watched):
+    if not shell.is_watched(guarded):
         raise WatchError(f"unwatch: this {type(guarded).__name__} is not watched.")
-    state = guarded.__dict__.pop(_STATE)
+    how = guarded.__dict__.pop(_STATE)
     for module in guarded.modules():  # pyright: ignore[reportAttributeAccessIssue]
-        remove_forward_hooks(module, lambda hook: isinstance(hook, (Eye, Root)) and hook.watch is state)
-        remove_region(module, state)
-    object.__setattr__(state.model, "__dict__", guarded.__dict__)
-    return state.model
+        remove_forward_hooks(module, lambda hook: getattr(hook, "watch", None) is how)
+        regions.remove_region(module, how)
+    object.__setattr__(how.model, "__dict__", guarded.__dict__)
+    return how.model
 
 
 def _require_model(model: Any) -> None:
@@ -112,7 +110,7 @@ def _require_model(model: Any) -> None:
         raise WatchError("watch: this model is compiled already. Watch first: torch.compile(watch(model)).")
     if _STATE in model.__dict__:
         raise WatchError(f"watch: this {type(model).__name__} is watched already. unwatch it first.")
-    if own := [name for name in NAMES if hasattr(model, name)]:
+    if own := [name for name in shell.NAMES if hasattr(model, name)]:
         raise WatchError(
             f"watch: this {type(model).__name__} has a {own[0]!r} of its own, and a watched model has one, too."
         )

@@ -23,7 +23,7 @@ def without_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) ->
     """`z` with zeros in the place of samples that have an origin (-1: none); as it is if it has no samples."""
     if are_kept_whole():
         about = (batch.size, batch.lengths, batch.dim if dim is None else dim)
-        return torch.ops.torchguard.without_samples(origin, z, *about, REVISION)
+        return _WITHOUT_SAMPLES(origin, z, *about, REVISION)
     over = batch.over((origin < 0).to(z.device), z, dim)
     return z if over is None else _only(over, z)
 
@@ -42,7 +42,7 @@ class _Blank(torch.autograd.Function):
 
     @staticmethod
     def forward(z: Tensor, origin: Tensor, size: int, lengths: tuple[int, ...], along: int) -> Tensor:
-        return torch.ops.torchguard.blank_samples(z, origin, size, lengths, along)
+        return _BLANK_SAMPLES(z, origin, size, lengths, along)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -80,10 +80,10 @@ def _alike(z: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(z)
 
 
-define(
+_WITHOUT_SAMPLES = define(
     "without_samples(Tensor origin, Tensor z, SymInt size, SymInt[] lengths, int along, int revision) -> Tensor",
     _without_samples_op,
 )
-define_whole(
+_BLANK_SAMPLES = define_whole(
     "blank_samples(Tensor z, Tensor origin, SymInt size, SymInt[] lengths, int along) -> Tensor", _blank_samples, _alike
 )

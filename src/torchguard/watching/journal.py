@@ -13,8 +13,8 @@ from torchguard.operators import are_kept_whole
 from torchguard.watching.checks import Checks
 from torchguard.watching.constants import at
 from torchguard.watching.earliest import UNTOLD
-from torchguard.watching.kinds import INF, NAN, REVISION, evidence, narrowed
-from torchguard.watching.quarantine import repaired
+from torchguard.watching.kinds import EVIDENCE, INF, NAN, REVISION, evidence, narrowed
+from torchguard.watching.quarantine import REPAIR, repaired
 from torchguard.watching.rows import Batch, as_numbers
 from torchguard.watching.verdict import Evidence, verdict
 
@@ -99,9 +99,9 @@ class Journal:
             if self.repairs:
                 about = (stops, squares, is_argument, in_place, REVISION)
                 marks, place = self._mark_of(place) if self.part else (self.marks, place)
-                z, found = torch.ops.torchguard.repair(z, marks, place, *self._samples, None, *about)
+                z, found = REPAIR(z, marks, place, *self._samples, None, *about)
             else:
-                found = torch.ops.torchguard.evidence(z, place in self.ends, REVISION)
+                found = EVIDENCE(z, place in self.ends, REVISION)
             self.found.append(found)
             return z
         return self._see(z, place, stops, is_argument, squares, dim, in_place)

@@ -37,7 +37,7 @@ def evidence(z: Tensor, alone: bool = False) -> Tensor:
         alone: whether nothing else reads the vectors in the same pass. Compiled for the CPU, such a look takes longer
             to compile than it ever saves: it is left to the one who reads the evidence, see `unread`.
     """
-    return torch.ops.torchguard.evidence(z, alone, REVISION) if are_kept_whole() else look(z)
+    return EVIDENCE(z, alone, REVISION) if are_kept_whole() else look(z)
 
 
 def _evidence_op(z: Tensor, alone: bool, revision: int) -> Tensor:
@@ -103,7 +103,7 @@ def _pieces(width: int) -> int:
     return next((pieces for pieces in range(fewest, most + 1) if width % pieces == 0), 1)
 
 
-define("evidence(Tensor z, bool alone, int revision) -> Tensor", _evidence_op)
+EVIDENCE = define("evidence(Tensor z, bool alone, int revision) -> Tensor", _evidence_op)
 
 
 def nothing_like(found: Tensor) -> Tensor:

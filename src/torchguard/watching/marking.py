@@ -49,7 +49,7 @@ class Table:
 def new_rows(places: int, size: int, device: torch.device) -> Tensor:
     """`(2, places, samples)` zeros."""
     if device.type == "cpu":  # where a kernel takes longer to compile than it ever saves
-        return torch.ops.torchguard.no_marks(places, size, device)
+        return _NO_MARKS(places, size, device)
     return torch.zeros(2, places, size, device=device)
 
 
@@ -100,7 +100,7 @@ class _Apart(torch.autograd.Function):
         left = ctx.table.take()
         if left is not None:
             if born:  # of gradients that are on another device, or that no operator takes
-                left = left + torch.ops.torchguard.together([*born.values()], [*born], None, *left.shape)
+                left = left + _TOGETHER([*born.values()], [*born], None, *left.shape)
             born = {0: left}
         if not born:
             return None, None, None, None
@@ -139,7 +139,7 @@ def _put_together(born: dict[int, Tensor], ctx: Any) -> Tensor:
             return each[0]
         if count == len(each) <= _FEW and each[0].ndim == 1:  # there are no others
             return torch.stack(each)
-    return torch.ops.torchguard.together(each, [*born], told, count, width)  # it would take long to compile
+    return _TOGETHER(each, [*born], told, count, width)  # it would take long to compile
 
 
 def _together(born: list[Tensor], firsts: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
@@ -181,8 +181,8 @@ def _empty(places: int, size: int, device: torch.device) -> Tensor:
     return torch.empty(2, places, size, device=device)
 
 
-define_whole("no_marks(int places, SymInt size, Device device) -> Tensor", _no_marks, _empty)
-define("parts(Tensor marks, SymInt size, int[] firsts, int[] counts) -> Tensor[]", _parts_op)
-define_whole(
+_NO_MARKS = define_whole("no_marks(int places, SymInt size, Device device) -> Tensor", _no_marks, _empty)
+PARTS = define("parts(Tensor marks, SymInt size, int[] firsts, int[] counts) -> Tensor[]", _parts_op)
+_TOGETHER = define_whole(
     "together(Tensor[] born, int[] firsts, Tensor? told, int count, SymInt width) -> Tensor", _together, _shape
 )

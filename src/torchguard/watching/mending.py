@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.library import triton_op
 
+from torchguard.operators import free_namespace
 from torchguard.watching.blanking import only
 from torchguard.watching.kinds import are_bits, is_fine, look, shape_of_evidence
 from torchguard.watching.stopping import has_kernel
@@ -41,11 +42,11 @@ def mended(z: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _operator() -> Any:
-    """`torch.ops.torchguard.mend_`: Inductor sees what kernel that is, and calls it as it calls its own.
+    """The operator `mend_`: Inductor sees what kernel that is, and calls it as it calls its own.
 
     It is made when it is first needed, since to make it loads all of Inductor.
     """
-    return triton_op("torchguard::mend_", mend_, mutates_args={"z"})
+    return triton_op(f"{free_namespace('mend_')}::mend_", mend_, mutates_args={"z"})
 
 
 def mend_(z: Tensor) -> Tensor:

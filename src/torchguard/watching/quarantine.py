@@ -118,7 +118,7 @@ def repaired(
     if are_kept_whole():
         # Dynamo takes long over an autograd.Function, and a large model has hundreds.
         samples, about = as_numbers(batch), (dim, stops, squares, False, in_place, REVISION)
-        return torch.ops.torchguard.repair(z, marks, place, *samples, *about)
+        return REPAIR(z, marks, place, *samples, *about)
     if torch.compiler.is_compiling():  # for an export or a transform, where marks and clearing have no place
         found = _found(z, _limit(z.dtype, squares))
         if in_transform():  # where Dynamo traces no autograd.Function; what is replaced has no gradient all the same
@@ -211,7 +211,7 @@ def _repair_op(
     return same, nothing_like(before)
 
 
-define(
+REPAIR = define(
     "repair(Tensor z, Tensor? marks, int place, SymInt size, SymInt[] lengths, int? along, int? dim, bool stops, "
     "int squares, bool is_argument, bool in_place, int revision) -> (Tensor, Tensor)",
     _repair_op,

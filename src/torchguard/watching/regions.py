@@ -26,6 +26,8 @@ class Region:
         part: of the places, those of the block and its modules.
     """
 
+    is_region = True  # by which it is known: after a reload, and in a second import, `Region` is another class
+
     def __init__(self, watch: Watch, block: nn.Module, eye: Eye | None, part: range) -> None:
         self.watch, self.block, self.eye, self.part = watch, block, eye, part
         self.number = watch.parts.index(part) if part else None
@@ -46,7 +48,7 @@ class Region:
         whole = journal.enter(self.part, marks)
         output, found, remarks = _once(self, *args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
         if found:
-            found = torch.ops.torchguard.out_of_region(found)
+            found = _OUT_OF_REGION(found)
         journal.leave(whole, found, remarks)
         return output
 
@@ -74,10 +76,11 @@ def places_within(path: str, paths: Sequence[str]) -> range:
 
 def remove_region(module: nn.Module, watch: Watch) -> None:
     """Take off the region of a watched model, which may be within that of another."""
-    outer, region = None, module.__dict__.get("forward")
-    while isinstance(region, Region) and region.watch is not watch:
+    outer: Any = None
+    region: Any = module.__dict__.get("forward")
+    while _is_region(region) and region.watch is not watch:
         outer, region = region, region.own_forward
-    if not isinstance(region, Region):
+    if not _is_region(region):
         return
     if outer is not None:
         outer.own_forward = region.own_forward
@@ -87,12 +90,16 @@ def remove_region(module: nn.Module, watch: Watch) -> None:
         del module.__dict__["forward"]
 
 
+def _is_region(forward: Any) -> bool:
+    return getattr(type(forward), "is_region", False)
+
+
 def _out_of_region(found: list[Tensor]) -> list[Tensor]:
     return [one.view_as(one) for one in found]
 
 
 # What a region returns, Dynamo loses track of inside of a checkpoint; of what is made of it, it does not.
-define("out_of_region(Tensor[] found) -> Tensor[]", _out_of_region)
+_OUT_OF_REGION = define("out_of_region(Tensor[] found) -> Tensor[]", _out_of_region)
 
 
 @torch.compiler.nested_compile_region

@@ -36,6 +36,7 @@ class Watched:
     """What is added to the class of a watched model."""
 
     _watch: Watch
+    _is_watched = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         watch = self._watch
@@ -102,9 +103,14 @@ class Watched:
         return applied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if isinstance(self._watch.model, Watched):  # it became one where it was, and nobody asked for another
+        if is_watched(self._watch.model):  # it became one where it was, and nobody asked for another
             return _reduced_to_plain(self, super().__reduce_ex__(protocol))
         return new_shell, (type(self._watch.model), "forward" in self.__dict__), self.__dict__
+
+
+def is_watched(model: object) -> bool:
+    """Whether this is a watched model. By a mark: `Watched` is another class after a reload, and in a second import."""
+    return getattr(type(model), "_is_watched", False)
 
 
 # The names that a model loses by being watched.
@@ -119,7 +125,7 @@ class Root:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling():
-            self.watch.was_called = isinstance(module, Watched)
+            self.watch.was_called = is_watched(module)
 
 
 class Eye:

@@ -20,11 +20,11 @@ def side_by_side(evidence: Sequence[Tensor]) -> Tensor:
         return torch.stack([*evidence])
     if evidence[0].is_cpu:
         return torch.cat([*evidence], -1).movedim(-1, 0).unsqueeze(-1)
-    return torch.ops.torchguard.side_by_side(evidence)
+    return _SIDE_BY_SIDE(evidence)
 
 
 def _shape(evidence: Sequence[Tensor]) -> Tensor:
     return evidence[0].new_empty(len(evidence), *evidence[0].shape)
 
 
-define_whole("side_by_side(Tensor[] evidence) -> Tensor", torch.stack, _shape)
+_SIDE_BY_SIDE = define_whole("side_by_side(Tensor[] evidence) -> Tensor", torch.stack, _shape)

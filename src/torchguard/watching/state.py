@@ -10,9 +10,10 @@ from torchguard._torch import holds, in_transform, is_in_backward, keep_static
 from torchguard.exceptions import WatchError
 from torchguard.locations.tracking import LocationTable
 from torchguard.operators import are_kept_whole
+from torchguard.watching import incidents
 from torchguard.watching.checks import Checks
-from torchguard.watching.incidents import Names, Poll
 from torchguard.watching.journal import Journal, Step
+from torchguard.watching.marking import PARTS
 from torchguard.watching.rows import Batch
 
 # In batches of up to so many samples it is told when a fault is born in the backward pass.
@@ -40,14 +41,14 @@ class Watch:
         self.quarantine, self.returns, self.batch_dim = quarantine, returns, batch_dim
         self.table = LocationTable(type(model).__name__, paths, ())
         messages = {check.code: check.message for check in checks.others}
-        self.names = Names(tuple(path or type(model).__name__ for path in paths), messages)
+        self.names = incidents.Names(tuple(path or type(model).__name__ for path in paths), messages)
         self.own_forward = model.__dict__.get("forward")  # set on the instance, as tools do
         self.journal: Journal | None = None
         self.parts = parts  # of the places, those of each region
         self.was_called = False  # by the watched model, not by the plain one
         self.step: Step | None = None
         self.is_step_lost = False
-        self.poll = Poll()
+        self.poll = incidents.Poll()
         self.place(self.device)
 
     @property
@@ -86,7 +87,7 @@ class Watch:
         journal = Journal(batch, self.checks, self.quarantine, len(self.paths), marks)
         if self.parts and marks is not None and are_kept_whole():
             firsts, counts = [part.start for part in self.parts], [len(part) for part in self.parts]
-            journal.parts = torch.ops.torchguard.parts(marks, batch.size, firsts, counts)
+            journal.parts = PARTS(marks, batch.size, firsts, counts)
         return journal
 
     def keep(self, step: Step) -> None:
@@ -103,8 +104,8 @@ class Watch:
         return self.step
 
     def __getstate__(self) -> dict[str, Any]:
-        new = {"journal": None, "step": None, "is_step_lost": False, "poll": Poll(), "device": self.locations.device}
-        state = {**self.__dict__, **new}
+        new = {"journal": None, "step": None, "is_step_lost": False, "poll": incidents.Poll()}
+        state = {**self.__dict__, **new, "device": self.locations.device}
         for name in ("ids", "locations", "marks", "born"):
             del state[name]
         return state

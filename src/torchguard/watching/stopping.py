@@ -33,10 +33,10 @@ def stopped(
     if is_traced(grad) and along == 0 and batch.has_rows(grad.shape, 0) and not _is_beyond_operators(grad):
         finite = grad.clone()  # which Inductor leaves out where nobody else reads it
         if table is not None and table.device == grad.device:
-            torch.ops.torchguard.stop_(finite, table.open(), place, batch.size)
+            _STOP_(finite, table.open(), place, batch.size)
             return finite, None
         rows = new_rows(1, batch.size, grad.device)
-        torch.ops.torchguard.stop_(finite, rows, 0, batch.size)
+        _STOP_(finite, rows, 0, batch.size)
         return finite, rows[0, 0]
     return _stopped(grad, batch, along)
 
@@ -100,4 +100,4 @@ def _has_triton() -> bool:
     return True
 
 
-define_whole("stop_(Tensor(a!) grad, Tensor(b!) table, int place, SymInt rows) -> ()", _stop_, lambda *_: None)
+_STOP_ = define_whole("stop_(Tensor(a!) grad, Tensor(b!) table, int place, SymInt rows) -> ()", _stop_, lambda *_: None)

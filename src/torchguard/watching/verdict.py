@@ -66,7 +66,7 @@ def verdict(
     about = (remarks, locations, batch, repairs, config)
     if are_kept_whole():
         # What is asked of every piece of evidence takes Dynamo long, and a large model has hundreds.
-        return Verdict(*torch.ops.torchguard.verdict(*evidence, marks, *_flat(*about)))
+        return Verdict(*_VERDICT(*evidence, marks, *_flat(*about)))
     found = _verdict(evidence, *about)
     tell(marks, found.told)
     return found
@@ -183,7 +183,7 @@ def _traced_verdict(
     dims = [0 if i in in_groups else told for i, told in enumerate(dims)]
     numbers = json.dumps([in_groups, alone, [*whole], places, dims])  # lists take longer to hand over than all the rest
     return Verdict(
-        *torch.ops.torchguard.verdict_at_once(
+        *_VERDICT_AT_ONCE(
             [group.several for group in groups],
             [found[i] for i in alone],
             [*whole.values()],
@@ -239,13 +239,13 @@ def _shapes(*given: Any) -> Verdict:
     return _clean(Batch(size, tuple(lengths), dim, _CPU), _config(*layout))
 
 
-define(
+_VERDICT = define(
     "verdict(Tensor[] found, int[] places, int[] dims, Tensor? marks, Tensor? remarks, Tensor locations, SymInt size, "
     "SymInt[] lengths, int dim, Device device, bool repairs, ScalarType dtype, int slots, int? transposes_from, "
     "int revision) -> (Tensor, Tensor)",
     _verdict_op,
 )
-define_whole(
+_VERDICT_AT_ONCE = define_whole(
     "verdict_at_once(Tensor[] groups, Tensor[] alone, Tensor[] whole, str numbers, Tensor? remarks, Tensor locations, "
     "SymInt size, SymInt[] lengths, int dim, bool repairs, ScalarType dtype, int slots, int? transposes_from) "
     "-> (Tensor, Tensor)",

@@ -5,7 +5,6 @@ missing, `missing()` says which, and what needs it refuses in words.
 """
 
 import contextlib
-import functools
 import inspect
 import threading
 import traceback
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchguard._torch import kept_through_reloads, replaced_by
 from torchguard.exceptions import GuardError
 from torchguard.guards._torch import Guards, Stack, guards_of
 
@@ -34,7 +34,10 @@ class Built(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """Something compiled before that does not fit a call, for which Dynamo compiles anew, under the id `for_id`."""
+    """Something compiled before that does not fit a call, for which Dynamo compiles anew, under the id `for_id`.
+
+    `gone` is what Dynamo says where an object is no more that a guard was about: then it has dropped all guards.
+    """
 
     code: types.CodeType
     compile_id: str
@@ -42,6 +45,7 @@ class Missed(NamedTuple):
     guards: Guards
     f_locals: dict[str, Any]
     is_same_backend: bool
+    gone: str
 
 
 class Broken(NamedTuple):
@@ -55,11 +59,14 @@ class Broken(NamedTuple):
 BuiltListener = Callable[[Built], None]
 RecompileListener = Callable[[Missed], None]
 BreakListener = Callable[[Broken], None]
-_built: list[BuiltListener] = []
-_recompiling: list[RecompileListener] = []
-_breaking: list[BreakListener] = []
-_is_installed = False
-_thread = threading.local()
+# A reload of this module leaves these as they are: torch's functions stay wrapped, and are so once.
+_built: list[BuiltListener] = kept_through_reloads(globals(), "_built", list)
+_recompiling: list[RecompileListener] = kept_through_reloads(globals(), "_recompiling", list)
+_breaking: list[BreakListener] = kept_through_reloads(globals(), "_breaking", list)
+_wrapped: set[str] = kept_through_reloads(globals(), "_wrapped", set)
+_thread = kept_through_reloads(globals(), "_thread", threading.local)
+# What audits to be told of have as `told_by`: where this package was imported twice, both copies wrap these functions.
+HERE = kept_through_reloads(globals(), "HERE", object)
 
 
 def missing() -> str | None:
@@ -153,38 +160,37 @@ def install() -> None:
     import torch._dynamo.guards as dynamo
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-    global _is_installed
-    if _is_installed:
-        return
-    _is_installed = True
-    dynamo.CheckFunctionManager.__init__ = _listening(dynamo.CheckFunctionManager.__init__)  # pyright: ignore[reportAttributeAccessIssue]
-    dynamo.get_guard_fail_reason = _telling(dynamo.get_guard_fail_reason)
-    if hasattr(InstructionTranslatorBase, "log_graph_break"):
-        InstructionTranslatorBase.log_graph_break = _telling_of_breaks(InstructionTranslatorBase.log_graph_break)  # pyright: ignore[reportAttributeAccessIssue]
+    for owner, name, ours in (
+        (dynamo.CheckFunctionManager, "__init__", "_build"),
+        (dynamo, "get_guard_fail_reason", "_explain"),
+        (InstructionTranslatorBase, "log_graph_break", "_break"),
+    ):
+        if hasattr(owner, name) and name not in _wrapped:
+            _wrapped.add(name)
+            setattr(owner, name, replaced_by(globals(), ours, getattr(owner, name)))
 
 
-def _listening(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Any, f_code: types.CodeType, output_graph: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind(self, f_code, output_graph, *args, **kwargs).arguments
-        full = None
-        if getattr(given.get("guard_filter_fn"), "is_audit", False):
-            full = _first_built(self)
-        original(self, f_code, output_graph, *args, **kwargs)
-        built = Built(
-            f_code,
-            current_compile_id(),
-            guards_of(self.guard_manager),
-            full() if full is not None else None,
-            _entries_before(f_code, given),
-            lambda: _stacks(output_graph),
-        )
-        if full is not None:
-            given["guard_filter_fn"].on_built(built)
-        for listener in tuple(_built):
-            listener(built)
-
-    return init
+def _build(
+    original: Callable[..., None], self: Any, f_code: types.CodeType, output_graph: Any, *args: Any, **kwargs: Any
+) -> None:
+    """In the place of `CheckFunctionManager.__init__`."""
+    given = inspect.signature(original).bind(self, f_code, output_graph, *args, **kwargs).arguments
+    full = None
+    if getattr(given.get("guard_filter_fn"), "told_by", None) is HERE:
+        full = _first_built(self)
+    original(self, f_code, output_graph, *args, **kwargs)
+    built = Built(
+        f_code,
+        current_compile_id(),
+        guards_of(self.guard_manager),
+        full() if full is not None else None,
+        _entries_before(f_code, given),
+        lambda: _stacks(output_graph),
+    )
+    if full is not None:
+        given["guard_filter_fn"].on_built(built)
+    for listener in tuple(_built):
+        listener(built)
 
 
 def _entries_before(code: types.CodeType, given: dict[str, Any]) -> int:
@@ -232,26 +238,27 @@ def _first_built(manager: Any) -> Callable[[], Guards | None]:
     return full
 
 
-def _telling(original: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(original)
-    def get_guard_fail_reason(wrapper: Any, code: types.CodeType, f_locals: Any, *args: Any, **kwargs: Any) -> str:
-        if _recompiling and getattr(wrapper, "root", None) is not None:
-            given = inspect.signature(original).bind(wrapper, code, f_locals, *args, **kwargs).arguments
-            backend = _innermost(given.get("backend"))
-            is_same = getattr(wrapper.cache_entry, "backend", backend) == backend
-            missed = Missed(code, str(given["compile_id"]), current_compile_id(), guards_of(wrapper), f_locals, is_same)
-            for listener in tuple(_recompiling):
-                listener(missed)
-        _thread.is_explaining, _thread.error = True, None
-        try:
-            reason = original(wrapper, code, f_locals, *args, **kwargs)
-        finally:
-            _thread.is_explaining = False
-        if _thread.error is not None:
-            raise _thread.error
-        return reason
-
-    return get_guard_fail_reason
+def _explain(
+    original: Callable[..., str], wrapper: Any, code: types.CodeType, f_locals: Any, *args: Any, **kwargs: Any
+) -> str:
+    """In the place of `get_guard_fail_reason`."""
+    if _recompiling and getattr(wrapper, "root", None) is not None:
+        given = inspect.signature(original).bind(wrapper, code, f_locals, *args, **kwargs).arguments
+        backend = _innermost(given.get("backend"))
+        is_same = getattr(wrapper.cache_entry, "backend", backend) == backend
+        gone = getattr(wrapper, "invalidation_reason", "")
+        ids = (str(given["compile_id"]), current_compile_id())
+        missed = Missed(code, *ids, guards_of(wrapper), f_locals, is_same, gone)
+        for listener in tuple(_recompiling):
+            listener(missed)
+    _thread.is_explaining, _thread.error = True, None
+    try:
+        reason = original(wrapper, code, f_locals, *args, **kwargs)
+    finally:
+        _thread.is_explaining = False
+    if _thread.error is not None:
+        raise _thread.error
+    return reason
 
 
 def _innermost(backend: Any) -> Any:
@@ -261,20 +268,17 @@ def _innermost(backend: Any) -> Any:
     return backend
 
 
-def _telling_of_breaks(original: Callable[..., None]) -> Callable[..., None]:
+def _break(original: Callable[..., None], self: Any, code_options: Any, reason: str, exc: Any) -> None:
+    """In the place of `InstructionTranslatorBase.log_graph_break`."""
     from torch._guards import TracingContext
 
-    @functools.wraps(original)
-    def log_graph_break(self: Any, code_options: Any, reason: str, exc: Any) -> None:
-        if _breaking and not exc.logged:  # it comes by here once for each frame that it goes up through
-            stack = getattr(exc, "real_stack", None) or TracingContext.extract_stack()
-            first = (code_options["co_filename"], code_options["co_firstlineno"], code_options["co_name"])
-            broken = Broken(reason, stack or [traceback.FrameSummary(*first)], current_compile_id())
-            for listener in tuple(_breaking):
-                listener(broken)
-        original(self, code_options, reason, exc)
-
-    return log_graph_break
+    if _breaking and not exc.logged:  # it comes by here once for each frame that it goes up through
+        stack = getattr(exc, "real_stack", None) or TracingContext.extract_stack()
+        first = (code_options["co_filename"], code_options["co_firstlineno"], code_options["co_name"])
+        broken = Broken(reason, stack or [traceback.FrameSummary(*first)], current_compile_id())
+        for listener in tuple(_breaking):
+            listener(broken)
+    original(self, code_options, reason, exc)
 
 
 def is_explaining() -> bool:
