@@ -1,14 +1,16 @@
-# make demo   the main job, on a machine with only Python, pip, make and gcc
-# make test   every check that has to pass
+# make demo        the main job, on a machine with only Python, pip, make and gcc
+# make test        every check that has to pass, in some minutes
+# make test-long   breadth: every test on Inductor, many more examples, an installed wheel, the docs
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PYTEST := $(BIN)/pytest -n 2
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
 # One thread: with two processes at work, OpenMP's spinning costs a hundredfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types layers unit bench docs clean
+.PHONY: demo test test-long lint types layers unit bench docs clean
 
 demo: $(VENV)/.demo
 	@echo "demo: training a small GPT with a broken sample in every batch"
@@ -30,9 +32,13 @@ layers: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	@echo "unit: pytest"
-	@$(BIN)/pytest -n 2 --dist loadfile  # the examples of a page build on each other
-	@echo "unit: pytest, shapes in signatures checked"
-	@TORCHGUARD_CHECK_SHAPES=1 $(BIN)/pytest -n 2 --dist loadfile -m "not compiled and not wrong_types" tests/errors tests/test_checks.py tests/test_control.py
+	@$(PYTEST) -m "not long"
+
+test-long: $(VENV)/.dev docs
+	@echo "long: pytest"
+	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile=thorough
+	@echo "long: pytest, shapes in signatures checked"
+	@TORCHGUARD_CHECK_SHAPES=1 $(PYTEST) -m "not compiled and not wrong_types" tests/errors tests/test_checks.py tests/test_control.py
 
 bench: $(VENV)/.dev
 	@echo "bench: against the published torchguard 1.1.0"
@@ -52,7 +58,7 @@ bench: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	@echo "docs: mkdocs"
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet, it would not be strict
 
 clean:
 	rm -rf $(VENV) site dist build
@@ -61,7 +67,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	@echo "setup: virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --upgrade "pip>=25.1"
-	@$(PIP) --editable . numpy
+	@$(PIP) --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

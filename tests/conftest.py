@@ -1,8 +1,10 @@
+import importlib
 import warnings
 
 import pytest
 import torch
 
+from torchguard.guards._torch import children_of
 from torchguard.locations.registry import registry
 
 
@@ -12,13 +14,17 @@ def fresh_places():
     registry.__init__()
 
 
-@pytest.fixture(params=["eager", "aot_eager", "inductor"])
+# `aot_eager` does all that `eager` does, and more.
+EAGER = pytest.param("eager", marks=pytest.mark.long)
+
+
+@pytest.fixture(params=[EAGER, "aot_eager", "inductor"])
 def compiled(request):
     """Compile a function without graph breaks, on each backend in turn."""
     return lambda fn, **options: torch.compile(fn, backend=request.param, fullgraph=True, **options)
 
 
-@pytest.fixture(params=["plain", "eager", "aot_eager", "inductor"])
+@pytest.fixture(params=["plain", EAGER, "aot_eager", "inductor"])
 def run(request):
     """Leave a function as it is, or compile it without graph breaks, on each backend in turn."""
     if request.param == "plain":
@@ -32,6 +38,17 @@ def run_light(request):
     if request.param == "plain":
         return lambda fn: fn
     return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
+
+
+@pytest.fixture
+def guards_for_a_clock(monkeypatch):
+    """What `guards.cost` measures: a microsecond a guard, however busy the machine is."""
+
+    def count(manager):
+        return len(manager.get_leaf_guards()) + sum(map(count, children_of(manager)))
+
+    cost = importlib.import_module("torchguard.guards.cost")  # of that name is a function, too
+    monkeypatch.setattr(cost, "_time", lambda guards, f_locals: float(count(guards.root)))
 
 
 @pytest.fixture

@@ -75,6 +75,7 @@ def test_integers_can_be_neither():
     assert flag_nan_and_inf(x, 1, f) is f
 
 
+@pytest.mark.inductor
 def test_a_row_with_both(run):
     x = torch.ones(2, 3)
     x[1, 0], x[1, 2] = INF, NAN
@@ -147,6 +148,7 @@ def test_has_err_and_find():
 
 
 class TestFix:
+    @pytest.mark.inductor
     def test_replaces_rows_that_are_not_finite(self, run):
         x = torch.tensor([[1.0, NAN], [2.0, 3.0], [INF, 4.0]])
         z, f = run(lambda x: fix(x, err.new(x), 5))(x)

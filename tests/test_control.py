@@ -33,6 +33,7 @@ def test_the_first_branch_that_holds_is_taken(run, value, chosen):
     assert err.is_err(f).tolist() == [chosen != "clean", False]
 
 
+@pytest.mark.inductor
 def test_a_condition_for_each_row_leaves_the_others_alone(run):
     def fn(x):
         f = flag_nan_and_inf(x, 1, err.new(x))

@@ -63,6 +63,7 @@ def test_the_recipe_for_bad_input(run):
         assert_same(grads(net), want)
 
 
+@pytest.mark.inductor
 def test_the_recipe_for_overflow_inside(run):
     class Burst(nn.Module):
         def __init__(self):

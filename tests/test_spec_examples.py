@@ -915,7 +915,9 @@ class TestAccumulation:
         assert set(self.pushed(*records)) == kept
 
     @pytest.mark.parametrize(
-        ("order", "kept"), [(Order.FIRST, range(16)), (Order.LAST, range(4, 20))], ids=["FIFO", "LIFO"]
+        ("order", "kept"),
+        [(Order.FIRST, range(16)), pytest.param(Order.LAST, range(4, 20), marks=pytest.mark.long)],
+        ids=["FIFO", "LIFO"],
     )
     def test_only_fifo_shows_where_a_nan_originated(self, order, kept):
         @tracked

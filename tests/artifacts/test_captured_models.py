@@ -12,7 +12,10 @@ SMALL_GPT2 = GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_si
 
 @pytest.mark.parametrize(
     ("make", "module"),
-    [(lambda: BertModel(SMALL_BERT), "BertSelfAttention"), (lambda: GPT2LMHeadModel(SMALL_GPT2), "GPT2Attention")],
+    [
+        pytest.param(lambda: BertModel(SMALL_BERT), "BertSelfAttention", marks=pytest.mark.long),
+        (lambda: GPT2LMHeadModel(SMALL_GPT2), "GPT2Attention"),
+    ],
     ids=["bert", "gpt2"],
 )
 def test_transformers_in_training(tmp_path, make, module):

@@ -40,6 +40,7 @@ def finished(process):
     return out, err
 
 
+@pytest.mark.long
 def test_two_capture_into_one_directory_at_once(tmp_path):
     free, limited = tmp_path / "free", tmp_path / "limited"
     both = [start("run(sys.argv[1]); run(sys.argv[2], limit='30 KB')", free, limited) for _ in range(2)]
@@ -112,6 +113,7 @@ for size in (0, 10, 100, 1500):
 """
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_is_one_line_in_the_log(tmp_path):
     out, err = finished(start(FULL_DISK, tmp_path))
     assert out == "0 0 True\n10 0 True\n100 0 True\n1500 3 True\n"
@@ -134,6 +136,7 @@ def test_the_environment_starts_a_capture_of_the_whole_process(tmp_path):
     assert [one.state for one in Store(tmp_path / "kept")] == ["whole", "whole"]
 
 
+@pytest.mark.long
 def test_a_place_in_the_environment_that_cannot_be_is_a_line_in_the_log(tmp_path):
     (tmp_path / "file").write_text("mine")
     out, err = finished(start(FROM_THE_ENVIRONMENT, TORCHGUARD_CAPTURE=str(tmp_path / "file")))

@@ -6,7 +6,7 @@ import shutil
 from datetime import timedelta
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchguard import artifacts
@@ -101,13 +101,11 @@ class TestList:
         (found,) = [one for one in Store(kept) if one.state == "foreign"]
         assert found.id == "\\x1b[2Jgone line"
 
-    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
     @given(content=st.binary(max_size=300))
     def test_any_bytes_for_a_manifest_are_listed(self, one, content):
         (one.path / "manifest.json").write_bytes(content)
         assert again(one).state == "corrupt"
 
-    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
     @given(data=st.data())
     def test_any_json_for_a_manifest_is_listed_and_harms_nothing(self, one, outside, data):
         anything = st.recursive(

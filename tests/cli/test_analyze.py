@@ -103,6 +103,7 @@ def test_memory_is_shown_forward_and_backward_with_what_is_alive(invoke, module)
     assert "█" in told
 
 
+@pytest.mark.long
 def test_where_the_encoding_has_no_blocks_the_chart_does_without(command, captured, trained):
     ran = command("analyze", "-t", "memory", trained.id, "--dir", captured.root, PYTHONIOENCODING="ascii")
     assert ran.returncode == 0

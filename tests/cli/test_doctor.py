@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from torchguard.cli.examination import Finding
@@ -22,6 +23,7 @@ def test_doctor_finds_this_machine_fit(command):
     assert "compile inductor" in found
 
 
+@pytest.mark.long
 def test_a_missing_compiler_is_told_with_what_to_do(command):
     ran = command("doctor", PATH="/nowhere", CXX="", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     assert ran.returncode == 0

@@ -175,6 +175,7 @@ def test_an_interrupt_ends_it_as_without(script, tmp_path):
     assert "torchguard" not in told
 
 
+@pytest.mark.long
 def test_a_script_that_fails_is_reported_on_all_the_same(command, script):
     ran = command("run", script(TRAIN + "raise RuntimeError('too late')\n"))
     assert ran.returncode == 1
@@ -182,12 +183,14 @@ def test_a_script_that_fails_is_reported_on_all_the_same(command, script):
     assert "4 compilations" in ran.stderr
 
 
+@pytest.mark.long
 def test_artifacts_go_where_the_command_was_started(command, script, tmp_path):
     ran = command("run", script("import os\nos.mkdir('sub')\nos.chdir('sub')\n" + TRAIN))
     assert len(list((tmp_path / "debug_artifacts").iterdir())) == 4
     assert "script.py:15  if h.sum() > 1e9:" in ran.stderr
 
 
+@pytest.mark.long
 def test_a_device_is_checked_without_changing_what_runs_and_without_writing(command, script, tmp_path):
     ran = command("run", "--no-capture", "--device", "edge-npu", script(TRAIN))
     assert ran.returncode == 0
@@ -198,6 +201,7 @@ def test_a_device_is_checked_without_changing_what_runs_and_without_writing(comm
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
+@pytest.mark.long
 def test_a_report_on_the_device_goes_into_the_artifacts(command, script, tmp_path):
     ran = command("run", "--device", "edge-npu", "--report", "report.json", script(TRAIN))
     assert ran.returncode == 0
@@ -213,6 +217,7 @@ def test_a_report_on_the_device_goes_into_the_artifacts(command, script, tmp_pat
 
 
 @pytest.mark.parametrize(("ending", "code"), [("", 4), ("sys.exit(5)\n", 5)], ids=["well", "badly"])
+@pytest.mark.long
 def test_strict_ends_with_4_if_rules_are_broken_and_the_script_ended_well(command, script, ending, code):
     ran = command("run", "-q", "--no-capture", "--strict", "--device", "edge-npu", script(TRAIN + ending))
     assert ran.returncode == code

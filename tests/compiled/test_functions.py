@@ -32,6 +32,7 @@ def assert_same(found, right):
     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.inductor
 def test_value_and_derivatives_are_those_of_eager_mode(backend, point):
     c = compile_out(mlp, *point, backend=backend)
     dx = tuple(torch.randn_like(leaf) for leaf in point)
@@ -76,6 +77,7 @@ def test_executables_serve_new_inputs(point):
     assert len(traced) == before
 
 
+@pytest.mark.inductor
 def test_a_scalar_function_has_backward_and_hessian(backend):
     c = compile_scalar(lambda x: (x**3).sum(), torch.ones(4), backend=backend)
     x, dx = torch.randn(4), torch.randn(4)
@@ -185,6 +187,7 @@ def test_an_output_that_depends_on_nothing_has_no_tangent():
     assert moved.tolist() == [2.0, 2.0, 2.0]
 
 
+@pytest.mark.inductor
 def test_inputs_are_neither_changed_nor_shared(backend):
     c = compile_out(lambda x: (x, x, x.t(), x + 0.0), torch.ones(2, 3), backend=backend)
     x, w = torch.ones(2, 3), (torch.ones(2, 3), torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 3))

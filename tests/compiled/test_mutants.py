@@ -42,6 +42,7 @@ def mutants(name):
     return list(mutants_of(graphs(name).vjp, name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_each_mutant_is_rejected_or_proved_equivalent(name):
     g = graphs(name)
@@ -59,6 +60,7 @@ def test_each_mutant_is_rejected_or_proved_equivalent(name):
             assert Verdict.FAIL in found, mutant
 
 
+@pytest.mark.long
 def test_there_are_enough_of_every_kind():
     count: Counter[str] = Counter(m.kind for name in NAMES for m in mutants(name))
     assert set(count) == set(MUTATIONS)

@@ -30,6 +30,7 @@ def by_torch_compile(x, w):
     return [y.detach(), *torch.autograd.grad(y, tracked, w)]
 
 
+@pytest.mark.long
 def test_the_gradient_that_torch_compile_gets_wrong_is_right(image):
     w = torch.randn(1, 4, 8, 8)
     right = torch.func.vjp(conv_times_pool, *image)[1](w)

@@ -169,14 +169,17 @@ PAIRS = {
 PLACES = [Fraction(n, 10) for n in (-50, -21, -7, -2, 3, 8, 19, 45, 250)]
 
 
-@pytest.mark.parametrize("at", PLACES, ids=str)
 @pytest.mark.parametrize("name", PAIRS)
-def test_each_backward_formula_is_the_derivative_of_its_forward_one(name, at):
+def test_each_backward_formula_is_the_derivative_of_its_forward_one(name):
     (forward, *settings), (backward, *others) = PAIRS[name]
-    x, one = Symbolic(X, at), Symbolic(1, at)
-    y = activations.RULES[forward](x, *settings)
-    slope = activations.RULES[backward](one, x, *others)
-    assert is_zero(sp.diff(y.formula, X) - slope.formula)
+    wrong = []
+    for at in PLACES:
+        x, one = Symbolic(X, at), Symbolic(1, at)
+        y = activations.RULES[forward](x, *settings)
+        slope = activations.RULES[backward](one, x, *others)
+        if not is_zero(sp.diff(y.formula, X) - slope.formula):
+            wrong.append(at)
+    assert wrong == []
 
 
 @pytest.mark.parametrize("at", PLACES[::3], ids=str)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from doubled import Doubled
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchguard.compiled import CompiledScalar, SavedGraphError, compile_out, compile_scalar, load
@@ -32,6 +32,7 @@ def saved(tmp_path, point):
     return path
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_what_is_loaded_is_what_was_saved(saved, point, backend):
     c = load(saved, backend=backend)
@@ -187,7 +188,7 @@ anything = st.recursive(
 
 
 @given(anything, st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_any_part_of_a_file_may_be_anything(saved, value, place):
     read = json.loads(saved.read_text())
     spots = []

@@ -69,6 +69,7 @@ def gradients(f, x, seed):
     return func.vjp(f, *x)[1](seed)
 
 
+@pytest.mark.inductor
 def test_one_piece_of_code_serves_many_sizes(backend):
     f, calls = counted(mlp)
     c = compile_out(f, torch.randn(6, 8), W, B, dynamic=BATCH, backend=backend)
@@ -94,6 +95,7 @@ def test_sizes_on_the_other_side_of_a_branch_are_traced_one_by_one():
     assert runs == [2, 2, 2, 3, 4, 4]
 
 
+@pytest.mark.long
 def test_no_derivative_runs_the_function_again():
     for f in (mlp, by_size, with_the_mean, in_place):
         counting, calls = counted(f)
@@ -201,6 +203,7 @@ def test_the_listing_is_of_what_is_run():
         assert c._by_size[(9,)].listing() == same.listing()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_two_dims_of_a_module_may_vary(backend):
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -279,7 +282,8 @@ def compiled():
     return {f: compile_out(f, torch.randn(6, 8), W, B, dynamic=BATCH, backend="eager") for f in FUNCTIONS}
 
 
-@settings(deadline=None, max_examples=25)
+@pytest.mark.long
+@settings(max_examples=settings.default.max_examples // 5)
 @given(f=st.sampled_from(FUNCTIONS), n=st.sampled_from([1, 2, 5, 9, 10, 13]))
 def test_any_size_gives_what_eager_mode_gives(compiled, f, n):
     c = compiled[f]

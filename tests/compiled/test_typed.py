@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.compiled.zoo import ZOO, graphs
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -118,7 +118,6 @@ operands = st.one_of(st.tuples(shapes, dtypes), st.sampled_from([True, 2, 0.5]))
 
 
 @given(st.tuples(shapes, dtypes), operands)
-@settings(max_examples=200, deadline=None)
 def test_promotion_and_broadcasting_are_torchs(first, second):
     a = torch.empty(first[0], dtype=first[1])
     b = torch.empty(second[0], dtype=second[1]) if isinstance(second, tuple) else second

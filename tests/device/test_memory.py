@@ -4,7 +4,7 @@ import operator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 from torch._functorch.compile_utils import fx_graph_cse
@@ -147,7 +147,7 @@ def without_duplicates(module):
 
 
 @pytest.mark.parametrize("change", [lambda module: module, without_duplicates], ids=["as drawn", "without duplicates"])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(graphs())
 def test_the_plan_is_what_an_interpreter_counts_at_every_node(change, drawn):
     module, share = drawn

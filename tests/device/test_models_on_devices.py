@@ -120,6 +120,7 @@ def test_inference_is_one_graph(name):
     assert [graph.name for graph in backend.report().graphs] == ["inference"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("example", examples())
 def test_the_examples_have_something_to_say(example):
     make, inputs = MODELS["bert"]
@@ -142,6 +143,7 @@ def test_checks_are_not_noisy():
     assert {one.remedy[len("pad dim 0 ") :] for one in aligned} == {"from 2 to 16"}
 
 
+@pytest.mark.long
 def test_sequences_of_any_length_need_one_compilation():
     backend = mock_backend(Device(alignment=16), mode="warning")
     compiled = torch.compile(gpt2(), backend=backend, dynamic=True)

@@ -57,7 +57,7 @@ def test_a_query_on_the_way_needs_no_packing():
     assert len([node for node in graph.graph.nodes if "shift" in str(node.target)]) == 1
 
 
-@pytest.mark.parametrize("slots", [2, 64])
+@pytest.mark.parametrize("slots", [2, pytest.param(64, marks=pytest.mark.long)])
 def test_long_chains_keep_the_first_that_fit(compiled, slots):
     config = ErrorConfig(num_slots=slots)
     depth = 80  # beyond the triangle
@@ -109,6 +109,7 @@ def test_flags_changed_in_place_are_taken_as_they_are(compiled):
     assert [[e.code for e in row] for row in flags.unpack_all(f)] == [[err.INF], []]
 
 
+@pytest.mark.inductor
 def test_every_version_of_the_flags_can_be_returned(compiled):
     def fn(x):
         one = err.push(err.new(x), err.NAN, 1, where=x > 0)
@@ -144,6 +145,7 @@ def test_dynamic_batch(compiled):
         assert flags.unpack(f, 1) == flags.unpack(chain(3)(x)[1], 1)
 
 
+@pytest.mark.inductor
 def test_int64_flags_train_on_every_backend(compiled):
     class Net(nn.Module):
         def __init__(self):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.breadth import breadth
 
 from torchguard import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority, err, flags
 
@@ -63,7 +64,7 @@ def unpacked(f: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(st.sampled_from(DTYPES), st.sampled_from([1, 2, 3, 4, 6]), st.lists(ERRORS, max_size=12), st.integers(0, 12))
 def test_pushes_one_by_one_together_or_merged_follow_the_model(policy, dtype, room, errors, cut):
     config = ErrorConfig(num_slots=room, accumulation=policy, flag_dtype=dtype)
@@ -91,7 +92,7 @@ def test_pushes_one_by_one_together_or_merged_follow_the_model(policy, dtype, ro
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", breadth(POLICIES, *POLICIES[::5]), ids=str)
 def test_a_graph_keeps_what_eager_keeps(policy):
     config = ErrorConfig(num_slots=3, accumulation=policy)
     errors = [(1, 5, 3), (2, 5, 1), (9, 2, 1), (1, 5, 2), (1, 7, 1), (3, 1, 2), (9, 2, 3)]

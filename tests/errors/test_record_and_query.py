@@ -102,6 +102,7 @@ def test_severity_defaults_by_code():
     assert all(found[code] == ErrorCode.default_severity(code) for code in found)
 
 
+@pytest.mark.inductor
 def test_queries(run, f):
     def ask(f):
         return {

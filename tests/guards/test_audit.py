@@ -50,6 +50,7 @@ def audited(fn, filter, backend="eager", fullgraph=True, **settings):
     return compile(fn, filter=watch, backend=backend, fullgraph=fullgraph), watch
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_stale_result_is_told_of(factor, backend):
     fn, watch = audited(scaled, skip_globals(), backend=backend, every=1)

@@ -112,6 +112,7 @@ def test_all_guards_kept_everything_is_noticed(monkeypatch):
     torch.testing.assert_close(compiled(X), model(X))
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_without_guards_on_globals_the_old_value_stays(monkeypatch, backend):
     fn = compile(scale, filter=skip_globals(), backend=backend)

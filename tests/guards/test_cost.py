@@ -46,7 +46,7 @@ def test_shares_add_up():
         assert sum(part.microseconds for part in share.parts) <= share.microseconds * (1 + 1e-9)
 
 
-def test_the_dearest_subtree_is_the_huge_list():
+def test_the_dearest_subtree_is_the_huge_list(guards_for_a_clock):
     net = compiled(Uneven(60))
     x = torch.ones(2, 3)
     net(x)

@@ -66,6 +66,7 @@ def test_what_is_detected(auto_detect, found):
     assert codes(torch.compile(log, backend="aot_eager", fullgraph=True)(X)[1]) == found
 
 
+@pytest.mark.inductor
 def test_the_place_is_the_tracked_module(run):
     @tracked
     class Model(nn.Module):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from beartype import beartype
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from jaxtyping import Float, TypeCheckError, jaxtyped
 
@@ -17,7 +17,6 @@ from torchguard.typing import Broadcast, Dim, Tensor, bool_t, float32_t, int64_t
 PARAMETERS = ["w", "x", "y", "z"]
 SIZES = st.integers(0, 5)
 ALIASES = {torch.float32: float32_t, torch.int64: int64_t, torch.bool: bool_t}
-many = settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class OfSelf(NamedTuple):
@@ -210,7 +209,6 @@ def as_jaxtyped(dims):
     return Float[torch.Tensor, " ".join("..." if dim is ... else str(dim) for dim in dims)]
 
 
-@many
 @given(calls(), st.data())
 def test_what_fits_and_what_is_told_follow_the_model(call, data):
     arguments = list(call.declared)[:-1]
@@ -227,7 +225,6 @@ def test_what_fits_and_what_is_told_follow_the_model(call, data):
         assert (error.function, error.parameter) == ("call", want[0])
 
 
-@many
 @given(calls(), st.data())
 def test_a_wrong_dtype_is_told_before_a_wrong_shape_of_the_same_tensor(call, data):
     declared = {name: data.draw(st.sampled_from(list(ALIASES))) for name in call.declared}
@@ -244,7 +241,6 @@ def test_a_wrong_dtype_is_told_before_a_wrong_shape_of_the_same_tensor(call, dat
     assert want == [] or (error.parameter, type(error)) == want[0]
 
 
-@many
 @given(calls())
 def test_advice_makes_a_tensor_fit(call):
     annotations = {name: as_ours(dims) for name, dims in call.declared.items()}
@@ -256,7 +252,6 @@ def test_advice_makes_a_tensor_fit(call):
         assert name not in failing(call._replace(shapes=call.shapes | {name: tuple(shape)}))
 
 
-@many
 @given(calls(dims=st.one_of(NAMES, NAMES, SIZES)), st.data())
 def test_shapes_as_jaxtyping_writes_them_mean_the_same(call, data):
     tensors = {name: tensor_of(shape) for name, shape in call.shapes.items()}
@@ -307,7 +302,6 @@ def fitting_words(draw, words, sizes, rests):
     return shape
 
 
-@many
 @given(jaxtyped_calls())
 def test_jaxtyping_itself_agrees(call):
     declared, shapes = call

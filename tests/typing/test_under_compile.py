@@ -68,6 +68,7 @@ def test_shapes_cause_no_recompile_that_the_plain_model_does_not_have():
         assert len(recorder.graphs) == 1
 
 
+@pytest.mark.inductor
 def test_outputs_and_gradients_are_those_of_the_plain_model(compiled):
     found = []
     for model in (Plain(), Checked()):

@@ -113,6 +113,7 @@ def test_blocks_that_are_alike_are_one_region(quarantine):
     assert regions_of(Net(), x, quarantine=quarantine, compile_once=True) == (4, 1)
 
 
+@pytest.mark.long
 def test_more_blocks_are_not_traced_more_often(monkeypatch):
     traced = []
     repair = quarantine._repair
@@ -140,7 +141,7 @@ def test_without_it_nothing_is_a_region():
     assert regions_of(Net(), sample()) == (0, 0)
 
 
-@pytest.mark.parametrize("level", ["outputs", "blocks"])
+@pytest.mark.parametrize("level", [pytest.param("outputs", marks=pytest.mark.long), "blocks"])
 def test_at_every_level(backend, level):
     model, x = Net(), sample(bad=[2])
     settings = {"level": level, "quarantine": True}
@@ -169,7 +170,8 @@ class Residual(nn.Module):
         return x.sin() @ x.cos().transpose(-1, -2)
 
 
-@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.inductor
+@pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
 def test_what_a_block_saves_for_its_backward_pass_is_not_written_over(backend, quarantine):
     model, x = Residual(), sample()
     model(x).square().flatten(1).mean(-1).mean().backward()
@@ -178,6 +180,7 @@ def test_what_a_block_saves_for_its_backward_pass_is_not_written_over(backend, q
     torch.testing.assert_close(outcome(model, x, backend, quarantine=quarantine, compile_once=True)[3], want)
 
 
+@pytest.mark.long
 def test_a_model_that_was_pickled_has_right_gradients():
     model, x = Residual(), sample()
     pickled = pickle.dumps(watch(model, compile_once=True))
@@ -269,6 +272,7 @@ class Parting(Passing):
         return {"x": self.inner(x) * mask, "mask": mask}
 
 
+@pytest.mark.long
 def test_a_block_may_return_what_it_was_given_in_a_dict():
     class Handing(nn.Module):
         def __init__(self):
@@ -305,7 +309,7 @@ def test_indices_and_checks_of_your_own_within_blocks(backend):
     assert any("OUT_OF_BOUNDS at blocks.0.table" in line for line in one[2])
 
 
-@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_checkpoint_around_blocks(backend, quarantine):
     class Saving(Net):
         def forward(self, x):
@@ -318,6 +322,7 @@ def test_a_checkpoint_around_blocks(backend, quarantine):
     assert_same(*(outcome(model, x, backend, compile_once=once, **settings) for once in (False, True)))
 
 
+@pytest.mark.long
 def test_sizes_that_change_along_another_dim():
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
@@ -332,6 +337,7 @@ def test_sizes_that_change_along_another_dim():
     assert backend.frame_count == 1
 
 
+@pytest.mark.long
 def test_sizes_that_change_are_compiled_as_often_as_without():
     counts = []
     for once in (False, True):
@@ -384,6 +390,7 @@ def test_a_forward_of_the_instance_is_kept():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.long
 def test_a_copy_has_regions_of_its_own(copied):
     guarded = watch(Net(), compile_once=True)
     twin = copied(guarded)
@@ -441,6 +448,7 @@ def test_lists_of_lists():
     assert regions_of(Stages(), x, compile_once=True) == (4, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{"compile_once": True}, {"level": "blocks"}])
 def test_a_block_in_two_lists(settings):
     class Twice(Net):
@@ -470,6 +478,7 @@ def test_a_module_that_a_block_is_handed(backend):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the marks of a call
+@pytest.mark.long
 def test_blocks_that_are_compiled_one_by_one():
     born = []
     for once in (False, True):
@@ -487,6 +496,7 @@ def test_blocks_that_are_compiled_one_by_one():
     assert "1.first" in born[0]
 
 
+@pytest.mark.long
 def test_a_part_that_is_frozen_is_not_compiled_for_every_size():
     model = Net(*[Looking() for _ in range(3)])
     for block in model.blocks:
@@ -498,6 +508,7 @@ def test_a_part_that_is_frozen_is_not_compiled_for_every_size():
     assert backend.frame_count == 2
 
 
+@pytest.mark.long
 def test_a_block_may_return_what_it_was_given_in_a_tuple():
     class Turning(nn.Module):
         def __init__(self):
@@ -522,6 +533,7 @@ def test_a_block_may_return_what_it_was_given_in_a_tuple():
     assert_same(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
 
 
+@pytest.mark.long
 def test_a_part_named_input():
     class Named(Net):
         def __init__(self):
@@ -551,14 +563,17 @@ def test_a_part_and_the_whole_are_unwatched_in_any_order():
 
 
 @pytest.mark.parametrize("nothing", [None, [], ""])
+@pytest.mark.long
 def test_nothing_to_compile_once(nothing):
     assert regions_of(Net(), sample(), compile_once=nothing) == (0, 0)
 
 
+@pytest.mark.long
 def test_of_blocks_within_each_other_the_outer_is_the_region():
     assert regions_of(Net(), sample().requires_grad_(), compile_once=["blocks.*", "blocks.0"]) == (4, 1)
 
 
+@pytest.mark.long
 def test_a_block_that_shares_a_module_with_another_is_left_as_it_is():
     model = Net()
     model.blocks[1].up = model.blocks[0].up

@@ -15,12 +15,12 @@ WORKER = Path(__file__).with_name("parallel_worker.py")
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [
-        ("ddp", "plain"),
+        pytest.param("ddp", "plain", marks=pytest.mark.long),
         ("ddp", "aot_eager"),
-        ("ddp, once", "aot_eager"),
+        pytest.param("ddp, once", "aot_eager", marks=pytest.mark.long),
         ("ddp, once", "inductor"),
         ("fsdp2", "plain"),
-        ("fsdp1", "plain"),
+        pytest.param("fsdp1", "plain", marks=pytest.mark.long),
     ],
 )
 def test_one_bad_sample_in_each_process(kind, backend, tmp_path):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tests.breadth import breadth
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from torch.nn import functional as F
@@ -199,12 +200,12 @@ def assert_clean_is_as_ever(run, model, call, **settings):
 
 
 class TestTransformers:
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("name", breadth(MODELS, "gpt2", "llama"))
     def test_outputs_and_gradients_are_those_of_the_plain_model(self, run, name):
         kwargs = arguments(name)
         assert_clean_is_as_ever(run, MODELS[name]().eval(), lambda fn: fn(**kwargs))
 
-    @pytest.mark.parametrize("name", WORD_EMBEDDINGS)
+    @pytest.mark.parametrize("name", breadth(WORD_EMBEDDINGS, "gpt2", "llama"))
     @torch.no_grad()
     def test_a_token_id_out_of_range_is_found_at_the_embedding(self, run, name):
         model, kwargs = MODELS[name]().eval(), arguments(name)
@@ -216,7 +217,7 @@ class TestTransformers:
             assert faults(f) == {BAD: [f"{code} @ {WORD_EMBEDDINGS[name]}"]}
             assert_other_rows_equal(out, want)
 
-    @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+    @pytest.mark.parametrize("name", breadth(["bert", "gpt2", "llama"], "gpt2"))
     @torch.no_grad()
     def test_a_bad_value_in_the_embeddings_is_found_at_the_input(self, run, name):
         model, kwargs = MODELS[name]().eval(), with_embeddings(arguments(name))
@@ -279,7 +280,7 @@ class TestTransformers:
         want = model.generate(ids, **settings)
         assert torch.equal(watch(model, returns="output").generate(ids, **settings), want)
 
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("name", breadth(MODELS, "gpt2", "llama"))
     def test_in_quarantine_the_other_rows_are_as_ever(self, name):
         model, kwargs = MODELS[name]().eval(), arguments(name)
         plain = model(**kwargs)
@@ -686,7 +687,7 @@ class TestBatchSizes:
     @pytest.mark.parametrize(
         ("name", "dynamic", "quarantine"),
         [
-            (name, dynamic, quarantine)
+            pytest.param(name, dynamic, quarantine, marks=pytest.mark.long if name != "mlp" else ())
             for name in ("mlp", "flattening", "cnn")
             for dynamic in (True, None)
             for quarantine in (False, True)
@@ -834,6 +835,7 @@ def with_layers(name, count):
 
 # Encoder and decoder of T5 have layers of their own, and their first layers are others.
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("t5", 2)])
+@pytest.mark.long
 def test_layers_that_are_compiled_once(name, kinds):
     model, kwargs = with_layers(name, 3), with_embeddings(arguments(name))
     kwargs["inputs_embeds"] = planted(kwargs["inputs_embeds"], BAD, NAN)

@@ -58,7 +58,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("mode", ["plain", "eager", "aot_eager"])
+@pytest.mark.parametrize("mode", ["plain", pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 def test_a_transform_gives_what_it_gives_for_the_plain_model(pair, x, name, mode):
     model, guarded = pair
     got = TRANSFORMS[name](guarded)
@@ -66,6 +66,7 @@ def test_a_transform_gives_what_it_gives_for_the_plain_model(pair, x, name, mode
     torch.testing.assert_close(got(x), TRANSFORMS[name](model)(x))
 
 
+@pytest.mark.long
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, about itself
 @pytest.mark.parametrize("name", ["jvp", "jacrev"])

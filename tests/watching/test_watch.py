@@ -53,6 +53,7 @@ def test_a_clean_batch_gives_what_the_model_gives(run):
     assert not err.any_err(f)
 
 
+@pytest.mark.inductor
 def test_a_bad_sample_is_told_where_it_went_bad_first(run):
     guarded = watch(Net())
     scale = torch.tensor([1.0, NAN, 1.0])
@@ -87,6 +88,7 @@ def test_the_position_within_the_sample():
     assert [(i.sample, i.path, i.position) for i in guarded.report()] == [(2, "layer", 3)]
 
 
+@pytest.mark.inductor
 def test_indices_are_recorded_and_clamped(run):
     ids = IDS.clone()
     ids[0, 1], ids[2, 0] = 10, -1
