@@ -105,6 +105,26 @@ def test_what_another_backend_compiled_is_told_as_such():
     assert seen.recompiles == []
 
 
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return x * self.by
+
+
+def test_a_recompile_since_an_object_is_gone_says_which():
+    net = nn.Sequential(nn.Identity())
+    net[0].forward = Scale(2)
+    c = compiled(net)
+    c(torch.ones(2, 3))
+    net[0].forward = Scale(3)
+    with inspect() as seen:
+        assert torch.equal(c(torch.ones(2, 3)), torch.full((2, 3), 3.0))
+    (miss,) = seen.recompiles[0].recompiled_for
+    assert "forward got deallocated" in str(miss)
+
+
 def test_a_graph_break_has_the_users_line_and_a_reason():
     with inspect() as seen:
         compiled(broken_in_the_middle)(torch.ones(2))

@@ -52,6 +52,15 @@ def test_what_is_compiled_for_another_backend_does_not_fit(make):
     assert not why(other, torch.ones(2, 3))
 
 
+def test_what_was_compiled_for_an_object_that_is_gone_does_not_count():
+    net = nn.Sequential(nn.Identity())
+    net[0].forward = functools.partial(torch.mul, torch.ones(()))
+    c = compiled(net)
+    c(torch.ones(2, 3))
+    net[0].forward = functools.partial(torch.mul, torch.ones(()))
+    assert why(c, torch.ones(2, 3)).recompiles
+
+
 def test_of_a_module_too():
     model = Net()
     compiled(model)(torch.ones(2, 3))
