@@ -380,7 +380,7 @@ def before_reload():
     (there,) = importlib.util.find_spec("torchguard").submodule_search_locations
     package = shutil.copytree(there, f"{folder}/torchguard")
     sys.path.insert(0, folder)
-    copy = Copy()
+    copy = Copy(("err", "flags", "guards", "artifacts"))
     old_checked = compiled(checked(copy))
     runs_checked(copy, old_checked)
     old_guarded, old_watched = compiles_watched(copy)
