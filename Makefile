@@ -38,7 +38,7 @@ test-long: $(VENV)/.dev docs
 	@echo "long: pytest"
 	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile=thorough
 	@echo "long: pytest, shapes in signatures checked"
-	@TORCHGUARD_CHECK_SHAPES=1 $(PYTEST) -m "not compiled and not wrong_types" tests/errors tests/test_checks.py tests/test_control.py
+	@TORCHGUARD_CHECK_SHAPES=1 $(PYTEST) -m "not compiled and not wrong_types" tests/channel tests/test_checks.py tests/test_control.py
 
 bench: $(VENV)/.dev
 	@echo "bench: against the published torchguard 1.1.0"

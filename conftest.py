@@ -12,13 +12,13 @@ if os.environ.get("TORCHGUARD_CHECK_SHAPES"):
     # Eager tests only: a checker inside traced code breaks the graph.
     from jaxtyping import install_import_hook
 
-    checked = "checks control err errors experimental flags locations operators result"
+    checked = "checks control err _channel experimental flags locations _operators result"
     install_import_hook([f"torchguard.{name}" for name in checked.split()], "beartype.beartype")
 
 import torch
 
 import torchguard
-from torchguard.errors import codes, config
+from torchguard._channel import codes, config
 
 # pytest listens to every logger that does not propagate. This one is torch's structured trace: where somebody listens,
 # each compilation is written out in full.
@@ -32,7 +32,7 @@ if importlib.util.find_spec("sybil"):
     pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
 
 # Looking for examples in a module loads it, and this one needs Triton, which comes with torch for a GPU alone.
-collect_ignore = [] if importlib.util.find_spec("triton") else ["src/torchguard/watching/kernels.py"]
+collect_ignore = [] if importlib.util.find_spec("triton") else ["src/torchguard/_watch/kernels.py"]
 
 
 if importlib.util.find_spec("hypothesis"):

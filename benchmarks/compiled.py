@@ -22,7 +22,7 @@ from record import RESULTS, environment
 
 import torchguard
 from torchguard import compiled
-from torchguard.compiled.leaves import fits
+from torchguard.compiled._leaves import fits
 
 TURNS, SECONDS_A_TURN = 60, 0.01
 # Work, against what, at most.
@@ -117,7 +117,7 @@ def check_microseconds(x: tuple[torch.Tensor, ...]) -> float:
 
 def certificate_seconds(f: Callable[..., torch.Tensor], x: tuple[torch.Tensor, ...]) -> dict[str, Any]:
     """Seconds of the algebraic layer of a certificate, its graphs being there already."""
-    from torchguard.compiled.algebra import check_derivatives
+    from torchguard.compiled.certify.algebra import check_derivatives
 
     c = compiled.compile_out(f, *x, backend="eager")
     graphs = c.graphs.forward, c.graphs["jvp"], c.graphs["vjp"]

@@ -28,8 +28,8 @@ from transformers import BertConfig, BertModel
 
 import torchguard
 from torchguard import guards
-from torchguard.guards._torch import entries_of, frame_of
-from torchguard.guards.tree import tree_of
+from torchguard._torch.dynamo import entries_of, frame_of
+from torchguard.guards._tree import tree_of
 
 EVERY = 100
 LOOKS = 5  # a turn back to back: the first look finds its guards pushed out of the caches by the turns of the others

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 import torchguard
-from torchguard._torch import keep_what_regions_are_given
-from torchguard.watching import watch
+from torchguard._torch.settings import keep_what_regions_are_given
+from torchguard._watch import watch
 
 BASE, BARE, ONCE = "unwatched", ("bare maxima", "bare maxima + where"), ", once"
 

@@ -14,6 +14,6 @@ import pytest
 @pytest.fixture
 def expect_no_recompile() -> Callable[..., AbstractContextManager[Any]]:
     """`with expect_no_recompile(): ...` fails the test if something is compiled again in the block."""
-    from torchguard.guards.expect import expect_no_recompile
+    from torchguard.guards._inspect import expect_no_recompile
 
     return expect_no_recompile

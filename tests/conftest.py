@@ -4,8 +4,8 @@ import warnings
 import pytest
 import torch
 
-from torchguard.guards._torch import children_of
-from torchguard.locations.registry import registry
+from torchguard._torch.guards import children_of
+from torchguard.locations._registry import registry
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def guards_for_a_clock(monkeypatch):
     def count(manager):
         return len(manager.get_leaf_guards()) + sum(map(count, children_of(manager)))
 
-    cost = importlib.import_module("torchguard.guards.cost")  # of that name is a function, too
+    cost = importlib.import_module("torchguard.guards._cost")
     monkeypatch.setattr(cost, "_time", lambda guards, f_locals: float(count(guards.root)))
 
 

@@ -406,7 +406,7 @@ def edit(file, old, new):
 
 @reloaded
 def one_module_can_be_reloaded():
-    for module in ("operators", "errors.config", "errors.deferred", "watching.marking", "watching.shell"):
+    for module in ("_operators", "_channel.config", "_channel.deferred", "_watch.backward", "_watch.wrapper"):
         reload(f"torchguard.{module}")
         runs_checked(copy, compiled(checked(copy), "eager"))
     compiles_watched(copy)
@@ -416,13 +416,13 @@ def one_module_can_be_reloaded():
 def an_audit_outlives_the_reload_of_what_it_hears_by():
     for emptied in (False, True):
         audit = copy.guards.audit(copy.guards.skip_nn_modules(), every=1)
-        reload("torchguard.guards.events._torch", "torchguard.guards.audit", emptied=emptied)
+        reload("torchguard._torch.events", "torchguard.guards._audit", emptied=emptied)
         audits_once(copy, audit)
 
 
 @reloaded
 def an_inspection_and_a_capture_outlive_the_reload_of_what_they_hear_by():
-    modules = ("torchguard.guards.events._torch", "torchguard.artifacts._torch", "torchguard.artifacts.capturing")
+    modules = ("torchguard._torch.events", "torchguard._torch.compilations", "torchguard.artifacts._capture")
     for emptied in (False, True):
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -462,7 +462,7 @@ def what_was_watched_before_can_be_unwatched():
 def a_process_is_captured_once_after_reloads():
     def fresh():
         for emptied in (False, True):
-            reload("torchguard.artifacts.capturing", "torchguard.artifacts", emptied=emptied)
+            reload("torchguard.artifacts._capture", "torchguard.artifacts", emptied=emptied)
         return copy.artifacts
 
     with tempfile.TemporaryDirectory() as folder:
@@ -474,11 +474,11 @@ def edited_operators_are_used_by_what_was_compiled_before():
     function = compiled(checked(copy))
     runs_checked(copy, function)
     edit(
-        "errors/deferred.py",
+        "_channel/deferred.py",
         "    policy = AccumulationConfig(Priority(",
         "    return f * 1\n    policy = AccumulationConfig(Priority(",
     )
-    reload("torchguard.errors.deferred")
+    reload("torchguard._channel.deferred")
     assert not function(batch())[1].any()
 
 

@@ -39,8 +39,8 @@ from torchguard import (
     typing,
     unwrap,
 )
+from torchguard._renamed import GivenTwiceError
 from torchguard.exceptions import NotFlagsError, TorchGuardError
-from torchguard.renamed import GivenTwiceError
 from torchguard.typing import Tensor, float32_t
 
 NAN, INF = float("nan"), float("inf")

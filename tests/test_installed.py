@@ -226,7 +226,7 @@ def test_every_module_loads_without_triton_but_those_for_the_gpu(installed, tmp_
                 print(module.name)
     """
     needing = done(installed.python(textwrap.dedent(source), tmp_path)).stdout.split()
-    assert needing == ["torchguard.watching.kernels"]
+    assert needing == ["torchguard._watch.kernels"]
 
 
 def python_of(markdown):

@@ -14,8 +14,8 @@ from torch import nn
 
 from torchguard import ErrorLocation, err, flag_nan, flags, tracked
 from torchguard.exceptions import LocationWarning, TorchGuardError
-from torchguard.locations import IdsGivenError, WeightedLocationTree, tracking
-from torchguard.locations.registry import registry
+from torchguard.locations import IdsGivenError, WeightedLocationTree, _tracked
+from torchguard.locations._registry import registry
 
 
 @tracked
@@ -56,7 +56,7 @@ def empty_registry(monkeypatch):
     gc.collect()
     for name, empty in vars(type(registry)()).items():
         monkeypatch.setattr(registry, name, empty)
-    monkeypatch.setattr(tracking, "_tables", weakref.WeakSet())
+    monkeypatch.setattr(_tracked, "_tables", weakref.WeakSet())
 
 
 def test_modules_with_parameters_know_their_path():

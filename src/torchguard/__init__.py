@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchguard import artifacts, compiled, device, err, experimental, flags, guards, typing
-    from torchguard.checks import find, fix, flag_inf, flag_nan, flag_nan_and_inf, flag_oob_indices, has_err, push
-    from torchguard.control import AND, HAS, IF, IS, NOT, OR
-    from torchguard.errors.codes import ErrorCode, ErrorDomain, Severity
-    from torchguard.errors.config import (
+    from torchguard._channel.codes import ErrorCode, ErrorDomain, Severity
+    from torchguard._channel.config import (
         CONFIG,
         AccumulationConfig,
         Dedupe,
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
         get_config,
         set_config,
     )
-    from torchguard.errors.layout import (
+    from torchguard._channel.layout import (
         CODE_BITS,
         CODE_MASK,
         CODE_SHIFT,
@@ -37,6 +35,9 @@ if TYPE_CHECKING:
         SLOT_MASK,
         SLOTS_PER_WORD,
     )
+    from torchguard._watch import unwatch, watch
+    from torchguard.checks import find, fix, flag_inf, flag_nan, flag_nan_and_inf, flag_oob_indices, has_err, push
+    from torchguard.control import AND, HAS, IF, IS, NOT, OR
     from torchguard.exceptions import (
         AnnotationError,
         DeviceMismatchError,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from torchguard.locations import ErrorLocation, tracked
     from torchguard.result import Err, Ok, Result, as_exception, as_result, unwrap
     from torchguard.typing import error_t, tensorcheck
-    from torchguard.watching import unwatch, watch
 
 __version__ = "2.0.0a1"
 
@@ -133,9 +133,9 @@ _MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "
 _HOMES = {
     "checks": "find fix flag_inf flag_nan flag_nan_and_inf flag_oob_indices has_err push",
     "control": "AND HAS IF IS NOT OR",
-    "errors.codes": "ErrorCode ErrorDomain Severity",
-    "errors.config": "AccumulationConfig Dedupe ErrorConfig Order Priority get_config set_config",
-    "errors.layout": "CODE_BITS CODE_MASK CODE_SHIFT LOCATION_BITS LOCATION_MASK LOCATION_SHIFT SEVERITY_BITS "
+    "_channel.codes": "ErrorCode ErrorDomain Severity",
+    "_channel.config": "AccumulationConfig Dedupe ErrorConfig Order Priority get_config set_config",
+    "_channel.layout": "CODE_BITS CODE_MASK CODE_SHIFT LOCATION_BITS LOCATION_MASK LOCATION_SHIFT SEVERITY_BITS "
     "SEVERITY_MASK SEVERITY_SHIFT SLOTS_PER_WORD SLOT_BITS SLOT_MASK",
     "exceptions": "AnnotationError DTypeMismatchError DeviceMismatchError DimensionMismatchError InvalidParameterError "
     "InvalidReturnTypeError TorchGuardError TypeMismatchError ValidationError",
@@ -143,7 +143,7 @@ _HOMES = {
     "locations": "ErrorLocation tracked",
     "result": "Err Ok Result as_exception as_result unwrap",
     "typing": "error_t tensorcheck",
-    "watching": "unwatch watch",
+    "_watch": "unwatch watch",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -9,18 +9,17 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from torchguard import err
-from torchguard._torch import can_read
-from torchguard.errors.combine import fallback_like
-from torchguard.errors.config import ErrorConfig
-from torchguard.errors.gradient import over_rows, seal
-from torchguard.errors.record import push_seen
-from torchguard.errors.slots import Flags
-from torchguard.errors.validate import require_batch, require_flags, require_location
-from torchguard.errors.write import Evidence, rows
+from torchguard._channel.combine import fallback_like, over_rows, seal
+from torchguard._channel.config import ErrorConfig
+from torchguard._channel.policy import Evidence, rows
+from torchguard._channel.record import push_seen
+from torchguard._channel.slots import Flags
+from torchguard._channel.validate import require_batch, require_flags, require_location
+from torchguard._renamed import renamed
+from torchguard._torch.tracing import can_read
 from torchguard.exceptions import NotFlagsError
 from torchguard.flags import require_boundary
-from torchguard.locations.tracking import Place, place_of
-from torchguard.renamed import renamed
+from torchguard.locations._tracked import Place, place_of
 
 Values = Shaped[Tensor, "batch *rest"]
 

@@ -11,12 +11,12 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from torchguard import err
-from torchguard._torch import can_read
-from torchguard.errors.config import ErrorConfig
-from torchguard.errors.gradient import over_rows
-from torchguard.errors.slots import Flags
+from torchguard._channel.combine import over_rows
+from torchguard._channel.config import ErrorConfig
+from torchguard._channel.slots import Flags
+from torchguard._renamed import renamed
+from torchguard._torch.tracing import can_read
 from torchguard.exceptions import BranchError
-from torchguard.renamed import renamed
 
 T = TypeVar("T")
 Condition = Bool[Tensor, ""] | Bool[Tensor, " batch"]

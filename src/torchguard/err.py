@@ -5,9 +5,9 @@ Flags are values: `f = err.push(f, ...)`. Codes and severities are attributes: `
 
 from torch import Tensor
 
-from torchguard.errors import record
-from torchguard.errors.codes import ErrorCode, ErrorDomain, Severity
-from torchguard.errors.combine import (
+from torchguard._channel import record
+from torchguard._channel.codes import ErrorCode, ErrorDomain, Severity
+from torchguard._channel.combine import (
     and_then,
     bind,
     ensure_mask,
@@ -27,8 +27,8 @@ from torchguard.errors.combine import (
     take_ok,
     take_ok_p,
 )
-from torchguard.errors.config import ErrorConfig
-from torchguard.errors.query import (
+from torchguard._channel.config import ErrorConfig
+from torchguard._channel.query import (
     all_ok,
     any_err,
     count_errors,
@@ -46,10 +46,10 @@ from torchguard.errors.query import (
     is_ok,
     max_severity,
 )
-from torchguard.errors.record import Mask, clear, from_code, merge, new, new_t, push_many, push_scalar
-from torchguard.errors.slots import Flags
-from torchguard.locations.tracking import Place, place_of
-from torchguard.renamed import renamed
+from torchguard._channel.record import Mask, clear, from_code, merge, new, new_t, push_many, push_scalar
+from torchguard._channel.slots import Flags
+from torchguard._renamed import renamed
+from torchguard.locations._tracked import Place, place_of
 
 OK = ErrorCode.OK
 NAN = ErrorCode.NAN

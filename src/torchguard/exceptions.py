@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchguard.device.report import DeviceReport
-    from torchguard.device.violations import Violation
+    from torchguard.device._report import DeviceReport
+    from torchguard.device._violations import Violation
 
 
 class TorchGuardError(Exception):

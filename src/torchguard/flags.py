@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchguard.errors.codes import ErrorCode, Severity
-from torchguard.errors.config import ErrorConfig
-from torchguard.errors.layout import (
+from torchguard._channel.codes import ErrorCode, Severity
+from torchguard._channel.config import ErrorConfig
+from torchguard._channel.layout import (
     CODE_BITS,
     CODE_MASK,
     CODE_SHIFT,
@@ -20,13 +20,13 @@ from torchguard.errors.layout import (
     slot_location,
     slot_severity,
 )
-from torchguard.errors.record import merge
-from torchguard.errors.slots import Flags
-from torchguard.errors.slots import unpack as flags_to_slots
-from torchguard.errors.validate import require_flags, require_intact
+from torchguard._channel.record import merge
+from torchguard._channel.slots import Flags
+from torchguard._channel.slots import unpack as flags_to_slots
+from torchguard._channel.validate import require_flags, require_intact
+from torchguard._renamed import renamed
 from torchguard.exceptions import SampleIndexError, TracingError
-from torchguard.locations.registry import names_of
-from torchguard.renamed import renamed
+from torchguard.locations._registry import names_of
 
 _MOST_PLACES_SHOWN = 12
 

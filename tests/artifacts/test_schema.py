@@ -7,7 +7,7 @@ import torch
 
 from torchguard import artifacts
 from torchguard.artifacts import SCHEMA, SCHEMA_VERSION
-from torchguard.artifacts.schema import problem_with
+from torchguard.artifacts._schema import problem_with
 
 DOCS = Path(__file__).parents[2] / "docs" / "artifacts.md"
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from torchguard import artifacts
-from torchguard.cli._torch import fake_tensors
-from torchguard.cli.argument_text import arguments
-from torchguard.cli.exits import CommandError
-from torchguard.cli.rebuilding import pairs_in, rebuilt
-from torchguard.cli.targets import load
-from torchguard.cli.tracing import Collected, check_one
-from torchguard.cli.views.memory import chart
+from torchguard._torch.fakes import fake_tensors
+from torchguard.cli._rebuild import arguments, pairs_in, rebuilt
+from torchguard.cli._targets import load
+from torchguard.cli._terminal import CommandError
+from torchguard.cli._trace import Collected, check_one
+from torchguard.cli._views import chart
 from torchguard.device import Device, mock_backend
 
 BUILD = """

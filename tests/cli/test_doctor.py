@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from torchguard.cli.examination import Finding
-from torchguard.cli.views.doctor import finding
+from torchguard.cli._doctor import Finding, finding
 
 
 def test_doctor_finds_this_machine_fit(command):

@@ -7,8 +7,8 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.cli import app, misplaced_options, script_options
-from torchguard.cli.exits import CommandError
+from torchguard.cli import _misplaced_options, _script_options, app
+from torchguard.cli._terminal import CommandError
 
 PARSER = "import argparse\nparser = argparse.ArgumentParser()\n"
 FIRE = "import fire\n"
@@ -22,7 +22,7 @@ def parsed(*arguments):
 def check(*arguments):
     context = parsed(*arguments)
     given = context.params
-    return misplaced_options.check(context, given["name"], given["arguments"] or [], given["as_module"])
+    return _misplaced_options.check(context, given["name"], given["arguments"] or [], given["as_module"])
 
 
 @pytest.fixture
@@ -105,14 +105,14 @@ WORDS = [
 def test_the_right_order_is_read_as_such(words):
     """The line that is shown puts all of them in front, and loses nothing that is the script's."""
     options = parsed("x.py").command.params
-    found = misplaced_options.misplaced(options, words)
-    line = misplaced_options.CommandLine.of(["--strict", "x.py", *words], "x.py", words)
+    found = _misplaced_options.misplaced(options, words)
+    line = _misplaced_options.CommandLine.of(["--strict", "x.py", *words], "x.py", words)
     context = parsed(*shlex.split(line.with_in_front(found))[2:])
     left = context.params["arguments"] or []
     assert context.params["name"] == "x.py"
     assert context.params["strict"]
     assert context.params["watch"] == any(one.name == "--watch" for one in found)
-    assert misplaced_options.misplaced(options, left) == ()
+    assert _misplaced_options.misplaced(options, left) == ()
     assert left == [word for at, word in enumerate(words) if not any(at in one.at for one in found)]
 
 
@@ -133,7 +133,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("source", TAKEN.values(), ids=TAKEN)
 def test_an_option_that_the_script_takes_goes_to_it_without_a_word(script, here, source):
-    assert script_options.read(script(source), as_module=False).takes("--device") == script_options.Answer(True)
+    assert _script_options.read(script(source), as_module=False).takes("--device") == _script_options.Answer(True)
     assert not check(script(source), "--device", "cpu").note
 
 
@@ -154,7 +154,7 @@ NOT_TAKEN = {
 
 @pytest.mark.parametrize("source", NOT_TAKEN.values(), ids=NOT_TAKEN)
 def test_an_option_that_the_script_does_not_take_is_refused(script, here, source):
-    assert script_options.read(script(source), as_module=False).takes("--device") == script_options.Answer(False)
+    assert _script_options.read(script(source), as_module=False).takes("--device") == _script_options.Answer(False)
 
 
 DOUBTFUL = {
@@ -201,11 +201,11 @@ def test_more_than_is_read_is_a_doubt(script, here):
 
 def test_a_flag_that_argparse_negates_is_taken(script, here):
     source = f"{PARSER}parser.add_argument('--capture', action=argparse.BooleanOptionalAction)"
-    assert script_options.read(script(source), as_module=False).takes("--no-capture").is_taken
+    assert _script_options.read(script(source), as_module=False).takes("--no-capture").is_taken
 
 
 def test_a_short_option_of_a_library_that_makes_them_is_a_doubt(script, here):
-    source = script_options.read(script(f"{FIRE}def f(dropout): ...\nfire.Fire(f)"), as_module=False)
+    source = _script_options.read(script(f"{FIRE}def f(dropout): ...\nfire.Fire(f)"), as_module=False)
     assert source.takes("-d").is_taken is None
     assert source.takes("--dir").is_taken is False
 

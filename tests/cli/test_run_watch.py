@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from torchguard import guards
-from torchguard.cli import facts
-from torchguard.cli.terminal import console
-from torchguard.cli.views import guards as guards_view
-from torchguard.cli.watched import Watcher
+from torchguard.cli import _facts
+from torchguard.cli import _views as guards_view
+from torchguard.cli._terminal import console
+from torchguard.cli._watched import Watcher
 
 
 class Net(nn.Module):
@@ -273,7 +273,7 @@ def test_recompiles_of_watched_models_are_shown_and_what_watches_is_not(watcher)
         model.scale = 2
         compiled(batch())
         torch.compile(other, backend="eager")(batch())
-    told = facts.of_inspection(seen)
+    told = _facts.of_inspection(seen)
     shown = io.StringIO()
     console(shown).print(guards_view.compilations(told), *guards_view.recompiles(told), sep="\n")
     lines = shown.getvalue().splitlines()

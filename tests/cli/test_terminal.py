@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.cli.amounts import age_of
-from torchguard.cli.exits import CommandError
-from torchguard.cli.terminal import console, in_a_line, safe, table
+from torchguard.cli._terminal import CommandError, age_of, console, in_a_line, safe, table
 
 
 @given(st.text())

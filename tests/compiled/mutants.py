@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchguard.compiled.nodes import op_name
+from torchguard.compiled._nodes import op_name
 
 aten = torch.ops.aten
 Mutation = Callable[[GraphModule, Node, random.Random], bool]

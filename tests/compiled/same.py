@@ -8,7 +8,7 @@ alone, is zero; sums and products commute.
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchguard.compiled.nodes import op_name
+from torchguard.compiled._nodes import op_name
 
 _COPIES = {"alias", "clone", "detach", "contiguous", "lift_fresh"}
 # Operators and the argument of which they read no element.

@@ -15,13 +15,12 @@ from tests.compiled.programs import BINARY, UNARY
 from tests.compiled.zoo import ZOO, attention_block, attention_block_inputs, graphs, graphs_of, traced
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchguard.compiled.algebra import COVERED, GraphMismatchError, check_derivatives
-from torchguard.compiled.algebra.constants import reading_of
-from torchguard.compiled.algebra.evaluate import evaluate
-from torchguard.compiled.algebra.field import PRIMES, Field
-from torchguard.compiled.algebra.points import drawn
-from torchguard.compiled.algebra.values import Value, exact
-from torchguard.compiled.claims import Verdict
+from torchguard.compiled.certify._claims import Verdict
+from torchguard.compiled.certify.algebra import COVERED, GraphMismatchError, check_derivatives
+from torchguard.compiled.certify.algebra._evaluate import evaluate
+from torchguard.compiled.certify.algebra._field import PRIMES, Field, reading_of
+from torchguard.compiled.certify.algebra._points import drawn
+from torchguard.compiled.certify.algebra._values import Value, exact
 
 aten = torch.ops.aten
 FIELD = Field(PRIMES[0], key=1)

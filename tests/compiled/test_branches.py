@@ -9,11 +9,11 @@ from remembering import Remembering
 from tests.compiled.zoo import graphs_of, traced
 from torch.func import vjp
 
-from torchguard.compiled.algebra import check_derivatives, equivalent
-from torchguard.compiled.algebra.aiming import Aim, Mode, aim_at, places_among
-from torchguard.compiled.algebra.field import PRIMES, Field
-from torchguard.compiled.algebra.points import drawn
-from torchguard.compiled.claims import Verdict
+from torchguard.compiled.certify._claims import Verdict
+from torchguard.compiled.certify.algebra import check_derivatives, equivalent
+from torchguard.compiled.certify.algebra._aiming import Aim, Mode, aim_at, places_among
+from torchguard.compiled.certify.algebra._field import PRIMES, Field
+from torchguard.compiled.certify.algebra._points import drawn
 
 
 def square_wrong_where(is_wrong):

@@ -10,7 +10,7 @@ from remembering import Remembering
 from rich.console import Console
 
 from torchguard.compiled import Builder, Certificate, CompileError, compile_out, compile_scalar
-from torchguard.compiled.executables import BACKENDS
+from torchguard.compiled._executables import BACKENDS
 
 
 def block(x, w, v):

@@ -12,9 +12,9 @@ from tests.compiled.zoo import ZOO, graphs, traced
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchguard.compiled import compile_out
-from torchguard.compiled.claims import Verdict
-from torchguard.compiled.enclosing import outside, samples
-from torchguard.compiled.enclosure import COVERED, Box, BoxError, enclose
+from torchguard.compiled.certify._bounds import outside, samples
+from torchguard.compiled.certify._claims import Verdict
+from torchguard.compiled.certify.enclosure import COVERED, Box, BoxError, enclose
 
 # The functions of the zoo that have bounds, on a box around their example.
 BOUNDED = {

@@ -12,7 +12,7 @@ from tests.compiled.test_enclosure import points_in
 from tests.compiled.zoo import traced
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchguard.compiled.enclosure import Box, enclose
+from torchguard.compiled.certify.enclosure import Box, enclose
 
 
 def at_one_point(fn, *inputs):

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from tests.compiled.zoo import ZOO, graphs, traced
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchguard.compiled.algebra import GraphMismatchError, equivalent
-from torchguard.compiled.claims import Verdict
+from torchguard.compiled.certify._claims import Verdict
+from torchguard.compiled.certify.algebra import GraphMismatchError, equivalent
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from torchguard.compiled import CompileError, LeafTypeError, MissingRuleError, compile_out, compile_scalar, state_of
-from torchguard.compiled.listing import CONVENTIONS, SWITCHES
+from torchguard.compiled._listing import CONVENTIONS, SWITCHES
 
 
 @pytest.fixture(params=["eager", "aot_eager", "inductor"])

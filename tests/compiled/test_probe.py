@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from doubled import WronglyDoubled
 
 from torchguard.compiled import CompiledFunctionWarning, compile_out
-from torchguard.compiled.executables import BACKENDS
-from torchguard.compiled.probe import adjoint_gap, gap_at
+from torchguard.compiled._executables import BACKENDS
+from torchguard.compiled.certify._adjoint import adjoint_gap, gap_at
 
 
 def conv_times_pool(x, w, b):

@@ -6,9 +6,9 @@ import pytest
 import sympy as sp
 import torch
 
-from torchguard.compiled.algebra.constants import reading_of
-from torchguard.compiled.algebra.rules import activations, pointwise
-from torchguard.compiled.algebra.values import DERIVATIVES
+from torchguard.compiled.certify.algebra._field import reading_of
+from torchguard.compiled.certify.algebra._rules import activations, pointwise
+from torchguard.compiled.certify.algebra._values import DERIVATIVES
 
 X = sp.Symbol("x", real=True)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchguard.compiled import CompiledScalar, SavedGraphError, compile_out, compile_scalar, load
-from torchguard.compiled.encoding import graph_hash
+from torchguard.compiled._encode import graph_hash
 
 
 def f(batch, scale):

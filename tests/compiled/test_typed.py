@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.compiled.zoo import ZOO, graphs
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchguard.compiled import algebra
-from torchguard.compiled.claims import Verdict
-from torchguard.compiled.typed import COVERED, check_types
-from torchguard.compiled.typed.types import Type, broadcast, promoted
+from torchguard.compiled.certify import algebra
+from torchguard.compiled.certify._claims import Verdict
+from torchguard.compiled.certify.types import COVERED, check_types
+from torchguard.compiled.certify.types._types import Type, broadcast, promoted
 
 aten = torch.ops.aten
 

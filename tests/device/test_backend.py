@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from torchguard import device, guards
 from torchguard.device import Device, DeviceError, DeviceRejectionError, mock_backend
-from torchguard.device.description import _VARIABLES
+from torchguard.device._device import _VARIABLES
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from torchguard.device import Constraint, Device, DeviceError, examples
-from torchguard.device.description import _VARIABLES
-from torchguard.device.fields import FIELDS
+from torchguard.device._device import _VARIABLES, FIELDS
 from torchguard.exceptions import TorchGuardError
 
 

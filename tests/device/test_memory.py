@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from torchguard import device
-from torchguard.device.memory import output_nodes, saved_between
+from torchguard.device._memory import output_nodes, saved_between
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchguard import artifacts, device
 from torchguard.device import Device, mock_backend
-from torchguard.device.partitions import _Supported
+from torchguard.device._partitions import _Supported
 
 
 class Net(nn.Module):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from torchguard.exceptions import GuardError, StaleGuardError
-from torchguard.guards.audit import audit
-from torchguard.guards.compiling import compile
-from torchguard.guards.filters import keep_portable, keep_tensors, skip_all, skip_globals, skip_inbuilt_nn_modules
-from torchguard.guards.why import why
+from torchguard.guards._audit import audit
+from torchguard.guards._compile import compile
+from torchguard.guards._filters import keep_portable, keep_tensors, skip_all, skip_globals, skip_inbuilt_nn_modules
+from torchguard.guards._why import why
 
 # Before torch 2.13, filters on one function share what was compiled: here each test starts anew.
 pytestmark = pytest.mark.filterwarnings("ignore::torchguard.exceptions.GuardWarning")

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from torchguard.exceptions import GuardError
-from torchguard.guards.certify import FINE, HARMFUL, MISSED, NOT_EXERCISED, NOT_POSSIBLE, STALE, certify
-from torchguard.guards.compiling import compile
-from torchguard.guards.filters import keep_all, keep_portable, skip_all, skip_globals, skip_inbuilt_nn_modules
-from torchguard.guards.suggest import suggest
+from torchguard.guards._certify import FINE, HARMFUL, MISSED, NOT_EXERCISED, NOT_POSSIBLE, STALE, certify
+from torchguard.guards._compile import compile
+from torchguard.guards._filters import keep_all, keep_portable, skip_all, skip_globals, skip_inbuilt_nn_modules
+from torchguard.guards._suggest import suggest
 
 # Before torch 2.13, filters on one function share what was compiled: here each test starts anew.
 pytestmark = pytest.mark.filterwarnings("ignore::torchguard.exceptions.GuardWarning")

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from torchguard.exceptions import FilterError, GuardError, GuardWarning
-from torchguard.guards import compiling
-from torchguard.guards.audit import audit
-from torchguard.guards.compiling import compile, entries
-from torchguard.guards.filters import (
+from torchguard.guards import _compile
+from torchguard.guards._audit import audit
+from torchguard.guards._compile import compile, entries
+from torchguard.guards._filters import (
     by_function,
     from_source,
     keep_all,
@@ -27,7 +27,7 @@ from torchguard.guards.filters import (
 
 X = torch.ones(3, 4)
 FACTOR = 2.0
-can_isolate = compiling._isolates_recompiles()
+can_isolate = _compile._isolates_recompiles()
 
 
 class Counting:
@@ -43,7 +43,7 @@ class Counting:
 
 @pytest.fixture(autouse=True)
 def no_filters_yet():
-    compiling._last_filters.clear()
+    _compile._last_filters.clear()
 
 
 @pytest.fixture
@@ -512,7 +512,7 @@ def test_what_is_no_filter_is_refused():
 
 def test_an_audit_is_passed_on_as_it_is():
     audited = audit(keep_all())
-    assert compiling._to_filter(audited) is audited
+    assert _compile._to_filter(audited) is audited
     torch.testing.assert_close(compile(double, filter=audited, backend="eager")(X), 2 * X)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchguard.exceptions import GuardError
-from torchguard.guards.cost import Cost, Share, cost
+from torchguard.guards._cost import Cost, Share, cost
 
 
 @pytest.fixture(autouse=True)

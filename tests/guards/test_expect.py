@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchguard.exceptions import GuardError, RecompileError
-from torchguard.guards.expect import expect_no_recompile
+from torchguard.guards._inspect import expect_no_recompile
 
 
 class Net(nn.Module):

@@ -11,8 +11,8 @@ from hypothesis import given
 from torch import nn
 
 from torchguard.exceptions import FilterError, GuardError, TorchGuardError
-from torchguard.guards import filters
-from torchguard.guards.filters import (
+from torchguard.guards import _filters
+from torchguard.guards._filters import (
     Filter,
     aot_default,
     by_function,
@@ -227,7 +227,7 @@ def test_state_is_what_has_no_name(entries):
 
 
 def test_each_guard_has_a_source_and_sources_agree_with_torch(entries):
-    assert all(from_source(*filters.KINDS)(entries))
+    assert all(from_source(*_filters.KINDS)(entries))
     assert from_source("global")(entries) == (~skip_globals())(entries)
     assert from_source("module")(entries) == (~skip_nn_modules())(entries)
 

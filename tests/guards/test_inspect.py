@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchguard.exceptions import GuardError
-from torchguard.guards.inspecting import GuardInspector, inspect
+from torchguard.guards._inspect import GuardInspector, inspect
 
 
 class Net(nn.Module):

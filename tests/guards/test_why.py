@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from torchguard.exceptions import GuardError
-from torchguard.guards.compiling import compile as guards_compile
-from torchguard.guards.why import why
+from torchguard.guards._compile import compile as guards_compile
+from torchguard.guards._why import why
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import nn
 
 from torchguard import AnnotationError, DimensionMismatchError, DTypeMismatchError, set_config, tensorcheck
-from torchguard.errors.config import ErrorConfig
+from torchguard._channel.config import ErrorConfig
 from torchguard.exceptions import ValidationWarning
 from torchguard.typing import Dim, Tensor, bool_t, float32_t
 

@@ -1,14 +1,13 @@
 """What Dynamo, AOTAutograd and Inductor made of your program, kept on disk: capture it, list it, compare it."""
 
-from torchguard.artifacts.artifact import Artifact
-from torchguard.artifacts.capturing import Captured, capture, start_from_environment
-from torchguard.artifacts.comparing import Difference, diff
-from torchguard.artifacts.inside import printable
-from torchguard.artifacts.listening import attach
-from torchguard.artifacts.recording import Graphs
-from torchguard.artifacts.schema import SCHEMA, SCHEMA_VERSION
-from torchguard.artifacts.sizes import bytes_of, shown_size
-from torchguard.artifacts.store import Removal, Store
+from torchguard._sizes import bytes_of, shown_size
+from torchguard.artifacts._artifact import Artifact
+from torchguard.artifacts._capture import Captured, attach, capture, start_from_environment
+from torchguard.artifacts._diff import Difference, diff
+from torchguard.artifacts._record import Graphs
+from torchguard.artifacts._safe_io import printable
+from torchguard.artifacts._schema import SCHEMA, SCHEMA_VERSION
+from torchguard.artifacts._store import Removal, Store
 from torchguard.exceptions import ArtifactError, NoSuchArtifactError
 
 __all__ = [

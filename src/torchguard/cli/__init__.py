@@ -8,23 +8,21 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from torchguard import __version__
-from torchguard.cli import misplaced_options
-from torchguard.cli.commands import analyze, clean, diff, doctor, run, show
-from torchguard.cli.commands import list as listing
-from torchguard.cli.exits import ExitCode
-from torchguard.cli.terminal import console, plain, say
+from torchguard.cli import _analyze, _clean, _diff, _doctor, _misplaced_options, _run, _show
+from torchguard.cli import _list as listing
+from torchguard.cli._terminal import ExitCode, console, plain, say
 from torchguard.exceptions import TorchGuardError
 
 __all__ = ["app", "main"]
 
 _VERBS = (
-    ("run", run.run, run.EXAMPLE),
+    ("run", _run.run, _run.EXAMPLE),
     ("list", listing.list_artifacts, listing.EXAMPLE),
-    ("show", show.show, show.EXAMPLE),
-    ("diff", diff.diff, diff.EXAMPLE),
-    ("clean", clean.clean, clean.EXAMPLE),
-    ("analyze", analyze.analyze, analyze.EXAMPLE),
-    ("doctor", doctor.doctor, doctor.EXAMPLE),
+    ("show", _show.show, _show.EXAMPLE),
+    ("diff", _diff.diff, _diff.EXAMPLE),
+    ("clean", _clean.clean, _clean.EXAMPLE),
+    ("analyze", _analyze.analyze, _analyze.EXAMPLE),
+    ("doctor", _doctor.doctor, _doctor.EXAMPLE),
 )
 
 
@@ -51,7 +49,7 @@ class _Run(_Verb):
     allow_interspersed_args = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[misplaced_options.TYPED] = tuple(args)
+        ctx.meta[_misplaced_options.TYPED] = tuple(args)
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
@@ -118,7 +116,7 @@ def main() -> NoReturn:
     command = typer.main.get_command(app)
     try:
         command.main(prog_name="torchguard")
-    except run.Interrupted:
+    except _run.Interrupted:
         sys.excepthook = lambda *_: None  # its traceback was shown
         raise KeyboardInterrupt from None
     raise SystemExit(0)

@@ -1,15 +1,15 @@
 """Functions compiled once to a static graph, then evaluated, pushed forward and pulled back; and certified."""
 
-from torchguard.compiled.algebra import equivalent
-from torchguard.compiled.builder import Builder, Var
-from torchguard.compiled.certifying import Certificate, Verification
-from torchguard.compiled.claims import Claim, Verdict
-from torchguard.compiled.compiling import compile_out, compile_scalar, state_of
-from torchguard.compiled.functions import CompiledOut, CompiledScalar
-from torchguard.compiled.leaves import LeafType
-from torchguard.compiled.listing import Kink, Line
-from torchguard.compiled.loading import load
-from torchguard.compiled.session import Session
+from torchguard.compiled._builder import Builder, Var
+from torchguard.compiled._compile import compile_out, compile_scalar, state_of
+from torchguard.compiled._functions import CompiledOut, CompiledScalar
+from torchguard.compiled._leaves import LeafType
+from torchguard.compiled._listing import Kink, Line
+from torchguard.compiled._load import load
+from torchguard.compiled._session import Session
+from torchguard.compiled.certify._certificate import Certificate, Verification
+from torchguard.compiled.certify._claims import Claim, Verdict
+from torchguard.compiled.certify.algebra import equivalent
 from torchguard.exceptions import (
     CompiledFunctionWarning,
     CompileError,

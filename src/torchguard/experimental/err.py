@@ -5,13 +5,13 @@ from dataclasses import replace as _replace
 import torch
 from torch import Tensor
 
+from torchguard._channel import record
+from torchguard._channel.config import ErrorConfig, get_config
+from torchguard._channel.slots import Flags
+from torchguard._renamed import renamed
 from torchguard.checks import find
 from torchguard.err import *  # noqa: F403 - the same namespace, but for what follows
 from torchguard.err import __all__ as _err_all
-from torchguard.errors import record
-from torchguard.errors.config import ErrorConfig, get_config
-from torchguard.errors.slots import Flags
-from torchguard.renamed import renamed
 
 __all__ = [*_err_all, "find"]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,11 +1,10 @@
 """Dynamo's guards: filter them, audit what was dropped, inspect what is there, explain recompiles."""
 
-from torchguard.guards.audit import Audit, AuditReport, Violation, audit
-from torchguard.guards.certify import Certificate, certify
-from torchguard.guards.compiling import compile, entries
-from torchguard.guards.cost import Cost, cost
-from torchguard.guards.expect import expect_no_recompile
-from torchguard.guards.filters import (
+from torchguard.guards._audit import Audit, AuditReport, Violation, audit
+from torchguard.guards._certify import Certificate, certify
+from torchguard.guards._compile import compile, entries
+from torchguard.guards._cost import Cost, cost
+from torchguard.guards._filters import (
     Filter,
     aot_default,
     by_function,
@@ -23,9 +22,9 @@ from torchguard.guards.filters import (
     skip_nn_modules,
     with_value,
 )
-from torchguard.guards.inspecting import GuardInspector, Inspection, inspect
-from torchguard.guards.suggest import Suggestion, suggest
-from torchguard.guards.why import Reason, Why, why
+from torchguard.guards._inspect import GuardInspector, Inspection, expect_no_recompile, inspect
+from torchguard.guards._suggest import Suggestion, suggest
+from torchguard.guards._why import Reason, Why, why
 
 __all__ = [
     "Audit",

@@ -9,9 +9,9 @@ from torchguard.exceptions import (
     TypeMismatchError,
     ValidationError,
 )
-from torchguard.typing.attributes import Dim
-from torchguard.typing.cast import type_cast
-from torchguard.typing.dtypes import (
+from torchguard.typing._cast import type_cast
+from torchguard.typing._dims import Dim
+from torchguard.typing._dtypes import (
     bfloat16_t,
     bool_t,
     complex32_t,
@@ -39,8 +39,8 @@ from torchguard.typing.dtypes import (
     uint32_t,
     uint64_t,
 )
-from torchguard.typing.tensor import Broadcast, Tensor
-from torchguard.typing.tensorcheck import tensorcheck
+from torchguard.typing._tensor import Broadcast, Tensor
+from torchguard.typing._tensorcheck import tensorcheck
 
 __all__ = [
     "Broadcast",

@@ -1,0 +1,301 @@
+"""Values and flags together: filter, transform, chain, recover. A replaced row never poisons a gradient.
+
+Keeping a bad row out of everybody else's gradient.
+
+`torch.where` alone is not enough. It sends a zero back into the row it did not choose, but that zero then meets
+the NaN the row left in saved activations, and 0 * NaN is NaN: in a matmul it reaches every weight.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from torchguard._channel.codes import ErrorCode
+from torchguard._channel.config import ErrorConfig
+from torchguard._channel.query import is_err, is_ok
+from torchguard._channel.record import merge, push
+from torchguard._channel.slots import Flags
+from torchguard._channel.validate import require_batch, require_mask
+from torchguard._renamed import renamed
+from torchguard.exceptions import BatchMismatchError, OutOfRangeError
+
+
+def over_rows(mask: Bool[Tensor, " batch"], z: Tensor) -> Tensor:
+    """`mask` with as many trailing dimensions of size 1 as `z` needs to be selected by it."""
+    return mask.reshape(-1, *(1,) * (z.ndim - 1))
+
+
+def stand_in(keep: Bool[Tensor, " batch"], z: Shaped[Tensor, "batch *rest"]) -> Shaped[Tensor, "batch *rest"]:
+    """`z` with every other row replaced by a kept one, so that a function over all rows meets only good values.
+
+    A constant would not do: normalising a row of zeros makes a NaN of its own. Without any kept row, zeros.
+    """
+    if z.shape[0] == 0:
+        return z
+    chosen = z.detach().index_select(0, keep.to(torch.uint8).argmax(0, keepdim=True))
+    chosen = torch.where(over_rows(keep.any().reshape(1), z), chosen, torch.zeros_like(chosen))
+    return torch.where(over_rows(keep, z), z, chosen)
+
+
+class _Seal(torch.autograd.Function):
+    """Identity, whose backward zeroes a row's gradient if any of it is not finite."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor) -> Tensor:
+        return z.view_as(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        finite = torch.isfinite(grad)
+        return torch.where(over_rows(finite.flatten(1).all(-1) if grad.ndim > 1 else finite, grad), grad, 0)
+
+
+def seal(z: Tensor) -> Tensor:
+    """`z`, through which no row sends a NaN or Inf gradient back."""
+    return _Seal.apply(z) if z.requires_grad else z
+
+
+Values = Shaped[Tensor, "batch *rest"]
+
+
+# Filters with shapes that depend on the data: for the Python boundary.
+
+
+@renamed(flags="f", tensor="z")
+def take_ok(f: Flags, z: Values) -> Shaped[Tensor, "ok *rest"]:
+    """The rows of `z` whose samples have no error."""
+    require_batch("err.take_ok", f, z, "z")
+    return z[is_ok(f)]
+
+
+@renamed(flags="f", tensor="z")
+def take_err(f: Flags, z: Values) -> Shaped[Tensor, "bad *rest"]:
+    """The rows of `z` whose samples have an error."""
+    require_batch("err.take_err", f, z, "z")
+    return z[is_err(f)]
+
+
+@renamed(flags="f", tensor="z")
+def partition(f: Flags, z: Values) -> tuple[Shaped[Tensor, "ok *rest"], Shaped[Tensor, "bad *rest"]]:
+    """`take_ok` and `take_err`."""
+    return take_ok(f, z), take_err(f, z)
+
+
+def partition_many(f: Flags, *zs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """All tensors without the bad rows, and all tensors with them alone."""
+    return tuple(take_ok(f, z) for z in zs), tuple(take_err(f, z) for z in zs)
+
+
+@renamed(flags="f")
+def get_ok(f: Flags) -> Shaped[Tensor, "ok words"]:
+    """The flags of the samples without an error."""
+    return take_ok(f, f)
+
+
+@renamed(flags="f")
+def get_err(f: Flags) -> Shaped[Tensor, "bad words"]:
+    """The flags of the samples with an error."""
+    return take_err(f, f)
+
+
+# Filters that keep the shape: for the inside of a graph.
+
+
+@renamed(flags="f", tensor="z")
+def take_ok_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
+    """`z` with the rows of bad samples filled.
+
+    >>> f = err.push(err.new_t(2), err.NAN, location=1, where=torch.tensor([False, True]))
+    >>> err.take_ok_p(f, torch.tensor([[1.0], [float("nan")]]))
+    tensor([[1.],
+            [0.]])
+    """
+    require_batch("err.take_ok_p", f, z, "z")
+    return torch.where(over_rows(is_ok(f), z), z, _scalar_like(z, fill))
+
+
+@renamed(flags="f", tensor="z")
+def take_err_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
+    """`z` with the rows of good samples filled."""
+    require_batch("err.take_err_p", f, z, "z")
+    return torch.where(over_rows(is_err(f), z), z, _scalar_like(z, fill))
+
+
+# Transforms.
+
+
+def _chosen(who: str, rows: Bool[Tensor, " batch"], value: Tensor, otherwise: Values) -> Values:
+    if value.shape != otherwise.shape:
+        made, of = tuple(value.shape), tuple(otherwise.shape)
+        raise BatchMismatchError(f"{who}: the function made {made} of {of}. Keep the shape, or use err.and_then.")
+    return torch.where(over_rows(rows, value), value, otherwise)
+
+
+@renamed(flags="f", tensor="z")
+def map_ok(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
+    """`fn` of the good rows, the bad ones as they are. `fn` sees a good row in the place of each bad one."""
+    require_batch("err.map_ok", f, z, "z")
+    ok = is_ok(f)
+    return _chosen("err.map_ok", ok, fn(stand_in(ok, z)), z)
+
+
+@renamed(flags="f", tensor="z")
+def map_err(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
+    """`fn` of the bad rows, the good ones as they are. `fn` sees a bad row in the place of each good one."""
+    require_batch("err.map_err", f, z, "z")
+    bad = is_err(f)
+    return _chosen("err.map_err", bad, fn(stand_in(bad, z)), z)
+
+
+@renamed(flags="f")
+def map_err_flags(f: Flags, fn: Callable[[Flags], Flags]) -> Flags:
+    """`fn` of the flags of bad samples."""
+    return torch.where(over_rows(is_err(f), f), fn(f), f)
+
+
+def replace(
+    t: Tensor, value: float = 0.0, targets: Sequence[float | int | str] = (ErrorCode.NAN, ErrorCode.INF)
+) -> Tensor:
+    """`t` with some values replaced; a replaced element gets no gradient.
+
+    Args:
+        targets: `err.NAN` (or "nan"), `err.INF` (or "inf"), "posinf", "neginf", or a number to look for. As 1
+            and 2 are the codes of NaN and Inf, write the numbers 1.0 and 2.0 as floats.
+
+    >>> err.replace(torch.tensor([1.0, float("inf"), 999.0]), value=-1.0, targets=[err.INF, 999])
+    tensor([ 1., -1., -1.])
+    """
+    if not isinstance(targets, Sequence) or isinstance(targets, str) or not targets:
+        raise OutOfRangeError(f"err.replace: targets is {targets!r}. Give a list such as [err.NAN, err.INF].")
+    found = torch.zeros_like(t, dtype=torch.bool)
+    for target in targets:
+        found = found | _matches(t, target)
+    return torch.where(found, _scalar_like(t, value), t)
+
+
+def _matches(t: Tensor, target: float | int | str) -> Bool[Tensor, "..."]:
+    if target == "nan" or target != target or _is_code(target, ErrorCode.NAN):
+        return torch.isnan(t)
+    if target == "inf" or _is_code(target, ErrorCode.INF):
+        return torch.isinf(t)
+    if isinstance(target, str):
+        if target not in ("posinf", "neginf"):
+            raise OutOfRangeError(f'err.replace: unknown target {target!r}. Use "nan", "inf", "posinf" or "neginf".')
+        target = float("inf") if target == "posinf" else float("-inf")
+    return t == target
+
+
+def _is_code(target: Any, code: int) -> bool:
+    return isinstance(target, int) and target == code
+
+
+# Chains.
+
+Step = Callable[[Tensor], tuple[Tensor, Flags]]
+
+
+@renamed(flags="f", tensor="z")
+def and_then(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Tensor, Flags]:
+    """`fn(z) -> (z, f)` for the good rows only; bad rows keep their value and gain no errors.
+
+    If `fn` changes the shape, bad rows become zeros. `fn` sees a good row in the place of each bad one.
+    """
+    require_batch("err.and_then", f, z, "z")
+    ok = is_ok(f)
+    out, found = fn(stand_in(ok, z))
+    otherwise = z if z.shape == out.shape else torch.zeros_like(out)
+    kept = torch.where(over_rows(ok, found), found, torch.zeros_like(found))
+    return torch.where(over_rows(ok, out), out, otherwise), merge(f, kept, config=config)
+
+
+@renamed(flags="f", tensor="z")
+def bind(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Tensor, Flags]:
+    """`fn(z) -> (z, f)` for every row, with the errors of both."""
+    require_batch("err.bind", f, z, "z")
+    out, found = fn(z)
+    return out, merge(f, found, config=config)
+
+
+@renamed(flags="f", predicate="ok_mask", loc="location")
+def ensure_mask(
+    f: Flags,
+    ok_mask: Bool[Tensor, "batch *rest"],
+    code: int,
+    location: int,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+) -> Flags:
+    """Record an error where `ok_mask` is False."""
+    require_mask("err.ensure_mask", f, ok_mask, "ok_mask")
+    return push(f, code, location, severity, config, where=~ok_mask)
+
+
+@renamed(flags="f", tensor="z", predicate="pred", loc="location")
+def guard(
+    f: Flags,
+    z: Values,
+    pred: Callable[[Tensor], Bool[Tensor, "batch *rest"]],
+    code: int,
+    location: int,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+) -> Flags:
+    """Record an error where `pred(z)` is False."""
+    require_batch("err.guard", f, z, "z")
+    return ensure_mask(f, pred(z), code, location, severity, config)
+
+
+@renamed(flags="f", tensor="z", loc="location")
+def recover_with_fallback(
+    f: Flags,
+    z: Values,
+    fallback: float | Tensor,
+    location: int,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+) -> tuple[Values, Flags]:
+    """`z` with the rows of bad samples replaced, and `FALLBACK_VALUE` recorded for them."""
+    require_batch("err.recover_with_fallback", f, z, "z")
+    bad = is_err(f)
+    recovered = torch.where(over_rows(bad, z), fallback_like("err.recover_with_fallback", z, fallback), z)
+    return recovered, push(f, ErrorCode.FALLBACK_VALUE, location, severity, config, where=bad)
+
+
+def mean_ok(f: Flags, per_sample_loss: Float[Tensor, "batch *rest"]) -> Float[Tensor, ""]:
+    """The mean loss of the good samples; 0 if there is none. Bad samples get no gradient.
+
+    >>> f = err.push(err.new_t(3), err.NAN, location=1, where=torch.tensor([False, True, False]))
+    >>> err.mean_ok(f, torch.tensor([1.0, float("nan"), 3.0]))
+    tensor(2.)
+    """
+    require_batch("err.mean_ok", f, per_sample_loss, "per_sample_loss")
+    ok = over_rows(is_ok(f), per_sample_loss).expand_as(per_sample_loss)
+    # As torch's own mean does, half precision is summed in float32.
+    wide = torch.float32 if per_sample_loss.element_size() < 4 else per_sample_loss.dtype
+    total = torch.where(ok, per_sample_loss, 0).sum(dtype=wide)
+    return (total / ok.sum().clamp(min=1)).to(per_sample_loss.dtype)
+
+
+def fallback_like(who: str, z: Tensor, fallback: float | Tensor) -> Tensor:
+    """`fallback` as something that can stand for rows of `z` without changing its shape or dtype."""
+    if not isinstance(fallback, Tensor):
+        return _scalar_like(z, fallback)
+    sizes = zip(reversed(fallback.shape), reversed(z.shape), strict=False)
+    if fallback.ndim > z.ndim or any(size not in (1, wanted) for size, wanted in sizes):
+        got, wanted = tuple(fallback.shape), tuple(z.shape)
+        raise BatchMismatchError(f"{who}: a fallback of shape {got} cannot stand in for {wanted}. Give it that shape.")
+    return fallback.to(z.dtype)
+
+
+def _scalar_like(z: Tensor, value: float) -> Tensor:
+    """`value` in the dtype of `z`, so that filling never changes it."""
+    return torch.full((), value, dtype=z.dtype, device=z.device)

@@ -1,0 +1,203 @@
+"""Making flags and writing errors into them. Nothing is changed in place: each call returns new flags."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor
+
+from torchguard._channel import deferred
+from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode
+from torchguard._channel.config import AccumulationConfig, ErrorConfig, get_config
+from torchguard._channel.layout import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_MASK, pack_slot, slot_code
+from torchguard._channel.policy import Evidence, add, arrival_order, rows, write
+from torchguard._channel.slots import Flags, bits, capacity, pack, unpack
+from torchguard._channel.validate import require_batch, require_flags, require_in_range, require_mask
+from torchguard._renamed import renamed
+from torchguard._torch.tracing import can_read
+from torchguard.exceptions import BatchMismatchError, NotFlagsError
+
+_GONE = torch.iinfo(torch.int64).max
+
+Mask = Bool[Tensor, "batch *rest"]
+Record = tuple[int, int, Mask] | tuple[int, int, Mask, int]
+
+
+@renamed(reference="x")
+def new(x: Shaped[Tensor, "batch *rest"], config: ErrorConfig | None = None) -> Flags:
+    """Empty flags for the samples of `x`.
+
+    >>> err.new(torch.zeros(3, 5)).shape
+    torch.Size([3, 4])
+    """
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        raise BatchMismatchError(f"err.new: {_describe(x)} has no batch dimension. Give a tensor of rank 1 or more.")
+    return new_t(x.shape[0], x.device, config)
+
+
+@renamed(batch_size="n")
+def new_t(n: int, device: torch.device | str | None = None, config: ErrorConfig | None = None) -> Flags:
+    """Empty flags for `n` samples."""
+    config = config or get_config()
+    return deferred.empty(n, device, config.flag_dtype, config)
+
+
+@renamed(loc="location", batch_size="n")
+def from_code(
+    code: int,
+    location: int,
+    n: int,
+    device: torch.device | str | None = None,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+) -> Flags:
+    """Flags for `n` samples that all hold the same one error."""
+    return push(new_t(n, device, config), code, location, severity, config)
+
+
+def push(
+    f: Flags,
+    code: int | Tensor,
+    location: int | Tensor,
+    severity: int | None = None,
+    config: ErrorConfig | None = None,
+    *,
+    where: Mask | None = None,
+) -> Flags:
+    """`err.push` at an id, or at a tensor of ids."""
+    if config is None:
+        config = get_config()
+    elif isinstance(config, Tensor):
+        raise NotFlagsError("err.push: config is a Tensor. Give a mask by its name: where=mask.")
+    require_flags("err.push", f)
+    require_in_range("err.push", code=code, location=location, severity=severity or 0)
+    if where is None:
+        where = torch.ones(f.shape[0], dtype=torch.bool, device=f.device)
+    require_mask("err.push", f, where, "where")
+    if isinstance(code, Tensor) or isinstance(location, Tensor):
+        return _push_tensors(f, code, location, severity, config, where)
+    if code == ErrorCode.OK:
+        return f
+    return deferred.record(f, [where], [pack_slot(code, location, _severity(code, severity, config))], config)
+
+
+def push_seen(
+    f: Flags, seen: Sequence[tuple[int, int, Evidence]], config: ErrorConfig | None = None, *, surely: bool = True
+) -> Flags:
+    """`push_many` for checks, which know what they pass: their evidence may be floats, NaN for a bad sample.
+
+    Args:
+        surely: False if `f` only looks like flags, see `deferred.record`.
+    """
+    config = config or get_config()
+    slots = [pack_slot(code, location, _severity(code, None, config)) for code, location, _ in seen]
+    return deferred.record(f, [evidence for _, _, evidence in seen], slots, config, surely)
+
+
+@renamed(flags="f")
+def push_scalar(
+    f: Flags, code: int, location: int, severity: int | None = None, config: ErrorConfig | None = None
+) -> Flags:
+    """Record the same error for every sample."""
+    return push(f, code, location, severity, config)
+
+
+def push_many(f: Flags, records: Iterable[Record], config: ErrorConfig | None = None) -> Flags:
+    """Record many errors with one packing: the same as pushing `(code, location, mask)` one after another.
+
+    A record may carry a severity as fourth entry.
+
+    >>> nan, inf = torch.tensor([True, False]), torch.tensor([True, True])
+    >>> err.count_errors(err.push_many(err.new_t(2), [(err.NAN, 1, nan), (err.INF, 2, inf)]))
+    tensor([2, 1], dtype=torch.int32)
+    """
+    config = config or get_config()
+    require_flags("err.push_many", f)
+    masks, slots = [], []
+    for code, location, mask, *rest in records:
+        severity = rest[0] if rest else None
+        require_in_range("err.push_many", code=code, location=location, severity=severity or 0)
+        require_mask("err.push_many", f, mask, "mask")
+        if code != ErrorCode.OK:
+            masks.append(mask)
+            slots.append(pack_slot(code, location, _severity(code, severity, config)))
+    return deferred.record(f, masks, slots, config) if masks else f
+
+
+def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
+    """One flags tensor with the errors of all, those of the first counting as the oldest."""
+    config = config or get_config()
+    if not flags:
+        raise NotFlagsError("err.merge: no flags were given. Pass at least one flags tensor.")
+    first = flags[0]
+    for f in flags:
+        require_flags("err.merge", f)
+        require_batch("err.merge", first, f, "one of them")
+        if f.dtype != first.dtype:
+            raise NotFlagsError(f"err.merge: cannot merge {f.dtype} flags into {first.dtype} flags. Use one carrier.")
+    merged, policy = first, config.accumulation
+    room = capacity(first, config)
+    if not can_read(first):
+        later = [arrival_order(unpack(f), policy) for f in flags[1:]]
+        return pack(add(unpack(first), later, room, policy), first) if later else first
+    for f in flags[1:]:
+        theirs = bits(f)[:, 0].to(torch.bool)
+        if not theirs.any():
+            continue
+        if f.shape == first.shape and not (theirs & bits(merged)[:, 0].to(torch.bool)).any():
+            merged = torch.where(theirs.unsqueeze(-1), f, merged)
+        else:
+            merged = pack(add(unpack(merged), _used_columns(f, policy), room, policy), first)
+    return merged
+
+
+@renamed(flags="f")
+def clear(f: Flags, code: int, config: ErrorConfig | None = None) -> Flags:
+    """Remove every error of that code; the others move up."""
+    require_flags("err.clear", f)
+    require_in_range("err.clear", code=code)
+    slots = unpack(f).to(torch.int64) & SLOT_MASK
+    # The column above the slot: sorting moves the kept ones together in their old order, the removed ones last.
+    column = torch.arange(slots.shape[1], device=f.device) << SLOT_BITS
+    gone = (slot_code(slots) == code) | (slots == 0)
+    kept = torch.where(gone, _GONE, column | slots).sort(-1).values
+    return pack(torch.where(kept == _GONE, 0, kept & SLOT_MASK), f)
+
+
+def _used_columns(f: Flags, policy: AccumulationConfig) -> Sequence[Int[Tensor, "batch _"]]:
+    slots = unpack(f)
+    used = slots[:, : sum(slots.any(0).tolist())]
+    return arrival_order(used, policy).split(1, dim=-1)
+
+
+def _push_tensors(
+    f: Flags, code: int | Tensor, location: int | Tensor, severity: int | None, config: ErrorConfig, where: Mask
+) -> Flags:
+    code = _per_sample(f, code, "code", CODE_MASK)
+    location = _per_sample(f, location, "location", LOCATION_MASK)
+    if severity is None:
+        defaults = [DEFAULT_SEVERITY.get(code, config.default_severity) for code in range(CODE_MASK + 1)]
+        level = torch.tensor(defaults, device=f.device)[code]
+    else:
+        level = torch.full_like(code, severity)
+    slot = torch.where(code == ErrorCode.OK, 0, pack_slot(code, location, level))
+    mask = rows(where) & (slot != 0)
+    return write(f, [mask], [slot.unsqueeze(-1)], capacity(f, config), config.accumulation)
+
+
+def _per_sample(f: Flags, value: int | Tensor, name: str, most: int) -> Tensor:
+    if isinstance(value, int):
+        return torch.full((f.shape[0],), value, dtype=torch.int64, device=f.device)
+    if value.ndim == 0:
+        value = value.expand(f.shape[0])
+    require_batch("err.push", f, value, name)
+    # Where nobody could look, an id that does not fit becomes 0 (unknown) rather than another's id.
+    return torch.where((value < 0) | (value > most), 0, value).to(torch.int64)
+
+
+def _severity(code: int, severity: int | None, config: ErrorConfig) -> int:
+    return DEFAULT_SEVERITY.get(code, config.default_severity) if severity is None else severity
+
+
+def _describe(x: object) -> str:
+    return "a 0-d tensor" if isinstance(x, Tensor) else type(x).__name__

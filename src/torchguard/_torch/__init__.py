@@ -1,0 +1,1 @@
+"""The only place where torchguard uses private names of torch."""

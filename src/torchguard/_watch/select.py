@@ -1,0 +1,205 @@
+"""Which modules of a model are watched.
+
+What is looked for in what a module returns, beside NaN and Inf.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchguard._channel.codes import FREE_CODES, ErrorCode, code_named
+from torchguard._torch.modules import mixes_rows
+from torchguard.exceptions import WatchError
+
+DEFAULT = ("nan", "inf", "indices")
+
+
+class Check(NamedTuple):
+    """A look at a sample's values: `(batch, values)` to `(batch,)`, True for a sample to be recorded."""
+
+    code: int
+    look: Callable[..., Any]
+    message: str = ""
+
+
+class Checks(NamedTuple):
+    """What is looked for. NaN and Inf are looked for together; `others` take a look of their own each."""
+
+    nan: bool
+    inf: bool
+    indices: bool
+    others: tuple[Check, ...]
+
+
+def checks_of(asked: Iterable[Any]) -> Checks:
+    """What `checks=` asks for: names, `("overflow", 0.9)`, or `(name, function, message)` for one of your own."""
+    names, others = set(), []
+    for check in asked:
+        match check:
+            case "nan" | "inf" | "indices":
+                names.add(check)
+            case "overflow":
+                others.append(_near_overflow(0.9))
+            case ("overflow", float() | int() as share) if 0 < share <= 1:
+                others.append(_near_overflow(share))
+            case str() if check in _QUALITY:
+                others.append(_QUALITY[check])
+            case (str() as name, look) if name and callable(look):
+                others.append(Check(_own_code(name), look))
+            case (str() as name, look, str() as message) if name and callable(look):
+                others.append(Check(_own_code(name), look, message))
+            case _:
+                known = ", ".join((*DEFAULT, "overflow", *_QUALITY))
+                raise WatchError(
+                    f"watch: checks has {check!r}. Give one of {known}, ('overflow', share of the largest number), or "
+                    "(name, function) and, if you like, a message."
+                )
+    return Checks("nan" in names, "inf" in names, "indices" in names, tuple(others))
+
+
+def _own_code(name: str) -> int:
+    code = code_named(name.upper())
+    if code is None:
+        taken = ", ".join(ErrorCode.name(code) for code in FREE_CODES)
+        raise WatchError(f"watch: no code is left for {name!r}. There are three, for all models: {taken} have them.")
+    return code
+
+
+def _near_overflow(share: float) -> Check:
+    def look(values: Tensor) -> Tensor:
+        largest = values.abs().amax(-1)
+        return (largest >= share * torch.finfo(values.dtype).max) & largest.isfinite()
+
+    return Check(ErrorCode.OVERFLOW, look)
+
+
+def _zero(values: Tensor) -> Tensor:
+    return values.abs().amax(-1) == 0
+
+
+def _constant(values: Tensor) -> Tensor:
+    return values.amax(-1) == values.amin(-1)
+
+
+def _saturated(values: Tensor) -> Tensor:
+    """Every value has the magnitude of the largest, to a hundredth: what a saturated tanh or sigmoid returns."""
+    magnitude = values.abs()
+    largest = magnitude.amax(-1)
+    return (magnitude.amin(-1) >= 0.99 * largest) & (largest > 0) & largest.isfinite()
+
+
+_QUALITY = {
+    "zero": Check(ErrorCode.ZERO_OUTPUT, _zero),
+    "constant": Check(ErrorCode.CONSTANT_OUTPUT, _constant),
+    "saturated": Check(ErrorCode.SATURATED, _saturated),
+}
+
+
+LEVELS = ("outputs", "blocks", "modules")
+
+
+def watched_paths(
+    model: nn.Module, level: str, include: Sequence[str] | str | None, exclude: Sequence[str] | str | None
+) -> list[str]:
+    """The paths of the modules to watch, in the order of the model."""
+    if level not in LEVELS:
+        raise WatchError(f"watch: level is {level!r}. Give one of {', '.join(LEVELS)}.")
+    modules = {path: module for path, module in model.named_modules() if path}
+    chosen = {"outputs": _none, "blocks": _blocks, "modules": _with_parameters}[level](model)
+    if include is not None:
+        matching = _matching(modules, include, "include")
+        chosen = [path for path in (chosen if level != "outputs" else modules) if path in matching]
+    if exclude is not None:
+        chosen = [path for path in chosen if path not in _matching(modules, exclude, "exclude")]
+    return chosen
+
+
+def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str) -> list[str]:
+    """The paths of the modules that are regions of their own, none of them within another, in the order of the model.
+
+    With True, the items of the lists of modules. Left out are modules that have batch norms, which write to their
+    buffers, or recurrent layers, whose states have the samples elsewhere, and those that hold a module of another part
+    of the model: that is where its place is.
+    """
+    if not which:
+        return []
+    modules = {path: module for path, module in model.named_modules() if path}
+    if which is True:
+        found = _in_lists(model)
+    else:
+        matching = _matching([path for path, module in modules.items() if _is_called(module)], which, "compile_once")
+        found = [path for path in modules if path in matching]
+    found = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    known = {module: path for path, module in modules.items()}
+    fit = [path for path in found if all(_fits(part, known[part], path) for part in modules[path].modules())]
+    if not fit and found:
+        raise WatchError(
+            f"watch: there is nothing to compile once: all blocks ({found[0]!r} is one) have batch norms or recurrent "
+            "layers, or hold modules of other parts of the model. Give patterns of other paths."
+        )
+    if not fit:
+        raise WatchError("watch: compile_once=True, but the model has no list of modules. Give patterns of paths.")
+    return fit
+
+
+def _fits(part: nn.Module, known_as: str, block: str) -> bool:
+    return not mixes_rows(part) and not isinstance(part, nn.RNNBase) and f"{known_as}.".startswith(f"{block}.")
+
+
+def other_embeddings(model: nn.Module, chosen: Sequence[str], exclude: Sequence[str] | str | None) -> list[str]:
+    """The paths of embeddings that are not watched otherwise: their indices are looked at all the same."""
+    modules = dict(model.named_modules())
+    left_out = _matching(modules, exclude, "exclude") if exclude is not None else set()
+    embeddings = [path for path, module in modules.items() if path and isinstance(module, nn.Embedding)]
+    return [path for path in embeddings if path not in left_out and path not in chosen]
+
+
+def _none(model: nn.Module) -> list[str]:
+    return []
+
+
+def _with_parameters(model: nn.Module) -> list[str]:
+    modules = [(path, module) for path, module in model.named_modules() if path]
+    return [path for path, module in modules if any(True for _ in module.parameters(recurse=False))]
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The items of the outermost lists of modules; the model's parts where it has none."""
+    return _in_lists(model) or [path for path, _ in model.named_modules() if path and "." not in path]
+
+
+def _in_lists(model: nn.Module) -> list[str]:
+    """The items of the outermost lists; of one that is never called, its items in turn. Each by its first path."""
+    modules = dict(model.named_modules())
+    lists = [path for path, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    outermost = [
+        path
+        for path in lists
+        if not any(path != other and f"{path}.".startswith(f"{other}." if other else "") for other in lists)
+    ]
+    return [item for path in outermost for item in _items(path, modules[path]) if item in modules]
+
+
+def _items(path: str, module: nn.Module) -> list[str]:
+    found = []
+    for name, child in module.named_children():
+        at = f"{path}.{name}" if path else name
+        found += [at] if _is_called(child) else _items(at, child)
+    return found
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _matching(modules: Iterable[str], patterns: Sequence[str] | str, name: str) -> set[str]:
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in modules):
+            raise WatchError(
+                f"watch: {name} has {pattern!r}, which matches no module. Paths look like 'encoder.0.attn'."
+            )
+    return {path for path in modules if any(fnmatchcase(path, pattern) for pattern in patterns)}

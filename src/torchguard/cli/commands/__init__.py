@@ -1,1 +1,0 @@
-"""The verbs, a file each."""

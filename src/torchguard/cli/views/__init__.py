@@ -1,1 +1,0 @@
-"""What the command shows: data in, text and tables out."""

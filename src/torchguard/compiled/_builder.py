@@ -1,0 +1,222 @@
+"""Graphs by hand: ordered leaves, operations on them in SSA form, and what is returned is the output."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from torchguard._torch import fakes, ops, pytrees
+from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
+from torchguard.compiled._leaves import LeafType, cotangent_type, is_there
+from torchguard.compiled._listing import Line, lines_of, listing_of
+from torchguard.compiled._nesting import nest_of
+from torchguard.compiled._purity import Watch, name_of, user_line
+from torchguard.compiled._trace import program_of
+from torchguard.exceptions import CompileError, TorchGuardError
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "pow", "matmul", "mod", "and", "or", "xor")
+_OPERATORS = (*_ARITHMETIC, "radd", "rsub", "rmul", "rtruediv", "rpow", "rmatmul", "neg", "abs", "invert", "getitem")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+
+class Var:
+    """A variable of a builder: it has a shape and a dtype, and functions and methods of torch apply to it."""
+
+    def __init__(self, builder: "Builder", value: Tensor) -> None:
+        self._builder, self._value = builder, value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [part for part in pytrees.flatten((args, kwargs or {}))[0] if isinstance(part, Var)]
+        return found[0]._builder.apply(func, *args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(Tensor, name)  # an AttributeError that names it, where there is none
+        if not callable(method):
+            return self._builder.apply(method.__get__, self)
+        return lambda *args, **kwargs: self._builder.apply(method, self, *args, **kwargs)
+
+    def __bool__(self) -> bool:
+        raise CompileError(
+            f"{self._builder.name}: at {user_line()}: a variable has no value to branch on. Use torch.where."
+        )
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0))
+
+    def __repr__(self) -> str:
+        return f"%{self._builder.node_of(self).name}: {self._builder.type_of(self)}"
+
+    __hash__ = object.__hash__
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    method = getattr(Tensor, f"__{name}__")
+    return lambda self, *args: self._builder.apply(method, self, *args)
+
+
+for _name in (*_OPERATORS, *_COMPARISONS):
+    setattr(Var, f"__{_name}__", _operator(_name))
+
+
+class _Recorder(Watch):
+    """Writes each operation it sees into a graph, functional ones alone."""
+
+    def __init__(self, builder: "Builder") -> None:
+        super().__init__(builder.name)
+        self._builder = builder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if ops.schema_of(func).is_mutable:
+            raise self.error(user_line(), f"{name_of(func)} changes a variable in place", "Use the out-of-place form")
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._builder.record(func, args, kwargs or {}, result)
+        return result
+
+
+class Builder:
+    """Builds a graph operation by operation.
+
+    >>> from torchguard.compiled import Builder
+    >>> b = Builder("square")
+    >>> x = b.leaf("x", (2,))
+    >>> c = b.compile_scalar((x * x).sum(), backend="eager")
+    >>> c.backward(torch.tensor([1.0, 2.0]))
+    tensor([2., 4.])
+    """
+
+    def __init__(self, name: str = "built") -> None:
+        self.name, self.graph = name, Graph()
+        self._leaves: list[LeafType] = []
+        # The tensors are kept, since an address may be used again.
+        self._known: dict[int, tuple[Tensor, Node]] = {}
+
+    @property
+    def leaves(self) -> tuple[LeafType, ...]:
+        return tuple(self._leaves)
+
+    @property
+    def nodes(self) -> tuple[Line, ...]:
+        """The operations so far, in order."""
+        return lines_of(self._module([]))
+
+    def __str__(self) -> str:
+        last = [node for node in self.graph.nodes if isinstance(node.meta["val"], Tensor)][-1:]
+        return listing_of(self._module(last), self.name)
+
+    @fakes.one_at_a_time
+    def leaf(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        *,
+        device: torch.device | str = "cpu",
+        differentiable: bool = True,
+    ) -> Var:
+        """A new leaf, after those there are."""
+        if any(leaf.name == name for leaf in self._leaves):
+            raise CompileError(f"{self.name}: there is a leaf {name!r} already.")
+        if not is_there(torch.device(device)):
+            raise CompileError(f"{self.name}: leaf {name!r} is on {device}, and this machine has no such device.")
+        with fakes.fake_mode():
+            value = torch.empty(tuple(shape), dtype=dtype, device=device)
+        leaf = cotangent_type(value, name)
+        self._leaves.append(
+            LeafType(
+                *(leaf.name, leaf.shape, leaf.dtype, leaf.device, leaf.stride),
+                differentiable and dtype.is_floating_point,
+            )
+        )
+        last = ([None, *self.graph.find_nodes(op="placeholder")])[-1]
+        first = next(iter(self.graph.nodes), None)
+        place = self.graph.inserting_after(last) if last else self.graph.inserting_before(first)
+        with place:
+            node = self.graph.placeholder(name if name.isidentifier() else f"leaf_{len(self._leaves)}")
+        node.meta["val"] = value
+        self._known[id(value)] = value, node
+        return Var(self, value)
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """An ATen operation, given itself or by name: `b.op("aten.mm", x, w)`."""
+        if isinstance(target, str):
+            namespace, _, name = target.partition(".")
+            packet, _, overload = name.partition(".")
+            if namespace not in ("aten", "prims") or not hasattr(getattr(torch.ops, namespace), packet):
+                raise CompileError(f"{self.name}: there is no operation {target!r}. Write it as 'aten.mm'.")
+            found = getattr(getattr(torch.ops, namespace), packet)
+            target = getattr(found, overload) if overload else found
+        return self.apply(target, *args, **kwargs)
+
+    def compile_out(self, *outputs: Any, backend: str = "inductor", probe: bool = True) -> CompiledOut:
+        """Compile the graph with these variables as its outputs."""
+        return self._compiled(CompiledOut, outputs[0] if len(outputs) == 1 else outputs, backend, probe)
+
+    def compile_scalar(self, output: Var, *, backend: str = "inductor", probe: bool = True) -> CompiledScalar:
+        """Compile the graph with one variable of shape () as its output."""
+        return self._compiled(CompiledScalar, output, backend, probe)
+
+    @fakes.one_at_a_time
+    def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Apply a function of torch to variables, writing down the operations it runs."""
+        parts, structure = pytrees.flatten((args, kwargs))
+        for part in parts:
+            if isinstance(part, Var) and part._builder is not self:
+                raise CompileError(
+                    f"{self.name}: at {user_line()}: a variable belongs to the builder {part._builder.name}."
+                )
+        given = pytrees.unflatten([part._value if isinstance(part, Var) else part for part in parts], structure)
+        try:
+            with torch.no_grad(), fakes.quiet(), fakes.fake_mode(), _Recorder(self):
+                result = func(*given[0], **given[1])
+        except TorchGuardError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            said = str(error).strip().splitlines()[0]
+            raise CompileError(f"{self.name}: at {user_line()}: {type(error).__name__}: {said}") from error
+        found, structure = pytrees.flatten(result)
+        return pytrees.unflatten([Var(self, part) if isinstance(part, Tensor) else part for part in found], structure)
+
+    def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Write down an operation that was run on variables; one that returns no tensor only asks, and is left out."""
+        if not any(isinstance(part, Tensor) for part in pytrees.flatten(result)[0]):
+            return
+        parts, structure = pytrees.flatten((args, kwargs))
+        args, kwargs = pytrees.unflatten(
+            [self._known[id(p)][1] if isinstance(p, Tensor) else p for p in parts], structure
+        )
+        node = self.graph.create_node("call_function", func, args, kwargs, name=name_of(func).split(".")[1])
+        node.meta["val"], node.stack_trace = result, user_line()
+        if isinstance(result, Tensor):
+            self._known[id(result)] = result, node
+            return
+        for index, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
+            picked = self.graph.call_function(operator.getitem, (node, index))
+            picked.meta["val"], picked.stack_trace = part, node.stack_trace
+            self._known[id(part)] = part, picked
+
+    def node_of(self, variable: Var) -> Node:
+        return self._known[id(variable._value)][1]
+
+    def type_of(self, variable: Var) -> LeafType:
+        return cotangent_type(variable._value, "")
+
+    def _compiled(self, kind: Any, outputs: Any, backend: str, probe: bool) -> Any:
+        parts, structure = pytrees.flatten(outputs)
+        if not parts or not all(isinstance(part, Var) and part._builder is self for part in parts):
+            raise CompileError(f"{self.name}: the outputs have to be variables of this builder.")
+        nest, _ = nest_of(pytrees.unflatten([part._value for part in parts], structure), f"{self.name}: output ", "")
+        graph = self._module([self.node_of(part) for part in parts])
+        program = program_of(graph, self.name, self.leaves)
+        return kind(program, Signature(None, lambda: nest), backend=backend, probe=probe)
+
+    def _module(self, results: Sequence[Node]) -> GraphModule:
+        graph, copies = Graph(), {}
+        graph.graph_copy(self.graph, copies)
+        for old, new in copies.items():
+            new.meta = dict(old.meta)
+        graph.output([copies[node] for node in results])
+        return GraphModule(torch.nn.Module(), graph)

@@ -1,7 +1,0 @@
-"""Exact tests of graphs at random points of a prime field: derivatives against our own rules, graph against graph."""
-
-from torchguard.compiled.algebra.check import check_derivatives, equivalent
-from torchguard.compiled.algebra.rules import COVERED
-from torchguard.exceptions import GraphMismatchError
-
-__all__ = ["COVERED", "GraphMismatchError", "check_derivatives", "equivalent"]

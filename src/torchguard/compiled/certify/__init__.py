@@ -1,0 +1,1 @@
+"""Certificates: claims about a compiled function, each checked by one of four layers."""

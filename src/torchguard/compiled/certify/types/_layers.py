@@ -1,0 +1,333 @@
+"""Types of reductions, products of matrices, layers and losses."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchguard.compiled.certify.types._elementwise import same_as
+from torchguard.compiled.certify.types._types import (
+    Type,
+    broadcast,
+    category,
+    dims_of,
+    promoted,
+    real,
+    require,
+    wrapped,
+)
+
+Dims = int | Sequence[int] | None
+Sizes = Sequence[int]
+
+
+def _reduced_shape(x: Type, dim: Dims, keepdim: bool) -> tuple[int, ...]:
+    dims = dims_of(x, dim)
+    if keepdim:
+        return tuple(1 if d in dims else n for d, n in enumerate(x.shape))
+    return tuple(n for d, n in enumerate(x.shape) if d not in dims)
+
+
+def _reduced(x: Type, dim: Dims = None, keepdim: bool = False, **options: Any) -> Type:
+    return Type(_reduced_shape(x, dim, options.get("keepdim", keepdim)), options.get("dtype") or x.dtype)
+
+
+def _summed(x: Type, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Type:
+    own = x.dtype if category(x.dtype) == 2 else torch.int64
+    return Type(_reduced_shape(x, dim, keepdim), dtype or own)
+
+
+def _norm(x: Type, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Type:
+    return Type(_reduced_shape(x, dim, keepdim), dtype or real(x).dtype)
+
+
+def _spread(x: Type, *args: Any, **options: Any) -> Type:
+    return real(_reduced(x, *args, **options))
+
+
+def _tested(x: Type, dim: Dims = None, keepdim: bool = False) -> Type:
+    return Type(_reduced_shape(x, dim, keepdim), torch.bool)
+
+
+def _position(x: Type, dim: int | None = None, keepdim: bool = False) -> Type:
+    return Type(_reduced_shape(x, dim, keepdim), torch.int64)
+
+
+def _extreme(x: Type, dim: int | None = None, keepdim: bool = False) -> Any:
+    if dim is None:
+        return _reduced(x)
+    return _reduced(x, dim, keepdim), _position(x, dim, keepdim)
+
+
+def _accumulated(x: Type, dim: int, *, dtype: torch.dtype | None = None) -> Type:
+    wrapped(dim, x.rank)
+    return Type(x.shape, dtype or (x.dtype if category(x.dtype) == 2 else torch.int64))
+
+
+def _top(x: Type, k: int, dim: int = -1, *_: Any, **__: Any) -> tuple[Type, Type]:
+    at = wrapped(dim, x.rank)
+    shape = (*x.shape[:at], k, *x.shape[at + 1 :])
+    return Type(shape, x.dtype), Type(shape, torch.int64)
+
+
+def _product(a: Type, b: Type) -> Type:
+    require(a.rank == b.rank >= 2 and a.shape[-1] == b.shape[-2], f"{a} times {b}")
+    require(a.shape[:-2] == b.shape[:-2] and a.dtype == b.dtype, f"{a} times {b}")
+    return Type((*a.shape[:-1], b.shape[-1]), a.dtype)
+
+
+def _added_product(c: Type, a: Type, b: Type, **_: Any) -> Type:
+    product = _product(a, b)
+    require(broadcast(c.shape, product.shape) == product.shape and c.dtype == a.dtype, f"{c} added to {product}")
+    return product
+
+
+def _matrix_vector(a: Type, x: Type) -> Type:
+    require(a.rank == 2 and x.rank == 1 and a.shape[1] == x.shape[0], f"{a} times {x}")
+    return Type(a.shape[:1], a.dtype)
+
+
+def _dot(a: Type, b: Type) -> Type:
+    require(a.rank == b.rank == 1 and a.shape == b.shape, f"{a} times {b}")
+    return Type((), a.dtype)
+
+
+def _info(a: Type) -> Type:
+    return Type(a.shape[:-2], torch.int32)
+
+
+def _pivots(a: Type) -> Type:
+    return Type(a.shape[:-1], torch.int32)
+
+
+def _solved(a: Type, b: Type, *_: Any, **__: Any) -> Type:
+    require(a.shape[-1] == a.shape[-2], f"{a} is not square")
+    batch = broadcast(a.shape[:-2], b.shape[:-2])
+    return Type((*batch, *b.shape[-2:]), b.dtype)
+
+
+def _eigen(a: Type, uplo: str = "L", compute_v: bool = True) -> tuple[Type, Type]:
+    return real(Type(a.shape[:-1], a.dtype)), Type(a.shape if compute_v else (0,), a.dtype)
+
+
+def _svd(a: Type, full: bool = False, compute_uv: bool = True, **_: Any) -> tuple[Type, Type, Type]:
+    m, n = a.shape[-2:]
+    k = min(m, n)
+    shapes = ((m, m if full else k), (k,), (n if full else k, n)) if compute_uv else ((0,), (k,), (0,))
+    batch = a.shape[:-2]
+    u, s, v = (Type((*batch, *shape) if shape != (0,) else shape, a.dtype) for shape in shapes)
+    return u, real(s), v
+
+
+def _convolved(
+    x: Type,
+    w: Type,
+    bias: Type | None,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    transposed: bool,
+    extra: Sizes,
+    groups: int,
+) -> Type:
+    rank = w.rank - 2
+    require(x.rank == w.rank and x.dtype == w.dtype, f"{x} convolved with {w}")
+    channels = w.shape[0] if transposed else w.shape[1] * groups
+    require(x.shape[1] == channels, f"{x} convolved with {w} in {groups} groups")
+    each = [list(s) * rank if len(s) == 1 else list(s) for s in (stride, padding, dilation, extra)]
+    plane = []
+    for n, k, s, p, d, e in zip(x.shape[2:], w.shape[2:], *each, strict=True):
+        plane.append(
+            (n - 1) * s - 2 * p + d * (k - 1) + e + 1 if transposed else (n + 2 * p - d * (k - 1) - 1) // s + 1
+        )
+    made = w.shape[1] * groups if transposed else w.shape[0]
+    require(bias is None or bias.shape == (made,), f"a bias {bias} for {made} channels")
+    return Type((x.shape[0], made, *plane), x.dtype)
+
+
+def _convolution_gradients(g: Type, x: Type, w: Type, bias: Sizes | None, *args: Any) -> tuple[Type | None, ...]:
+    mask = args[-1]
+    expected = _convolved(x, w, None, *args[:-1])
+    require(g.shape == expected.shape, f"a gradient {g} of {expected}")
+    made = (x, w, Type((g.shape[1],), g.dtype))
+    return tuple(t if is_wanted else None for t, is_wanted in zip(made, mask, strict=True))
+
+
+def _pooled_size(n: int, k: int, s: int, p: int, d: int, ceil_mode: bool) -> int:
+    count = (n + 2 * p - d * (k - 1) - 1 + (s - 1 if ceil_mode else 0)) // s + 1
+    return count - 1 if ceil_mode and (count - 1) * s >= n + p else count
+
+
+def _every(sizes: Sizes | int, rank: int) -> list[int]:
+    given = [sizes] if isinstance(sizes, int) else list(sizes)
+    return given * rank if len(given) == 1 else given
+
+
+def _pooled(x: Type, rank: int, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, ceil: bool) -> Type:
+    each = [_every(s, rank) for s in (kernel, stride or kernel, padding, dilation)]
+    plane = [_pooled_size(n, k, s, p, d, ceil) for n, k, s, p, d in zip(x.shape[-rank:], *each, strict=True)]
+    return Type((*x.shape[:-rank], *plane), x.dtype)
+
+
+def _max_pooled(rank: int) -> Callable[..., tuple[Type, Type]]:
+    def rule(
+        x: Type, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,), dilation: Sizes = (1,), ceil: bool = False
+    ) -> tuple[Type, Type]:
+        pooled = _pooled(x, rank, kernel, stride, padding, dilation, ceil)
+        return pooled, Type(pooled.shape, torch.int64)
+
+    return rule
+
+
+def _average_pooled(rank: int) -> Callable[..., Type]:
+    def rule(
+        x: Type, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil: bool = False, *_: Any, **__: Any
+    ) -> Type:
+        return _pooled(x, rank, kernel, stride, padding, (1,), ceil)
+
+    return rule
+
+
+def _resized(rank: int) -> Callable[..., Type]:
+    return lambda x, sizes, *_: Type((*x.shape[:-rank], *sizes), x.dtype)
+
+
+def _resized_back(g: Type, sizes: Sizes, input_sizes: Sizes, *_: Any) -> Type:
+    return Type(tuple(input_sizes), g.dtype)
+
+
+def _layer_normed(x: Type, shape: Sizes, *_: Any) -> tuple[Type, Type, Type]:
+    outer = x.rank - len(shape)
+    require(x.shape[outer:] == tuple(shape), f"{x} normed over {list(shape)}")
+    saved = Type((*x.shape[:outer], *[1] * len(shape)), x.dtype)
+    return x, saved, saved
+
+
+def _norm_gradients(
+    x: Type, weight: Type | None, bias: Any, mask: Sequence[bool], inner: tuple[int, ...]
+) -> tuple[Type | None, ...]:
+    made = (x, Type(inner, x.dtype), Type(inner, x.dtype))
+    return tuple(t if is_wanted else None for t, is_wanted in zip(made, mask, strict=True))
+
+
+def _layer_norm_gradients(g: Type, x: Type, shape: Sizes, m: Type, s: Type, w: Any, b: Any, mask: Any) -> Any:
+    return _norm_gradients(x, w, b, mask, tuple(shape))
+
+
+def _group_normed(x: Type, w: Any, b: Any, n: int, c: int, hw: int, groups: int, eps: float) -> Any:
+    require(x.numel == n * c * hw and c % groups == 0, f"{x} in {groups} groups")
+    return x, Type((n, groups), x.dtype), Type((n, groups), x.dtype)
+
+
+def _batch_normed(x: Type, w: Any, b: Any, mean: Any, var: Any, training: bool, *_: Any) -> Any:
+    saved = Type((x.shape[1] if training else 0,), x.dtype)
+    return x, saved, saved
+
+
+def _lost(x: Type, y: Type, reduction: int = 1, *_: Any) -> Type:
+    return Type(() if reduction else broadcast(x.shape, y.shape), promoted(x, y))
+
+
+def _lost_gradient(g: Type, x: Type, y: Type, *_: Any) -> Type:
+    return Type(broadcast(x.shape, y.shape), promoted(x, y))
+
+
+def _likelihood(x: Type, target: Type, weight: Any, reduction: int, ignored: int) -> tuple[Type, Type]:
+    require(not target.dtype.is_floating_point, f"classes of {target.dtype}")
+    return Type(() if reduction else target.shape, x.dtype), Type((), x.dtype)
+
+
+def _glued(x: Type, dim: int = -1) -> Type:
+    at = wrapped(dim, x.rank)
+    require(x.shape[at] % 2 == 0, f"{x} has no halves along dimension {dim}")
+    return Type((*x.shape[:at], x.shape[at] // 2, *x.shape[at + 1 :]), x.dtype)
+
+
+def _cross_entropy(x: Type, y: Type, weight: Any = None, pos: Any = None, reduction: int = 1) -> Type:
+    return _lost(x, y, reduction)
+
+
+def _attended(q: Type, k: Type, v: Type, *_: Any, **__: Any) -> tuple[Type, Type]:
+    require(q.shape[-1] == k.shape[-1] and k.shape[-2] == v.shape[-2], f"{q}, {k} and {v} in attention")
+    return Type((*q.shape[:-1], v.shape[-1]), q.dtype), Type(q.shape[:-1], q.dtype)
+
+
+_UPSAMPLING = {"nearest1d": 1, "linear1d": 1, "nearest2d": 2, "bilinear2d": 2, "nearest3d": 3, "trilinear3d": 3}
+
+RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("mean", "amax", "amin", "logsumexp"), _reduced),
+    **dict.fromkeys(("var", "std"), _spread),
+    "var_mean": lambda *args, **options: (_spread(*args, **options), _reduced(*args, **options)),
+    "sum": _summed,
+    "prod": _summed,
+    "any": _tested,
+    "all": _tested,
+    "argmax": _position,
+    "argmin": _position,
+    "max": _extreme,
+    "min": _extreme,
+    "linalg_vector_norm": _norm,
+    "cumsum": _accumulated,
+    "cumprod": _accumulated,
+    "sort": lambda x, *_, **__: (x, Type(x.shape, torch.int64)),
+    "topk": _top,
+    "_softmax": lambda x, dim, half_to_float: x,
+    "_safe_softmax": lambda x, dim, dtype=None: x,
+    "_log_softmax": lambda x, dim, half_to_float: x,
+    "_softmax_backward_data": lambda g, y, dim, dtype: Type(y.shape, dtype),
+    "_log_softmax_backward_data": lambda g, y, dim, dtype: Type(y.shape, dtype),
+    **dict.fromkeys(("mm", "bmm"), _product),
+    **dict.fromkeys(("addmm", "baddbmm"), _added_product),
+    "mv": _matrix_vector,
+    "dot": _dot,
+    "linalg_inv_ex": lambda a, **_: (a, _info(a)),
+    "_linalg_solve_ex": lambda a, b, **options: (_solved(a, b), a, _pivots(a), _info(a)),
+    "linalg_lu_solve": lambda lu, pivots, b, **options: _solved(lu, b),
+    "linalg_solve_triangular": _solved,
+    "_linalg_det": lambda a: (Type(a.shape[:-2], a.dtype), a, _pivots(a)),
+    "linalg_cholesky_ex": lambda a, **_: (a, _info(a)),
+    "_linalg_eigh": _eigen,
+    "_linalg_svd": _svd,
+    "_linalg_check_errors": lambda *_, **__: None,
+    "convolution": _convolved,
+    "convolution_backward": _convolution_gradients,
+    "max_pool2d_with_indices": _max_pooled(2),
+    "max_pool3d_with_indices": _max_pooled(3),
+    "avg_pool1d": _average_pooled(1),
+    "avg_pool2d": _average_pooled(2),
+    "avg_pool3d": _average_pooled(3),
+    **{
+        name: same_as(1)
+        for name in ("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "avg_pool2d_backward")
+        + ("avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "glu_backward")
+    },
+    "_adaptive_avg_pool2d": _resized(2),
+    **{
+        f"upsample_{name}": _resized(rank)
+        for rank, names in {
+            1: ("nearest1d", "linear1d"),
+            2: ("nearest2d", "bilinear2d"),
+            3: ("nearest3d", "trilinear3d"),
+        }.items()
+        for name in names
+    },
+    **{f"upsample_{name}_backward": _resized_back for name in _UPSAMPLING},
+    "native_layer_norm": _layer_normed,
+    "native_layer_norm_backward": _layer_norm_gradients,
+    "native_group_norm": _group_normed,
+    "native_group_norm_backward": lambda g, x, m, s, w, n, c, hw, groups, mask: _norm_gradients(x, w, None, mask, (c,)),
+    "native_batch_norm": _batch_normed,
+    "_native_batch_norm_legit": lambda x, w, b, training, *_: _batch_normed(x, w, b, None, None, training),
+    "native_batch_norm_backward": lambda g, x, w, *rest: _norm_gradients(x, w, None, rest[-1], (x.shape[1],)),
+    "glu": _glued,
+    "glu_jvp": same_as(0),
+    "_scaled_dot_product_flash_attention_for_cpu": _attended,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_, **__: (q, k, v),
+    **dict.fromkeys(("mse_loss", "huber_loss", "smooth_l1_loss"), _lost),
+    **dict.fromkeys(("mse_loss_backward", "huber_loss_backward", "smooth_l1_loss_backward"), _lost_gradient),
+    "nll_loss_forward": _likelihood,
+    "nll_loss2d_forward": _likelihood,
+    "nll_loss_backward": same_as(1),
+    "nll_loss2d_backward": same_as(1),
+    "binary_cross_entropy_with_logits": _cross_entropy,
+}

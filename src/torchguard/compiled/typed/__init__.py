@@ -1,5 +1,0 @@
-"""Types of graphs: the shape and dtype of each node, derived from the leaves."""
-
-from torchguard.compiled.typed.check import COVERED, check_types
-
-__all__ = ["COVERED", "check_types"]

@@ -1,0 +1,188 @@
+"""Names of ops as people write them, and the names that these ops have in a graph."""
+
+import functools
+
+from torchguard._torch import ops as ops_of_torch
+
+_CONVOLUTION = ("convolution",)
+_PRODUCTS = ("mm", "bmm", "mv", "dot")
+_BATCH_NORMS = (
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
+    "_batch_norm_with_update_functional",
+    "_batch_norm_no_update",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+)
+_FFTS = ("_fft_r2c", "_fft_c2c", "_fft_c2r")
+
+# What AOTAutograd makes of ops that it takes apart, where that is about one thing. Ops in place need no row.
+MADE_OF: dict[str, tuple[str, ...]] = {
+    "linear": ("addmm", *_PRODUCTS),
+    "matmul": _PRODUCTS,
+    "linalg_matmul": _PRODUCTS,
+    "inner": _PRODUCTS,
+    "einsum": _PRODUCTS,
+    "tensordot": _PRODUCTS,
+    "chain_matmul": _PRODUCTS,
+    "softmax": ("_softmax",),
+    "special_softmax": ("_softmax",),
+    "log_softmax": ("_log_softmax",),
+    "special_log_softmax": ("_log_softmax",),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "_convolution_mode"), _CONVOLUTION),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _CONVOLUTION),
+    "layer_norm": ("native_layer_norm",),
+    "group_norm": ("native_group_norm",),
+    "batch_norm": _BATCH_NORMS,
+    "native_batch_norm": _BATCH_NORMS,
+    "_batch_norm_impl_index": _BATCH_NORMS,
+    "instance_norm": _BATCH_NORMS,
+    "dropout": ("native_dropout",),
+    "dropout_": (),  # in place, it is taken apart
+    "normal_": ("normal_functional",),
+    "max_pool1d": ("max_pool2d_with_indices",),
+    "max_pool2d": ("max_pool2d_with_indices",),
+    "max_pool3d": ("max_pool3d_with_indices",),
+    "avg_pool1d": ("avg_pool2d",),
+    "adaptive_max_pool1d": ("adaptive_max_pool2d",),
+    # To a single number it is a mean, and not told from others.
+    "adaptive_avg_pool2d": ("_adaptive_avg_pool2d",),
+    "adaptive_avg_pool3d": ("_adaptive_avg_pool3d",),
+    # With a mask or dropout it is taken apart, down to a softmax that nothing else uses.
+    "scaled_dot_product_attention": ("_scaled_dot_product_*attention*", "_safe_softmax"),
+    "_scaled_dot_product_attention_math": ("_safe_softmax",),
+    "embedding_bag": ("_embedding_bag", "_embedding_bag_forward_only"),
+    "embedding_backward": ("embedding_dense_backward",),
+    "nll_loss": ("nll_loss_forward",),
+    "nll_loss2d": ("nll_loss2d_forward",),
+    "nll_loss_nd": ("nll_loss_forward", "nll_loss2d_forward"),
+    "cross_entropy_loss": ("nll_loss_forward", "nll_loss2d_forward"),
+    "ctc_loss": ("_ctc_loss",),
+    "cdist": ("_cdist_forward", "_euclidean_dist"),
+    "prelu": ("_prelu_kernel",),
+    "log_sigmoid": ("log_sigmoid_forward",),
+    "relu6": ("hardtanh",),
+    "selu": ("elu",),
+    "square": ("pow",),
+    "float_power": ("pow",),
+    "argsort": ("sort",),
+    "msort": ("sort",),
+    "item": ("_local_scalar_dense",),
+    "outer": ("mul",),
+    "pad": ("constant_pad_nd", "reflection_pad*", "replication_pad*"),
+    "grid_sampler": ("grid_sampler_2d", "grid_sampler_3d"),
+    "linalg_norm": ("linalg_vector_norm",),
+    "linalg_det": ("_linalg_det",),
+    "linalg_slogdet": ("_linalg_slogdet",),
+    "linalg_svd": ("_linalg_svd",),
+    "linalg_svdvals": ("_linalg_svd",),
+    "linalg_eigh": ("_linalg_eigh",),
+    "linalg_eigvalsh": ("_linalg_eigh",),
+    "linalg_solve": ("_linalg_solve_ex",),
+    "linalg_solve_ex": ("_linalg_solve_ex",),
+    "linalg_inv": ("linalg_inv_ex",),
+    "inverse": ("linalg_inv_ex",),
+    "linalg_cholesky": ("linalg_cholesky_ex",),
+    **dict.fromkeys(
+        (f"fft_{kind}fft{dims}" for kind in ("", "i", "r", "ir", "h", "ih") for dims in ("", "2", "n")), _FFTS
+    ),
+    **dict.fromkeys(("to", "type_as", "_autocast_to_reduced_precision", "_autocast_to_full_precision"), ("_to_copy",)),
+    "contiguous": ("clone",),
+    **dict.fromkeys(("reshape", "reshape_as", "flatten", "unflatten", "ravel", "view_as"), ("view", "_unsafe_view")),
+    **dict.fromkeys(("expand_as", "broadcast_to"), ("expand",)),
+    **dict.fromkeys(("swapaxes", "swapdims"), ("transpose",)),
+    **dict.fromkeys(("movedim", "moveaxis"), ("permute",)),
+    **dict.fromkeys(("chunk", "tensor_split"), ("split", "split_with_sizes", "slice")),
+    "narrow": ("slice",),
+    "tile": ("repeat",),
+    **dict.fromkeys(("concat", "concatenate", "hstack", "vstack", "dstack", "row_stack", "column_stack"), ("cat",)),
+    # The same op by another name.
+    **{
+        name: (other,)
+        for other, names in {
+            "sub": ("subtract",),
+            "mul": ("multiply",),
+            "div": ("divide", "true_divide"),
+            "neg": ("negative",),
+            "abs": ("absolute",),
+            "clamp": ("clip",),
+            "trunc": ("fix",),
+            "ne": ("not_equal",),
+            "lt": ("less",),
+            "le": ("less_equal",),
+            "gt": ("greater",),
+            "ge": ("greater_equal",),
+            "asin": ("arcsin",),
+            "asinh": ("arcsinh",),
+            "acos": ("arccos",),
+            "acosh": ("arccosh",),
+            "atan": ("arctan",),
+            "atanh": ("arctanh",),
+            "atan2": ("arctan2",),
+            "sigmoid": ("special_expit",),
+            "erf": ("special_erf",),
+            "erfc": ("special_erfc",),
+            "exp2": ("special_exp2",),
+            "expm1": ("special_expm1",),
+            "log1p": ("special_log1p",),
+            "logsumexp": ("special_logsumexp",),
+        }.items()
+        for name in names
+    },
+}
+
+
+@functools.cache
+def in_graphs(pattern: str) -> tuple[str, ...]:
+    """A name or glob of ops, and the names of what is made of those ops before there is a graph.
+
+    A glob that ops of graphs go by stands for these alone: `aten.linalg_*` is no word against `aten.mm`.
+    """
+    fitting = (
+        [name for name in ops_of_torch.op_names() if ops_of_torch.fits(name, pattern)]
+        if pattern.startswith("aten.")
+        else []
+    )
+    if any(letter in pattern for letter in "*?[") and not all(map(ops_of_torch.is_taken_apart, fitting)):
+        return (pattern,)
+    return tuple(dict.fromkeys([pattern, *(made for name in fitting for made in _made_of(name))]))
+
+
+@functools.cache
+def matched_by(name: str, patterns: tuple[str, ...]) -> str | None:
+    """The first of these patterns, as it was written, that an op of a graph goes by."""
+    return next((p for p in patterns if any(ops_of_torch.fits(name, one) for one in in_graphs(p))), None)
+
+
+@functools.cache
+def reaches_graphs(pattern: str) -> bool:
+    """Whether an op can be in a graph that AOTAutograd makes, by one of the names for it."""
+    names = (
+        name for name in ops_of_torch.op_names() if any(ops_of_torch.fits(name, one) for one in in_graphs(pattern))
+    )
+    return any(not ops_of_torch.is_taken_apart(name) for name in names)
+
+
+def similar_in_graphs(pattern: str) -> list[str]:
+    """Ops that can be in a graph, and that have this name in theirs."""
+    bare = pattern.split(".")[1].strip("_*")
+    ops = {
+        name.rpartition(".")[0]
+        for name in ops_of_torch.op_names()
+        if bare and bare in name and not ops_of_torch.is_taken_apart(name)
+    }
+    return sorted(ops)
+
+
+def _made_of(name: str) -> tuple[str, ...]:
+    """The names in graphs of what is made of one overload, besides its own."""
+    _, op, overload = name.split(".")
+    if op in MADE_OF:
+        return tuple(f"aten.{made}" for made in MADE_OF[op])
+    plain = op.removesuffix("_")
+    if plain == op or op.endswith("__"):
+        return ()
+    # In place, it is what it is not in place: of the same overload, if there is such a one.
+    same = f"aten.{plain}.{overload}"
+    return (same if same in ops_of_torch.op_name_set() else f"aten.{plain}", *_made_of(f"aten.{plain}.{overload}"))

@@ -1,1 +1,0 @@
-"""What Dynamo does, told while it does it."""

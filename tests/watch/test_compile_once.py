@@ -1,0 +1,596 @@
+"""`compile_once`: blocks that are alike are compiled once, and nothing else is different."""
+
+import copy
+import gc
+import inspect
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
+from torch._functorch import config as functorch_settings
+from torch._inductor import config as inductor_settings
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torchguard import err, flags
+from torchguard._watch import quarantine, unwatch, watch
+from torchguard._watch.backward import CameTo, Marked
+from torchguard.exceptions import WatchError
+
+NAN = float("nan")
+BATCH, TOKENS, WIDTH = 4, 3, 8
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks or [Block() for _ in range(4)]), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def settings_as_they_were():
+    with (
+        functorch_settings.patch(donated_buffer=True),
+        inductor_settings.patch(inplace_buffers=True, allow_buffer_reuse=True),
+    ):
+        yield
+
+
+@pytest.fixture(params=["aot_eager", "inductor"])
+def backend(request):
+    return request.param
+
+
+def sample(bad=()):
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    for row in bad:
+        x[row, 1, 2] = NAN
+    return x
+
+
+def outcome(model, x, backend, **settings):
+    """What a call and a backward pass come to: output, flags, report, gradients and faults born in backward."""
+    model = copy.deepcopy(model)
+    guarded = watch(model, **settings)
+    out, f = torch.compile(guarded, backend=backend, fullgraph=True)(x)
+    out = out[0] if isinstance(out, tuple) else out
+    if settings.get("quarantine"):
+        err.mean_ok(f, out.square().flatten(1).mean(-1)).backward()
+    else:
+        out.nan_to_num().square().mean().backward()
+    born = guarded.backward_flags
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return out, flags.repr(f), [str(one) for one in guarded.report()], grads, born if born is None else flags.repr(born)
+
+
+def regions_of(model, x, **settings):
+    """How often a region is called in the graph of a model, and how many there are."""
+    backend = AotEagerAndRecordGraphs()
+    torch.compile(watch(model, **settings), backend=backend, fullgraph=True)(x)
+    (graph,) = backend.graphs
+    calls = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
+    return len(calls), len({node.args[1] for node in calls})
+
+
+def assert_same(one, two):
+    torch.testing.assert_close(one[0], two[0], equal_nan=True)
+    assert one[1] == two[1]
+    assert one[2] == two[2]
+    torch.testing.assert_close(one[3], two[3], equal_nan=True)
+    assert one[4] == two[4]
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_it_changes_nothing_but_what_is_compiled(backend, quarantine):
+    model, x = Net(), sample(bad=[1])
+    one, two = (outcome(model, x, backend, quarantine=quarantine, compile_once=once) for once in (False, True))
+    assert_same(one, two)
+    assert one[2]
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_blocks_that_are_alike_are_one_region(quarantine):
+    x = sample().requires_grad_()
+    assert regions_of(Net(), x, quarantine=quarantine, compile_once=True) == (4, 1)
+
+
+@pytest.mark.long
+def test_more_blocks_are_not_traced_more_often(monkeypatch):
+    traced = []
+    repair = quarantine._repair
+    monkeypatch.setattr(quarantine, "_repair", lambda *args: traced.append(1) or repair(*args))
+
+    def times(blocks):
+        torch._dynamo.reset()
+        traced.clear()
+        outcome(Net(*(Block() for _ in range(blocks))), sample(), "aot_eager", quarantine=True, compile_once=True)
+        return len(traced)
+
+    assert times(8) == times(4)
+
+
+def test_blocks_that_are_not_alike_are_several():
+    class Wide(Block):
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    blocks = [kind() for kind in (Block, Wide) for _ in range(3)]
+    assert regions_of(Net(*blocks), sample().requires_grad_(), compile_once=True) == (6, 2)
+
+
+def test_without_it_nothing_is_a_region():
+    assert regions_of(Net(), sample()) == (0, 0)
+
+
+@pytest.mark.parametrize("level", [pytest.param("outputs", marks=pytest.mark.long), "blocks"])
+def test_at_every_level(backend, level):
+    model, x = Net(), sample(bad=[2])
+    settings = {"level": level, "quarantine": True}
+    assert_same(*(outcome(model, x, backend, compile_once=once, **settings) for once in (False, True)))
+
+
+def test_the_place_of_a_fault_in_a_block_is_told(backend):
+    model = Net()
+    with torch.no_grad():
+        model.blocks[2].up.bias[0] = NAN
+    guarded = watch(model, compile_once=True)
+    torch.compile(guarded, backend=backend, fullgraph=True)(sample())
+    assert {incident.path for incident in guarded.report()} == {"blocks.2.up"}
+
+
+class Residual(nn.Module):
+    """Its blocks save what they are given, and what is given to them is used again behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x * 2 + block(x).sin()
+        return x.sin() @ x.cos().transpose(-1, -2)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
+def test_what_a_block_saves_for_its_backward_pass_is_not_written_over(backend, quarantine):
+    model, x = Residual(), sample()
+    model(x).square().flatten(1).mean(-1).mean().backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    torch.testing.assert_close(outcome(model, x, backend, quarantine=quarantine, compile_once=True)[3], want)
+
+
+@pytest.mark.long
+def test_a_model_that_was_pickled_has_right_gradients():
+    model, x = Residual(), sample()
+    pickled = pickle.dumps(watch(model, compile_once=True))
+    inductor_settings.inplace_buffers = inductor_settings.allow_buffer_reuse = True  # as in another process
+    model(x).square().mean().backward()
+    twin = pickle.loads(pickled)
+    torch.compile(twin, fullgraph=True)(x)[0].square().mean().backward()
+    torch.testing.assert_close([p.grad for p in twin.parameters()], [p.grad for p in model.parameters()])
+
+
+class Root(nn.Module):
+    """The gradient of a root at 0 is Inf; by `at` it is 0 in some samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(self.first(x).abs().sqrt())
+
+
+def test_the_place_of_a_fault_born_in_backward_is_told(backend):
+    model = nn.Sequential(Root(), nn.Tanh(), Root(), nn.Tanh(), Root())
+    with torch.no_grad():
+        model[2].second.bias.zero_()
+        model[2].second.weight.zero_()
+    guarded = watch(model, quarantine=True, compile_once=["0", "2", "4"])
+    x = torch.randn(BATCH, WIDTH)
+    out, f = torch.compile(guarded, backend=backend, fullgraph=True)(x)
+    assert err.is_ok(f).all()
+    out.sum().backward()
+    assert flags.repr(guarded.backward_flags) == f"ErrorFlags({BATCH} samples, {BATCH} errors: {BATCH}xNAN @ 4.first)"
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def all_marks():
+    gc.collect()
+    return [one for one in gc.get_objects() if isinstance(one, (Marked, CameTo))]
+
+
+def test_calls_leave_nothing_behind():
+    before = all_marks()
+    compiled = torch.compile(watch(Net(), quarantine=True, compile_once=True), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        compiled(sample())[0].sum().backward()
+    assert len(all_marks()) <= len(before)
+
+
+def test_two_calls_and_one_backward_pass():
+    model = Net()
+    guarded = watch(model, quarantine=True, compile_once=True)
+    compiled = torch.compile(guarded, backend="aot_eager", fullgraph=True)
+    (one, f), (two, g) = compiled(sample(bad=[0])), compiled(sample(bad=[3]))
+    (err.mean_ok(f, one.mean((1, 2))) + err.mean_ok(g, two.mean((1, 2)))).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert err.is_ok(guarded.backward_flags).all()
+
+
+class Passing(nn.Module):
+    """Returns what it was given, beside what it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask=None):
+        return self.inner(x) * mask, mask, None
+
+
+class Handing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Passing() for _ in range(3))
+
+    def forward(self, x):
+        mask = (x[..., :1] > 0).to(x.dtype)
+        for block in self.blocks:
+            x, mask, _ = block(x, mask=mask)
+        return x, mask
+
+
+def test_a_block_may_return_what_it_was_given(backend):
+    model, x = Handing(), sample(bad=[0])
+    assert_same(*(outcome(model, x, backend, quarantine=True, compile_once=once) for once in (False, True)))
+
+
+class Parting(Passing):
+    def forward(self, x, mask=None):
+        return {"x": self.inner(x) * mask, "mask": mask}
+
+
+@pytest.mark.long
+def test_a_block_may_return_what_it_was_given_in_a_dict():
+    class Handing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Parting() for _ in range(3))
+
+        def forward(self, x):
+            parts = {"x": x, "mask": (x[..., :1] > 0).to(x.dtype)}
+            for block in self.blocks:
+                parts = block(**parts)
+            return parts["x"]
+
+    model, x = Handing(), sample(bad=[0])
+    assert_same(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
+
+
+class Looking(nn.Module):
+    """A block with a table of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(x + self.table(x[..., 0].nan_to_num().round().long()))
+
+
+def test_indices_and_checks_of_your_own_within_blocks(backend):
+    model, x = Net(*[Looking() for _ in range(3)]), torch.zeros(BATCH, TOKENS, WIDTH)
+    x[2, 0, 0] = 7.0
+    checks = ["nan", "inf", "indices", "zero", ("large", lambda z: z > 0.5, "is large")]
+    one, two = (outcome(model, x, backend, checks=checks, compile_once=once) for once in (False, True))
+    assert_same(one, two)
+    assert any("OUT_OF_BOUNDS at blocks.0.table" in line for line in one[2])
+
+
+@pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
+def test_a_checkpoint_around_blocks(backend, quarantine):
+    class Saving(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    model, x = Saving(), sample(bad=[1])
+    settings = {"quarantine": quarantine}
+    assert_same(*(outcome(model, x, backend, compile_once=once, **settings) for once in (False, True)))
+
+
+@pytest.mark.long
+def test_sizes_that_change_along_another_dim():
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    guarded = watch(Net(), quarantine=True, batch_dim=1, compile_once=True)
+    call = torch.compile(guarded, backend=backend, fullgraph=True)
+    for size in (5, 6, 7, 9):
+        x = torch.randn(TOKENS, size, WIDTH)
+        torch._dynamo.mark_dynamic(x, 1)
+        out, f = call(x)
+        err.mean_ok(f, out.square().mean((0, 2))).backward()
+        assert err.is_ok(guarded.backward_flags).tolist() == [True] * size
+    assert backend.frame_count == 1
+
+
+@pytest.mark.long
+def test_sizes_that_change_are_compiled_as_often_as_without():
+    counts = []
+    for once in (False, True):
+        torch._dynamo.reset()
+        backend = CompileCounterWithBackend("aot_eager")
+        guarded = watch(Net(), quarantine=True, compile_once=once)
+        compiled = torch.compile(guarded, backend=backend, fullgraph=True)
+        for size in (4, 6, 5, 9):
+            x = torch.randn(size, TOKENS, WIDTH)
+            x[size - 1] = NAN
+            out, f = compiled(x)
+            assert err.is_err(f).nonzero().flatten().tolist() == [size - 1]
+            out.sum().backward()
+        counts.append(backend.frame_count)
+    assert counts[0] == counts[1] == 2
+
+
+def test_in_eager_mode_it_is_as_without():
+    model, x = Net(), sample(bad=[3])
+    reports = []
+    for once in (False, True):
+        guarded = watch(copy.deepcopy(model), quarantine=True, compile_once=once)
+        out, f = guarded(x)
+        out.sum().backward()
+        reports.append((out, flags.repr(f), [str(one) for one in guarded.report()]))
+    torch.testing.assert_close(reports[0][0], reports[1][0])
+    assert reports[0][1:] == reports[1][1:]
+
+
+def test_the_model_goes_on_as_before_and_unwatch_leaves_no_trace():
+    model, x = Net(), sample()
+    expected, keys = model(x), [*model.state_dict()]
+    guarded = watch(model, compile_once=True)
+    assert torch.equal(model(x), expected)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected)
+    assert [*guarded.state_dict()] == keys
+    plain = unwatch(guarded)
+    assert plain is model
+    assert all("forward" not in block.__dict__ for block in plain.blocks)
+
+
+def test_a_forward_of_the_instance_is_kept():
+    model, x = Net(), sample()
+    own = model.blocks[1].forward = lambda x: x * 2
+    expected = model(x)
+    guarded = watch(model, compile_once=True)
+    out, _ = torch.compile(guarded, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(out, expected)
+    assert unwatch(guarded).blocks[1].__dict__["forward"] is own
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.long
+def test_a_copy_has_regions_of_its_own(copied):
+    guarded = watch(Net(), compile_once=True)
+    twin = copied(guarded)
+    with torch.no_grad():
+        twin.head.weight.fill_(NAN)
+        twin.blocks[0].down.bias.fill_(NAN)
+    x = sample()
+    _, f = torch.compile(twin, backend="aot_eager", fullgraph=True)(x)
+    assert err.is_err(f).all()
+    assert {incident.path for incident in twin.report()} == {"blocks.0.down"}
+    _, f = torch.compile(guarded, backend="aot_eager", fullgraph=True)(x)
+    assert err.is_ok(f).all()
+
+
+def test_patterns_choose_the_blocks():
+    assert regions_of(Net(), sample().requires_grad_(), compile_once="blocks.[123]") == (3, 1)
+
+
+def test_a_block_with_a_batch_norm_is_left_as_it_is():
+    class Normed(Block):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(TOKENS)
+
+    x = sample().requires_grad_()
+    assert regions_of(Net(Block(), Block(), Normed(), Normed()), x, compile_once=True) == (2, 1)
+
+
+class Stages(nn.Module):
+    """A list of lists, and modules that all blocks are handed."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.stages = nn.ModuleList(nn.ModuleList(Handed() for _ in range(2)) for _ in range(2))
+
+    def forward(self, x):
+        for stage in self.stages:
+            for block in stage:
+                x = block(x, self.shared)
+        return x
+
+
+class Handed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, shared):
+        return self.inner(shared(x).abs().sqrt())
+
+
+def test_lists_of_lists():
+    x = sample().requires_grad_()
+    assert regions_of(Stages(), x, compile_once=True) == (4, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{"compile_once": True}, {"level": "blocks"}])
+def test_a_block_in_two_lists(settings):
+    class Twice(Net):
+        def __init__(self):
+            super().__init__()
+            self.again = nn.ModuleList([self.blocks[0], Block()])
+
+        def forward(self, x):
+            for block in self.again:
+                x = block(x)
+            return super().forward(x)
+
+    model, x = Twice(), sample(bad=[2])
+    found = [outcome(model, x, "aot_eager", **one) for one in ({**settings, "compile_once": False}, settings)]
+    assert_same(*found)
+    assert "NAN at input" in found[0][2][0]
+
+
+def test_a_module_that_a_block_is_handed(backend):
+    model, x = Stages(), sample(bad=[1])
+    with torch.no_grad():
+        model.shared.weight[0] = 0  # the gradient of a root at 0 is not finite
+    one, two = (outcome(model, x, backend, quarantine=True, compile_once=once) for once in (False, True))
+    assert_same(one[:4] + (None,), two[:4] + (None,))
+    assert "shared" in one[4]
+    assert all(grad.isfinite().all() for grad in two[3].values())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the marks of a call
+@pytest.mark.long
+def test_blocks_that_are_compiled_one_by_one():
+    born = []
+    for once in (False, True):
+        model = nn.Sequential(Root(), Root())
+        with torch.no_grad():
+            model[0].second.weight.zero_()
+            model[0].second.bias.zero_()
+        guarded = watch(model, quarantine=True, compile_once=once)
+        for block in model:
+            block.compile(backend="aot_eager", fullgraph=True)
+        out, _ = guarded(torch.randn(BATCH, WIDTH))
+        out.sum().backward()
+        born.append(flags.repr(guarded.backward_flags))
+    assert born[0] == born[1]
+    assert "1.first" in born[0]
+
+
+@pytest.mark.long
+def test_a_part_that_is_frozen_is_not_compiled_for_every_size():
+    model = Net(*[Looking() for _ in range(3)])
+    for block in model.blocks:
+        block.table.requires_grad_(False)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(watch(model, quarantine=True, compile_once=True), backend=backend, fullgraph=True)
+    for size in (4, 6, 5, 9):
+        compiled(torch.randn(size, TOKENS, WIDTH))[0].sum().backward()
+    assert backend.frame_count == 2
+
+
+@pytest.mark.long
+def test_a_block_may_return_what_it_was_given_in_a_tuple():
+    class Turning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, angles):
+            return self.inner(x) * angles[0] + angles[1], angles
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Turning() for _ in range(2))
+
+        def forward(self, x):
+            angles = (x.cos(), x.sin())
+            for block in self.blocks:
+                x, angles = block(x, angles)
+            return x
+
+    model, x = Turned(), sample(bad=[0])
+    assert_same(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
+
+
+@pytest.mark.long
+def test_a_part_named_input():
+    class Named(Net):
+        def __init__(self):
+            super().__init__()
+            self.input = Block()
+
+        def forward(self, x):
+            return super().forward(self.input(x))
+
+    x = sample().requires_grad_()
+    assert regions_of(Named(), x, quarantine=True, compile_once=["blocks.*", "input"]) == (5, 1)
+
+
+def test_a_region_tells_the_signature_of_the_block():
+    model = Handing()
+    watch(model, compile_once=True)
+    assert [*inspect.signature(model.blocks[0].forward).parameters] == ["x", "mask"]
+
+
+def test_a_part_and_the_whole_are_unwatched_in_any_order():
+    model = nn.ModuleDict({"body": Net()})["body"]
+    part = watch(model.blocks[0], compile_once="up")
+    whole = watch(model, compile_once="blocks.*.up")
+    unwatch(part)
+    unwatch(whole)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("nothing", [None, [], ""])
+@pytest.mark.long
+def test_nothing_to_compile_once(nothing):
+    assert regions_of(Net(), sample(), compile_once=nothing) == (0, 0)
+
+
+@pytest.mark.long
+def test_of_blocks_within_each_other_the_outer_is_the_region():
+    assert regions_of(Net(), sample().requires_grad_(), compile_once=["blocks.*", "blocks.0"]) == (4, 1)
+
+
+@pytest.mark.long
+def test_a_block_that_shares_a_module_with_another_is_left_as_it_is():
+    model = Net()
+    model.blocks[1].up = model.blocks[0].up
+    x = sample(bad=[0])
+    assert regions_of(copy.deepcopy(model), x.clone().requires_grad_(), compile_once=True) == (3, 1)
+    assert_same(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("model", "which", "message"),
+    [
+        (nn.Linear(2, 2), True, "has no list of modules"),
+        (nn.Sequential(nn.BatchNorm1d(2)), True, r"all blocks ('0' is one) have batch norms"),
+        (Net(), "blocks", "compile_once has 'blocks', which matches no module"),
+        (Net(), "layers.*", "compile_once has 'layers.*', which matches no module"),
+    ],
+)
+def test_where_there_is_nothing_to_compile_once_it_says_so(model, which, message):
+    with pytest.raises(WatchError, match=re.escape(message)):
+        watch(model, compile_once=which)

@@ -1,0 +1,327 @@
+"""Models as they are found: masks, regrouped batches, states, odd shapes, calls within calls."""
+
+import gc
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+from torchguard import err, flags
+from torchguard._watch import unwatch, watch
+from torchguard._watch.backward import CameTo, Marked
+from torchguard.exceptions import WatchError
+
+NAN = float("nan")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*nested tensors.*:UserWarning")
+
+
+class Made(nn.Module):
+    """A model of a function and modules."""
+
+    def __init__(self, call, **modules):
+        super().__init__()
+        self.call = call
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, *args, **kwargs):
+        return self.call(self, *args, **kwargs)
+
+
+def told(guarded):
+    return [str(incident) for incident in guarded.report()]
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+
+class TestMasks:
+    def test_padding(self, run_light):
+        model, x = encoder(), torch.randn(3, 5, 8)
+        pad = torch.zeros(3, 5, dtype=torch.bool)
+        pad[0, 3:] = True
+        want = model(x, src_key_padding_mask=pad)
+        guarded = watch(model, quarantine=True)
+        out, f = run_light(guarded)(x, src_key_padding_mask=pad)
+        assert err.all_ok(f)
+        torch.testing.assert_close(out, want)
+
+    @pytest.mark.parametrize("quarantine", [False, True])
+    def test_a_mask_of_all_samples(self, quarantine):
+        mask = nn.Transformer.generate_square_subsequent_mask(5)
+        inner, x = encoder(), torch.randn(3, 5, 8)
+        model = Made(lambda self, x, mask: self.inner(x, mask=mask), inner=inner)
+        want = model(x, mask)
+        out, f = watch(model, quarantine=quarantine)(x, mask)
+        assert err.all_ok(f)
+        assert torch.equal(out, want)
+
+    def test_a_mask_by_position(self):
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+
+            def forward(self, x, attn_mask):
+                return self.layer(x + attn_mask.exp())
+
+        class Blocks(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.blocks = nn.ModuleList([Block()])
+
+            def forward(self, x, attn_mask):
+                return self.blocks[0](x, attn_mask)
+
+        mask = torch.zeros(3, 4)
+        mask[1] = float("-inf")
+        model, x = Blocks(), torch.randn(3, 4)
+        out, f = watch(model, level="blocks", quarantine=True)(x, mask)
+        assert err.all_ok(f)
+        assert torch.equal(out, model(x, mask))
+
+
+class TestSamplesAlongOtherDims:
+    def test_an_lstm_on_a_regrouped_batch(self):
+        def call(self, x):
+            batch, windows, length, width = x.shape
+            _, (h, _) = self.lstm(x.view(batch * windows, length, width))
+            return h[-1].view(batch, windows, 3)
+
+        model = Made(call, lstm=nn.LSTM(4, 3, batch_first=True))
+        x = torch.randn(2, 3, 5, 4)
+        x[1, 2, 0, 0] = NAN
+        guarded = watch(model)
+        guarded(x)
+        assert [incident.sample for incident in guarded.report()] == [1]
+
+    @pytest.mark.parametrize("layers", [2, 3])
+    def test_states_of_a_bad_sample_are_zero_and_the_others_exact(self, layers):
+        model, x = nn.LSTM(4, 3, num_layers=layers, batch_first=True), torch.randn(3, 5, 4)
+        want = model(x)
+        x[1, 2, 0] = NAN
+        (out, (h, c)), _ = watch(model, quarantine=True)(x)
+        assert not out[1].any()
+        assert not h[:, 1].any()
+        assert not c[:, 1].any()
+        assert torch.equal(h[:, [0, 2]], want[1][0][:, [0, 2]])
+
+    def test_flattened_and_whole_number_outputs(self, run_light):
+        def call(self, x):
+            h = self.layer(x)
+            return h.view(-1, 4), h.flatten(1).argmax(-1) + 1
+
+        x = torch.randn(3, 5, 4)
+        x[1, 2] = NAN
+        (flat, best), _ = run_light(watch(Made(call, layer=nn.Linear(4, 4)), quarantine=True))(x)
+        assert flat.view(3, 5, 4).flatten(1).any(1).tolist() == [True, False, True]
+        assert (best > 0).tolist() == [True, False, True]
+
+    def test_samples_along_the_last_dim(self):
+        model = Made(lambda self, x: x * self.p)
+        model.p = nn.Parameter(torch.ones(()))
+        x = torch.randn(5, 3)
+        x[2, 1] = NAN
+        guarded = watch(model, batch_dim=1, quarantine=True)
+        out, _ = guarded(x)
+        assert [incident.sample for incident in guarded.report()] == [1]
+        assert out.any(0).tolist() == [True, False, True]
+
+
+class TestOddShapes:
+    def test_nothing_along_a_dim(self, run_light):
+        model = Made(lambda self, x, cache: (self.layer(x), x[:, :0]), layer=nn.Linear(4, 4))
+        _, f = run_light(watch(model))(torch.randn(3, 4), torch.zeros(3, 0, 4))
+        assert err.all_ok(f)
+
+    def test_an_empty_batch_and_a_table(self):
+        model = Made(lambda self, x: self.layer(x) + self.table(torch.arange(4)).sum(), layer=nn.Linear(4, 4))
+        model.table = nn.Embedding(4, 4)
+        _, f = watch(model)(torch.randn(0, 4))
+        assert f.shape[0] == 0
+
+    def test_complex(self):
+        model = Made(
+            lambda self, x: (torch.fft.fft(self.layer(x)).conj(), self.layer(x).sum() * 1j), layer=nn.Linear(4, 4)
+        )
+        x = torch.randn(3, 4)
+        (out, total), f = watch(model, quarantine=True)(x)
+        assert err.all_ok(f)
+        assert total.shape == ()
+        assert torch.equal(out, model(x)[0])
+
+    def test_channels_last_stays(self):
+        layers = nn.Sequential(
+            nn.Conv2d(4, 8, 3, groups=2), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3)
+        )
+        model = layers.to(memory_format=torch.channels_last)
+        x = torch.randn(4, 4, 8, 8).to(memory_format=torch.channels_last)
+        want = model(x)
+        out, _ = watch(model, quarantine=True)(x)
+        assert torch.equal(out, want)
+        assert out.stride() == want.stride()
+
+
+class TestCalls:
+    def test_indices_by_name(self):
+        model = Made(lambda self, ids: self.table(input=ids).sum(1), table=nn.Embedding(4, 4))
+        guarded = watch(model)
+        guarded(torch.tensor([[1, 2], [3, 9]]))
+        assert told(guarded) == ["sample 1: OUT_OF_BOUNDS at table, position 0"]
+
+    def test_a_model_that_calls_itself(self):
+        def call(self, x, again=True):
+            h = self.a(x)
+            return self.b(self(h, again=False) if again else h)
+
+        model, x = Made(call, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(3, 4)
+        out, f = watch(model)(x)
+        assert err.all_ok(f)
+        assert torch.equal(out, model(x))
+
+    def test_many_models_are_compiled_as_often_as_plain_ones(self):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+
+            def forward(self, x):
+                return self.layer(x)
+
+        counter = CompileCounter()
+        for _ in range(10):
+            torch.compile(watch(Net()), backend=counter, fullgraph=True)(torch.randn(4, 4))
+        assert counter.frame_count == 1
+        for i in range(10):
+            other = type(f"Net{i}", (Net,), {"forward": lambda self, x: self.layer(x)})
+            torch.compile(watch(other()), backend="eager", fullgraph=True)(torch.randn(4, 4))
+
+    def test_inference_mode_misses_nothing(self):
+        class Gate(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(4))
+
+            def forward(self, x):
+                return (x > 0).float() * self.weight
+
+        def call(self, x):
+            h = self.layer(x)
+            h[1].mul_(NAN)
+            return self.gate(h)
+
+        guarded = watch(Made(call, layer=nn.Linear(4, 4), gate=Gate()), quarantine=True)
+        with torch.inference_mode():
+            guarded(torch.randn(3, 4))
+        assert told(guarded) == ["sample 1: NAN at gate, position 0"]
+
+    def test_the_signature_is_the_models(self):
+        model = encoder()
+        assert inspect.signature(watch(model).forward) == inspect.signature(model.forward)
+
+    def test_blocks_of_a_sequential(self):
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+        guarded = watch(model, level="blocks")
+        with torch.no_grad():
+            model[0][0].weight.fill_(NAN)
+        guarded(torch.randn(1, 4))
+        assert guarded.report()[0].path == "0"
+
+    def test_names_of_its_own_are_told_of(self):
+        model = nn.Linear(2, 2)
+        model.flags = 3
+        with pytest.raises(WatchError, match="has a 'flags' of its own"):
+            watch(model)
+
+
+class TestBackward:
+    def model(self):
+        model = Made(lambda self, x: self.b(self.a(x).sqrt()), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+        with torch.no_grad():
+            model.a.weight.copy_(torch.eye(4))
+            model.a.bias.zero_()
+        return watch(model, quarantine=True)
+
+    def step(self, guarded, x):
+        out, f = guarded(x)
+        err.mean_ok(f, out.sum(-1)).backward()
+
+    def test_what_was_bad_before_is_not_born_in_a_later_pass(self):
+        guarded, x = self.model(), torch.rand(3, 4) + 1
+        x[0] = -1.0
+        self.step(guarded, x)
+        self.step(guarded, torch.rand(3, 4) + 1)
+        assert err.all_ok(guarded.backward_flags)
+
+    def test_passes_of_several_sizes_add_up(self):
+        guarded, x = self.model(), torch.rand(4, 4) + 1
+        x[3] = 0.0
+        self.step(guarded, x)
+        self.step(guarded, torch.rand(2, 4) + 1)
+        assert err.is_err(guarded.backward_flags).tolist() == [False, False, False, True]
+        assert err.all_ok(guarded.backward_flags)
+
+    def test_two_calls_and_one_pass_over_both(self, run_light):
+        """What is bad in one call does not hide what is born in the other, nor is it taken for that."""
+        guarded = self.model()
+        real, made = torch.rand(4, 4) + 1, torch.rand(2, 4) + 1
+        real[0] = -1.0  # bad on the way forward
+        real[3], made[0] = 0.0, 0.0  # born on the way back
+        call = run_light(guarded)
+        (one, f), (two, g) = call(real), call(made)
+        assert err.is_err(f).tolist() == [True, False, False, False]
+        assert err.all_ok(g)
+        (err.mean_ok(f, one.sum(-1)) + err.mean_ok(g, two.sum(-1))).backward()
+        assert err.is_err(guarded.backward_flags).tolist() == [True, False, False, True]
+        real, made = real.abs(), made + 1
+        real[3], made[1] = 1.0, -1.0
+        (one, f), (two, g) = call(real), call(made)
+        (err.mean_ok(f, one.sum(-1)) + err.mean_ok(g, two.sum(-1))).backward()
+        assert err.all_ok(guarded.backward_flags)
+
+    @pytest.mark.parametrize("passes", [True, False], ids=["with backward", "without"])
+    def test_calls_leave_nothing_behind(self, run_light, passes):
+        guarded = self.model()
+        call = run_light(guarded)
+        for _ in range(3):
+            out, f = call(torch.rand(3, 4) + 1)
+            if passes:
+                out.sum().backward()
+        del out, f
+        gc.collect()
+        assert not [one for one in gc.get_objects() if isinstance(one, (Marked, CameTo))]
+
+    def test_of_a_batch_that_is_too_large_nothing_is_told(self):
+        guarded, x = self.model(), torch.rand(4097, 4) + 1
+        x[3] = 0.0
+        self.step(guarded, x)
+        assert guarded.a.weight.grad.isfinite().all()
+        assert guarded.backward_flags is None
+
+    def test_a_container_of_ones_own_modules_stops_gradients(self):
+        class Norm(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(4))
+
+            def forward(self, x):
+                return x.abs().sqrt() * self.weight
+
+        model = Made(lambda self, x: self.norm(self.layer(x) + self.pos), layer=nn.Linear(4, 4, bias=False))
+        model.norm = nn.Sequential(Norm())
+        model.pos = nn.Parameter(torch.zeros(4))
+        x = torch.randn(3, 4)
+        x[1] = 0
+        guarded = watch(model, quarantine=True, level="outputs", include="*")
+        self.step(guarded, x)
+        assert model.pos.grad.isfinite().all()
+        assert "norm" in flags.unpack(guarded.backward_flags, 1)[0].location_name
+
+
+def test_after_all_this_a_model_can_be_unwatched():
+    model = encoder()
+    assert unwatch(watch(model, quarantine=True)) is model

@@ -1,0 +1,164 @@
+"""A watched model under `torch.func`, and derivatives that are taken many at a time."""
+
+import copy
+
+import pytest
+import torch
+from torch import func, nn
+from torch.autograd.functional import hessian, jacobian
+
+from torchguard import err
+from torchguard._watch import watch
+from torchguard.exceptions import WatchError
+
+NAN = float("nan")
+GOOD = [0, 1, 3]
+
+
+class Net(nn.Module):
+    """A sample has several tokens, which are flattened on the way. (Compiled, torch has no jvp of a LayerNorm.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        h = self.first(x.reshape(-1, 3)).tanh()
+        return self.head(h).reshape(x.shape[0], -1, 2).mean(1)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 6, 3)
+
+
+@pytest.fixture(params=[False, True], ids=["watched", "quarantine"])
+def pair(request):
+    model = Net()
+    return model, watch(copy.deepcopy(model), level="modules", quarantine=request.param, returns="output")
+
+
+def gradient(model):
+    return func.grad(lambda x: model(x).sum())
+
+
+def per_sample(model):
+    weights = dict(model.named_parameters())
+    loss = func.grad(lambda weights, x: func.functional_call(model, weights, (x[None],)).sum())
+    return lambda x: func.vmap(loss, (None, 0))(weights, x)
+
+
+TRANSFORMS = {
+    "grad": gradient,
+    "per sample": per_sample,
+    "jvp": lambda model: lambda x: func.jvp(model, (x,), (x.sin(),)),
+    "jacrev": func.jacrev,
+    "jacfwd": func.jacfwd,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("mode", ["plain", pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
+def test_a_transform_gives_what_it_gives_for_the_plain_model(pair, x, name, mode):
+    model, guarded = pair
+    got = TRANSFORMS[name](guarded)
+    got = got if mode == "plain" else torch.compile(got, fullgraph=True, backend=mode)
+    torch.testing.assert_close(got(x), TRANSFORMS[name](model)(x))
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, about itself
+@pytest.mark.parametrize("name", ["jvp", "jacrev"])
+def test_a_transform_that_is_compiled_whole(pair, x, name):
+    model, guarded = pair
+    got = torch.compile(TRANSFORMS[name](guarded), fullgraph=True)(x)
+    torch.testing.assert_close(got, TRANSFORMS[name](model)(x))
+
+
+@pytest.mark.parametrize("name", ["grad", "jacrev", "jacfwd"])
+@pytest.mark.parametrize("mode", ["plain", "aot_eager"])
+def test_a_bad_sample_has_no_derivative_and_the_others_have_theirs(x, name, mode):
+    model = Net()
+    want = TRANSFORMS[name](model)(x)
+    guarded = watch(model, level="modules", quarantine=True, returns="output")
+    call = TRANSFORMS[name](guarded)
+    x[2, 4] = NAN
+    got = (call if mode == "plain" else torch.compile(call, fullgraph=True, backend=mode))(x)
+    assert got.isfinite().all()
+    assert not got[2].any()
+    torch.testing.assert_close(got[GOOD], want[GOOD])
+
+
+def test_a_fault_born_on_the_way_back_is_stopped_under_vmap_too():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.head((self.first(x) * x).abs().sqrt())
+
+    guarded = watch(Root(), level="modules", quarantine=True, returns="output")
+    x = torch.rand(4, 3) + 1
+    x[1] = 0
+    assert jacobian(guarded, x, vectorize=True)[GOOD].isfinite().all()
+    weights = dict(guarded.named_parameters())
+    found = func.grad(lambda w: func.functional_call(guarded, w, (x,)).sum())(weights)
+    assert all(grad.isfinite().all() for grad in found.values())
+
+
+def test_flags_come_out_of_a_transform_by_being_returned(x):
+    guarded = watch(Net(), level="modules")
+    x[2, 4] = NAN
+    _, f = func.jacrev(guarded, has_aux=True)(x)
+    assert err.is_err(f).tolist() == [False, False, True, False]
+    for read in (lambda: guarded.flags, guarded.report, guarded.poll):
+        with pytest.raises(WatchError, match="return the flags"):
+            read()
+    assert copy.deepcopy(guarded).flags is None  # it was not called yet
+    guarded(x)
+    assert [one.sample for one in guarded.report()] == [2]
+
+
+@pytest.mark.parametrize("transform", [func.jacrev, gradient], ids=["jacrev", "grad"])
+def test_a_transform_leaves_nothing_behind_for_later_calls(x, transform):
+    guarded = watch(Net(), level="modules", quarantine=True, returns="output")
+    x[2, 4] = NAN
+    transform(guarded)(x)
+    torch.compile(guarded, fullgraph=True, backend="aot_eager")(x)
+    assert [one.sample for one in guarded.report()] == [2]
+
+
+@pytest.mark.parametrize("how", [{}, {"vectorize": True}, {"vectorize": True, "strategy": "forward-mode"}], ids=str)
+def test_jacobians(pair, x, how):
+    model, guarded = pair
+    torch.testing.assert_close(jacobian(guarded, x, **how), jacobian(model, x))
+
+
+def test_hessians_many_at_a_time(pair, x):
+    model, guarded = pair
+    want = hessian(lambda x: model(x).square().sum(), x)
+    torch.testing.assert_close(hessian(lambda x: guarded(x).square().sum(), x, vectorize=True), want)
+
+
+def test_batched_gradients(pair, x):
+    model, guarded = pair
+    x.requires_grad_()
+    along = torch.randn(7, 4, 2)
+    (got,) = torch.autograd.grad(guarded(x), x, along, is_grads_batched=True)
+    (want,) = torch.autograd.grad(model(x), x, along, is_grads_batched=True)
+    torch.testing.assert_close(got, want)
+
+
+def test_jacobians_of_convolutions_and_of_recurrent_layers():
+    convs = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)).to(
+        memory_format=torch.channels_last  # pyright: ignore[reportCallIssue]
+    )
+    image = torch.randn(3, 2, 4, 4).to(memory_format=torch.channels_last)
+    guarded = watch(copy.deepcopy(convs), level="modules", quarantine=True, returns="output")
+    torch.testing.assert_close(jacobian(guarded, image, vectorize=True), jacobian(convs, image))
+    recurrent, steps = nn.GRU(3, 4), torch.randn(6, 5, 3)
+    guarded = watch(copy.deepcopy(recurrent), level="modules", quarantine=True, returns="output", batch_dim=1)
+    want = jacobian(lambda x: recurrent(x)[0].sum(0), steps)
+    torch.testing.assert_close(jacobian(lambda x: guarded(x)[0].sum(0), steps, vectorize=True), want)

@@ -1,0 +1,369 @@
+"""What only a GPU can show of a watched model: nothing waits for it, and no device assert ends the run."""
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from torchguard import err, flags
+from torchguard._watch import watch
+from torchguard._watch.backward import stopped
+from torchguard._watch.batch import Batch
+from torchguard._watch.detect import is_fine, look
+from torchguard._watch.replace import mend_, only
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch's own, about its matmuls, the graphs it captures, and tracing a module's hooks.
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning", "ignore:The CUDA Graph is empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+NAN = float("nan")
+GOOD, BAD = [0, 2, 3], [1]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 2)
+
+    def forward(self, ids, scale):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(self.norm(x * scale[:, None, None]).sigmoid())
+
+
+def arguments(dtype):
+    ids = torch.randint(0, 10, (4, 6), device="cuda")
+    return ids, torch.ones(4, device="cuda", dtype=dtype)
+
+
+def spoiled(arguments, value=NAN):
+    ids, scale = arguments
+    scale = scale.clone()
+    scale[BAD] = value
+    return ids, scale
+
+
+def grads(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.fixture(params=["plain", "inductor", "reduce-overhead"])
+def run(request):
+    if request.param == "plain":
+        return lambda model: model
+    mode = "reduce-overhead" if request.param == "reduce-overhead" else None
+    return lambda model: torch.compile(model, fullgraph=True, mode=mode)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_the_row_and_the_place(run, dtype, quarantine):
+    guarded = watch(Net().to("cuda", dtype), quarantine=quarantine)
+    call = run(guarded)
+    good = arguments(dtype)
+    with torch.no_grad():
+        for _ in range(3):  # CUDA graphs are recorded in the second call, and run in the third
+            _, f = call(*good)
+            assert err.all_ok(f).item()
+            for value, name in ((NAN, "NAN"), (float("-inf"), "INF")):
+                _, f = call(*spoiled(good, value))
+                found = [[(e.code_name, e.location_name) for e in errors] for errors in flags.unpack_all(f)]
+                repairs = [("FALLBACK_VALUE", "input")] if quarantine else []
+                assert found == [[], [(name, "input"), *repairs], [], []]
+                assert [(i.sample, i.path) for i in guarded.report()] == [(1, "input")]
+
+
+def test_nothing_waits(run, dtype, no_sync):
+    guarded = watch(Net().to("cuda", dtype), returns="output")
+    call, good = run(guarded), arguments(dtype)
+    bad = spoiled(good)
+    with torch.no_grad():
+        for _ in range(3):
+            call(*good)
+        torch.cuda.synchronize()
+        with no_sync:
+            call(*bad)
+            guarded.poll()
+        torch.cuda.synchronize()
+        assert [str(i) for i in guarded.poll()] == ["sample 1: NAN at input, position 0, seen in 4 places"]
+
+
+def test_indices_out_of_range_end_no_run(run):
+    guarded = watch(Net().cuda())
+    ids, scale = arguments(torch.float32)
+    ids[1, 2], ids[3, 0] = 10, -1
+    with torch.no_grad():
+        _, f = run(guarded)(ids, scale)
+    torch.cuda.synchronize()
+    assert [[e.code_name for e in errors] for errors in flags.unpack_all(f)] == [
+        [],
+        ["OUT_OF_BOUNDS"],
+        [],
+        ["NEGATIVE_IDX"],
+    ]
+
+
+@pytest.mark.parametrize("mode", ["plain", "inductor"])
+def test_gradients_are_those_of_the_batch_without_the_bad_row(mode, dtype):
+    model = Net().to("cuda", dtype)
+    good = arguments(dtype)
+    model(*(z[GOOD] for z in good)).square().flatten(1).mean(1).mean().backward()
+    want = grads(model)
+    guarded = watch(model, quarantine=True)
+    call = torch.compile(guarded, fullgraph=True) if mode == "inductor" else guarded
+    out, f = call(*spoiled(good))
+    err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
+    for name, got in grads(model).items():
+        close = {"rtol": 1e-3, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 3e-3}
+        torch.testing.assert_close(got, want[name], **close)
+
+
+class Deep(nn.Module):
+    """Blocks that are alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_blocks_that_are_compiled_once(mode):
+    model, x = Deep().cuda(), torch.randn(4, 6, 16, device="cuda")
+    model(x[GOOD]).square().flatten(1).mean(1).mean().backward()
+    want = grads(model)
+    x[BAD, 2] = NAN
+    guarded = watch(model, quarantine=True, compile_once=True)
+    call = torch.compile(guarded, fullgraph=True, mode=mode)
+    for _ in range(3):
+        out, f = call(x)
+        assert err.is_err(f).tolist() == [False, True, False, False]
+        err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
+        for name, got in grads(model).items():
+            torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
+        assert err.is_ok(guarded.backward_flags).all()
+
+
+class Root(nn.Module):
+    """The square root of 0 is fine, its derivative is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head((self.first(x) * x).sqrt())
+
+
+@pytest.mark.parametrize("dims", [(), (5,), (3, 700)], ids=["vectors", "tokens", "images"])
+@pytest.mark.parametrize("mode", ["plain", "inductor"])
+def test_a_fault_born_in_the_backward_pass(mode, dims):
+    model = Root().cuda()
+    nn.init.ones_(model.first.weight)
+    x = torch.rand(4, *dims, 4, device="cuda") + 1
+    share = model(x[GOOD]).square().flatten(1).mean(1).sum() / len(x)
+    want = torch.autograd.grad(share, [*model.first.parameters()])
+    x[(1, *(-1 for _ in dims))] = 0  # one vector of the sample
+    guarded = watch(model, quarantine=True)
+    call = torch.compile(guarded, fullgraph=True) if mode == "inductor" else guarded
+    out, f = call(x)
+    assert err.all_ok(f).item()
+    err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    torch.testing.assert_close([p.grad for p in model.first.parameters()], [*want])
+    assert err.is_err(guarded.backward_flags).tolist() == [False, True, False, False]
+
+
+class Wide(nn.Module):
+    """Vectors so long that a GPU looks at them in pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 4096), nn.Linear(4096, 2)
+
+    def forward(self, x):
+        return self.down(self.up(x).log())
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["tokens", "flattened"])
+def test_the_token_of_a_long_vector(run, dtype, flat):
+    model = Wide().to("cuda", dtype)
+    nn.init.zeros_(model.up.weight)
+    nn.init.ones_(model.up.bias)
+    x = torch.zeros(4, 6, 16, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        model.up.weight[3000] = 1  # in the third piece, and nowhere else
+        x[1, 4], x[2, 5] = -1, NAN
+        shape = nn.Sequential(nn.Flatten(0, 1), model, nn.Unflatten(0, (4, 6))) if flat else model
+        guarded = watch(shape, quarantine=True)
+        run(guarded)(x)
+    found = [(i.sample, i.path.split(".")[-1], i.position) for i in guarded.report()]
+    assert found[0] == (1, "down", 4)
+    assert found[1][0] == 2
+    assert found[1][2] == 5
+
+
+@pytest.mark.parametrize("mode", ["plain", "inductor"])
+def test_gradients_through_long_vectors(mode):
+    model = Wide().cuda()
+    nn.init.uniform_(model.up.weight, 0.1, 0.2)
+    nn.init.ones_(model.up.weight[:1024].detach())
+    x = torch.rand(4, 6, 16, device="cuda") + 1
+    model(x[GOOD]).square().flatten(1).mean(1).mean().backward()
+    want = grads(model)
+    x[BAD, 2] = 1e38  # overflows in the first piece of the vector
+    guarded = watch(model, quarantine=True)
+    call = torch.compile(guarded, fullgraph=True) if mode == "inductor" else guarded
+    out, f = call(x)
+    assert err.is_err(f).tolist() == [False, True, False, False]
+    err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
+    for name, got in grads(model).items():
+        torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("per_sample", [7, 4096, 3 * 4096 + 16, 300_000])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_gradient_is_stopped_whatever_is_bad_in_it_and_wherever(kind, per_sample):
+    grad = torch.randn(6, per_sample, device="cuda", dtype=kind)
+    grad[0, 0] = torch.finfo(kind).max
+    grad[1, -1], grad[2, per_sample // 2], grad[3, 0] = NAN, float("-inf"), float("inf")
+    grad[4, :2] = torch.tensor([float("inf"), NAN], device="cuda").neg()  # the sign of a NaN counts for nothing
+    want, marks = stopped(grad, Batch(6, (), 0, grad.device), None, None, 0)
+    table = torch.zeros(2, 3, 6, device="cuda")
+    for place in (2, 0, 2):
+        got = grad.clone()
+        torch.ops.torchguard.stop_(got, table, place, 6)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(table[0], torch.stack([marks, torch.zeros_like(marks), marks]))
+    assert not table[1].any()
+
+
+def test_a_stop_in_a_graph_is_what_it_is_without():
+    def step(grad, place):
+        table, fine = torch.zeros(2, 3, 6, device="cuda"), grad.clone()
+        torch.ops.torchguard.stop_(fine, table, place, 6)
+        torch.ops.torchguard.stop_(fine.mul_(2), table, 1, 6)
+        return fine, table
+
+    grad = torch.randn(6, 5, 7, device="cuda", dtype=torch.bfloat16)
+    grad[1, 2, 3], grad[4, 0, 0] = NAN, float("inf")
+    grad[3] = torch.finfo(torch.bfloat16).max  # is Inf when doubled
+    fine, table = step(grad, 2)
+    assert table[0].nonzero().tolist() == [[1, 3], [2, 1], [2, 4]]
+    for got, want in zip(torch.compile(step, fullgraph=True)(grad, 2), (fine, table), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("width", [16, 48, 1024, 3072, 5000, 4097])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_mending_in_place(kind, width):
+    z = torch.randn(3, 5, width, device="cuda", dtype=kind)
+    z[0, 0, 0] = torch.finfo(kind).max
+    z[1, 2, width // 2], z[2, 4, -1], z[0, 3] = NAN, float("-inf"), float("inf")
+    found = look(z)
+    want = only(is_fine(found), z)
+    for _ in range(2):  # compiled, and as it was compiled
+        fine = z.clone()
+        torch.testing.assert_close(mend_(fine), found, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(fine, want, rtol=0, atol=0)
+
+
+class Attention(nn.Module):
+    """Whose queries, keys and values come from one matrix."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        h = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(h.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("width", [32, 1056])
+def test_what_attention_reads_is_mended_in_place(run, dtype, width):
+    model = nn.Sequential(Attention(width), Attention(width)).to("cuda", dtype)
+    x = torch.randn(4, 6, width, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        model[0].qkv.weight[0, 0] = torch.finfo(dtype).max / 2
+        x[..., 0] = 0
+        x[BAD, 4, 0] = 8
+        want = model(x)[GOOD]
+        guarded = watch(model, quarantine=True)
+        out, f = run(guarded)(x)
+    assert err.is_err(f).tolist() == [False, True, False, False]
+    assert [(i.sample, i.path, i.position) for i in guarded.report()] == [(1, "0.qkv", 4)]
+    torch.testing.assert_close(out[GOOD], want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("rows", ["as many", "any number"])
+def test_the_kernel_that_mends_is_in_the_graph(rows):
+    guarded = watch(Attention().cuda(), quarantine=True)
+    call = torch.compile(guarded, fullgraph=True, dynamic=rows == "any number")
+    x = torch.randn(4, 6, 32, device="cuda")
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(call, x)
+    assert ("_mend" in code) is (rows == "as many")
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_gradients_through_attention(once):
+    model = nn.Sequential(*(Attention() for _ in range(3))).cuda()
+    x = torch.randn(4, 6, 32, device="cuda")
+    model(x[GOOD]).square().flatten(1).mean(1).mean().backward()
+    want = grads(model)
+    x[BAD, 3] = 3e38
+    guarded = watch(model, quarantine=True, compile_once=["0", "1", "2"] if once else False)
+    out, f = torch.compile(guarded, fullgraph=True)(x)
+    assert err.is_err(f).tolist() == [False, True, False, False]
+    err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
+    for name, got in grads(model).items():
+        torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
+
+
+class Halves(nn.Module):
+    """One on the CPU, one on the GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2, device="cuda")
+
+    def forward(self, x):
+        return self.second((self.first(x) * x.sum(-1, keepdim=True)).sqrt().cuda())
+
+
+@pytest.mark.parametrize("mode", ["plain", "aot_eager", "inductor"])
+def test_a_model_on_two_devices(mode):
+    model = Halves()
+    nn.init.ones_(model.first.weight)
+    x = torch.rand(5, 4) + 1
+    good = [0, 2, 4]
+    share = model(x[good]).square().mean(-1).sum() / (len(x) - 1)
+    want = torch.autograd.grad(share, [*model.parameters()])
+    x[1, 2], x[3] = NAN, 0  # bad when it comes; fine, until the derivative of the root
+    guarded = watch(model, quarantine=True)
+    call = guarded if mode == "plain" else torch.compile(guarded, fullgraph=True, backend=mode)
+    out, f = call(x)
+    assert err.is_err(f).tolist() == [False, True, False, False, False]
+    loss = out.square().mean(-1)
+    err.mean_ok(f.to(loss.device), loss).backward()
+    torch.testing.assert_close([p.grad for p in model.first.parameters()], [*want[:2]])
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert err.is_err(guarded.backward_flags).tolist() == [False, False, False, True, False]
