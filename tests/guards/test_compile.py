@@ -396,7 +396,7 @@ def test_graphs_of_plain_torch_compile_are_used_while_their_guards_hold():
 
 
 def test_where_torch_cannot_keep_two_filters_apart_there_is_a_warning(monkeypatch):
-    monkeypatch.setattr(compiling, "_isolates_recompiles", lambda: False)
+    monkeypatch.setattr(_compile, "_isolates_recompiles", lambda: False)
     first = skip_globals()
     compile(add_if_given, filter=first, backend="eager")
     with warnings.catch_warnings():

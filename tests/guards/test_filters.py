@@ -338,7 +338,7 @@ def test_combined_filters_are_plain_boolean_logic(expression, entries):
 @given(expressions, fake_entries)
 def test_a_filter_is_what_its_repr_says(expression, entries):
     filter, _ = expression
-    again = eval(repr(filter), {**vars(filters), "is_one": is_one})
+    again = eval(repr(filter), {**vars(_filters), "is_one": is_one})
     assert repr(again) == repr(filter)
     assert again(entries) == filter(entries)
 
