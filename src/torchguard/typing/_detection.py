@@ -7,10 +7,10 @@ from torch import Tensor
 
 from torchguard import err
 from torchguard._channel.config import CARRIERS, get_config
-from torchguard._channel.record import push_seen
+from torchguard._channel.record import push_findings
 from torchguard._pytrees import part_at, tensors_in, with_parts
 from torchguard._torch.tracing import holds
-from torchguard.checks import can_be_looked_at, seen_in
+from torchguard.checks import can_be_looked_at, findings_in
 from torchguard.exceptions import InvalidParameterError
 from torchguard.typing._dims import Named
 from torchguard.typing._nodes import Each, EachValue, Fields, Items, Node, OneOf
@@ -120,9 +120,9 @@ def detect(result: Any, path: Path, surely: bool, spots: Spots, codes: Set[int],
         dim = _samples_along(_text(where), spots)
         # What has no row for each sample tells nothing about one.
         if dim is not None and z.ndim > max(dim, -dim - 1) and holds(z.shape[dim] == given.shape[0]):
-            seen = seen_in(z.movedim(dim, 0) if dim else z, place, codes)
-            if seen:
-                f = push_seen(f, seen, surely=surely)
+            findings = findings_in(z.movedim(dim, 0) if dim else z, place, codes)
+            if findings:
+                f = push_findings(f, findings, is_known=surely)
     return result if f is given else _with(result, path, f)
 
 

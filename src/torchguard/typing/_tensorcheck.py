@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from torchguard._channel.config import get_config
 from torchguard._torch.tracing import constant_in_graphs, is_jit_tracing
-from torchguard.checks import place_of
+from torchguard.checks import location_id
 from torchguard.exceptions import AnnotationError, InvalidReturnTypeError, ValidationWarning
 from torchguard.locations._tracked import location_of
 from torchguard.typing._contract import Contract
@@ -123,10 +123,10 @@ def _require_function(function: Any) -> None:
 
 
 def _place(args: tuple[Any, ...], name: str) -> int:
-    """A tracked module is a place; anything else goes by the name of the function."""
+    """A tracked module is a location; anything else goes by the name of the function."""
     owner = args[0] if args else None
     is_place = isinstance(owner, nn.Module) and location_of(owner) is not None
-    return place_of(owner if is_place else name)
+    return location_id(owner if is_place else name)
 
 
 def _miss_flags(name: str) -> None:
