@@ -18,7 +18,8 @@ if os.environ.get("TORCHGUARD_CHECK_SHAPES"):
 import torch
 
 import torchguard
-from torchguard._channel import codes, config
+from torchguard._channel.codes import scoped_names
+from torchguard._channel.config import scoped_config
 
 # pytest listens to every logger that does not propagate. This one is torch's structured trace: where somebody listens,
 # each compilation is written out in full.
@@ -102,12 +103,8 @@ def fresh_state():
     """The default settings and names of codes, a known seed, and nothing compiled."""
     torch.manual_seed(0)
     forget_what_was_compiled()
-    before, names = config.CONFIG, dict(codes._CODE_NAMES)
-    torchguard.set_config(torchguard.ErrorConfig())
-    yield
-    torchguard.set_config(before)
-    codes._CODE_NAMES.clear()
-    codes._CODE_NAMES.update(names)
+    with scoped_config(torchguard.ErrorConfig()), scoped_names():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,17 @@
-import importlib
 import warnings
 
 import pytest
 import torch
 
 from torchguard._torch.guards import children_of
+from torchguard.guards import _cost
 from torchguard.locations._registry import registry
 
 
 @pytest.fixture(autouse=True)
-def fresh_places():
-    """No place has a name yet, whatever models an earlier test left alive."""
-    registry.__init__()
+def fresh_locations():
+    """No location has a name yet, whatever models an earlier test left alive."""
+    registry.clear()
 
 
 # `aot_eager` does all that `eager` does, and more.
@@ -47,8 +47,7 @@ def guards_for_a_clock(monkeypatch):
     def count(manager):
         return len(manager.get_leaf_guards()) + sum(map(count, children_of(manager)))
 
-    cost = importlib.import_module("torchguard.guards._cost")
-    monkeypatch.setattr(cost, "_time", lambda guards, f_locals: float(count(guards.root)))
+    monkeypatch.setattr(_cost, "_time", lambda guards, f_locals: float(count(guards.root)))
 
 
 @pytest.fixture

@@ -75,8 +75,8 @@ def test_something_that_is_no_flags(f, call):
         (lambda f: err.push(f, err.NAN, 1024), "location is 1024, it must lie in 0 to 1023. Use a module"),
         (lambda f: err.push(f, err.NAN, -1), "location is -1"),
         (lambda f: err.push(f, err.NAN, 1, severity=4), "severity is 4"),
-        (lambda f: err.push(f, err.NAN, torch.full((8,), 2000)), "location goes from 2000 to 2000"),
-        (lambda f: err.push(f, torch.full((8,), 99), 1), "code goes from 99 to 99"),
+        (lambda f: err.push(f, err.NAN, torch.full((8,), 2000)), "location ranges from 2000 to 2000"),
+        (lambda f: err.push(f, torch.full((8,), 99), 1), "code ranges from 99 to 99"),
         (lambda f: err.push_many(f, [(err.NAN, 5000, MASK)]), "err.push_many: location is 5000"),
         (lambda f: err.has_code(f, 77), "err.has_code: code is 77"),
         (lambda f: err.has_domain(f, 9), "err.has_domain: domain is 9, it must lie in 0 to 3. Use ErrorDomain"),
@@ -105,7 +105,7 @@ def test_values_that_do_not_fit_their_bits(call, message):
         (lambda f: err.take_ok(f, [1, 2]), "err.take_ok: z must be a tensor, got list"),
         (lambda f: err.guard(f, X, torch.sin, err.NAN, 1), "ok_mask must be a bool tensor, got torch.float32"),
         (lambda f: err.merge(f, f.to(torch.int32)), "cannot merge torch.int32 flags into torch.int64"),
-        (lambda f: flag_nan([1.0], 1, f), "flag_nan: got list where the tensor to check belongs"),
+        (lambda f: flag_nan([1.0], 1, f), "flag_nan: expected a tensor to check, got list"),
         (lambda f: flag_oob_indices(X, 3, 1, f), "ids are torch.float32. Give integers"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_scalar_has_no_samples():
         flag_nan(torch.tensor(1.0), 1, err.new_t(1))
 
 
-def test_in_a_graph_ids_that_nobody_could_check_become_unknown():
+def test_in_a_graph_invalid_ids_become_unknown():
     fn = torch.compile(lambda f, where: err.push(f, err.NAN, where), backend="aot_eager", fullgraph=True)
     assert err.get_first_location(fn(err.new_t(2), torch.tensor([5, 4000]))).tolist() == [5, 0]
 

@@ -187,7 +187,7 @@ class TestFix:
         assert z.dtype == torch.int64
 
 
-class TestPlaces:
+class TestLocations:
     def test_a_name(self, run):
         f = run(lambda x: flag_nan(x, "data.loader", err.new(x)))(torch.tensor([NAN]))
         assert flags.summary(f) == {"data.loader": {"NAN": 1}}
@@ -199,9 +199,9 @@ class TestPlaces:
     def test_nothing_in_particular(self):
         assert flags.summary(flag_nan(torch.tensor([NAN]), None)) == {"Unknown": {"NAN": 1}}
 
-    def test_a_module_nobody_tracks_is_said_so(self):
+    def test_an_untracked_module_warns(self):
         layer = nn.Linear(2, 2)
-        with pytest.warns(LocationWarning, match=r"A Linear was given as a place but has none.*tracked"):
+        with pytest.warns(LocationWarning, match=r"A Linear was given as a location but has none.*tracked"):
             f = flag_nan(torch.full((1, 2), NAN), layer)
         assert flags.summary(f) == {"Unknown": {"NAN": 1}}
 
@@ -210,9 +210,9 @@ class TestPlaces:
             flag_nan(torch.ones(2, 2), 5000)
 
     @pytest.mark.compiled
-    def test_a_module_nobody_tracks_is_said_so_while_tracing(self):
+    def test_an_untracked_module_warns_while_tracing(self):
         layer = nn.Linear(2, 2)
-        with pytest.warns(LocationWarning, match="A Linear was given as a place"):
+        with pytest.warns(LocationWarning, match="A Linear was given as a location"):
             torch.compile(lambda x: flag_nan(x, layer, err.new(x)), backend="eager", fullgraph=True)(torch.ones(1, 2))
 
     def test_a_tracked_module(self, run):

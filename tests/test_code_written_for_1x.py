@@ -39,8 +39,7 @@ from torchguard import (
     typing,
     unwrap,
 )
-from torchguard._renamed import GivenTwiceError
-from torchguard.exceptions import NotFlagsError, TorchGuardError
+from torchguard.exceptions import GivenTwiceError, NotFlagsError, TorchGuardError
 from torchguard.typing import Tensor, float32_t
 
 NAN, INF = float("nan"), float("inf")

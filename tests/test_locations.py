@@ -1,4 +1,4 @@
-"""Places and their names, whatever happens to the model."""
+"""Locations and their names, whatever happens to the model."""
 
 import copy
 import gc
@@ -52,7 +52,7 @@ def ids(model):
 
 @pytest.fixture(autouse=True)
 def empty_registry(monkeypatch):
-    """No place known, whatever models other tests keep alive."""
+    """No location known, whatever models other tests keep alive."""
     gc.collect()
     for name, empty in vars(type(registry)()).items():
         monkeypatch.setattr(registry, name, empty)
@@ -121,7 +121,7 @@ def test_two_models_alive_are_not_mixed_up():
     assert flags.summary(two) == {"second": {"NAN": 1}, "Other": {"NAN": 1}}
 
 
-def test_equal_paths_of_two_models_are_told_apart_in_one_report():
+def test_equal_paths_of_two_models_are_qualified_by_model_in_one_report():
     teacher, student = Other(), Other()
     merged = err.merge(teacher(X)[1], student(X)[1])
     assert list(flags.summary(merged)) == ["Other:second", "Other", "Other#2:second", "Other#2"]
@@ -172,7 +172,7 @@ def test_a_tracked_part_is_placed_within_the_whole():
     whole = Whole()
     assert whole.blocks[1].ffn[0]._fx_path == "blocks.1.ffn.0"
     assert ids(whole) == list(range(1, 20))
-    assert ErrorLocation.count() == 21  # the model and the unknown place
+    assert ErrorLocation.count() == 21  # the model and the unknown location
 
 
 def test_a_part_used_before_keeps_its_old_names_in_old_flags():
@@ -230,7 +230,7 @@ def test_a_module_that_refuses_attributes_has_a_place_all_the_same():
 
 
 def test_only_modules_can_be_tracked():
-    with pytest.raises(TorchGuardError, match=r"neither an nn\.Module nor a class of one"):
+    with pytest.raises(TorchGuardError, match=r"expected an nn\.Module or a subclass of it, got"):
         tracked(int)
 
 
@@ -262,7 +262,7 @@ class TestManyModules:
         return ErrorLocation.name(module._fx_location.id)
 
     def test_deep_ones_share_the_place_of_the_nearest_above(self):
-        model = self.deep(400)  # 1,605 places
+        model = self.deep(400)  # 1,605 locations
         assert self.name(model.layer[7]) == "layer.7"
         assert self.name(model.layer[399]) == "layer.399"
         assert self.name(model.layer[399].attn.q) == self.name(model.layer[399].attn.k) == "layer.399.attn"
@@ -297,7 +297,7 @@ class TestManyModules:
         copies = [copy.deepcopy(model) for _ in range(5)]
         assert all(self.name(twin[299]) == "299" for twin in copies)
 
-    def test_a_model_without_any_id_left_is_said_so(self):
+    def test_a_model_without_any_id_left_warns(self):
         full = tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(1022))))
         assert len(registry.free_ids()) == 0
         with pytest.warns(LocationWarning, match="All 1023 location ids are taken"):
@@ -310,9 +310,9 @@ class TestManyModules:
 
 class TestErrorLocation:
     def test_names_by_hand(self):
-        place = ErrorLocation.register("encoder.0")
-        assert place == 1
-        assert ErrorLocation.register("encoder.0") == place
+        location = ErrorLocation.register("encoder.0")
+        assert location == 1
+        assert ErrorLocation.register("encoder.0") == location
         assert ErrorLocation.register("encoder.1") == 2
         assert (ErrorLocation.get("encoder.0"), ErrorLocation.get("nowhere")) == (1, ErrorLocation.UNKNOWN)
         assert (ErrorLocation.name(1), ErrorLocation.path(1)) == ("encoder.0", "encoder.0")
@@ -343,7 +343,7 @@ class TestErrorLocation:
         assert ErrorLocation.get("ffn.0") == block.ffn[0]._fx_location.id
 
     def test_a_name_is_a_string(self):
-        with pytest.raises(TorchGuardError, match="is no name"):
+        with pytest.raises(TorchGuardError, match="expected a name, got"):
             ErrorLocation.register("")
 
 
@@ -399,9 +399,11 @@ class TestTree:
         tree = WeightedLocationTree()
         tree.add_path("a")
         tree.build_ids()
-        with pytest.raises(IdsGivenError, match=r"the ids were given out before 'b' came\. Add every path first"):
+        with pytest.raises(
+            IdsGivenError, match=r"ids are assigned already, so 'b' cannot be added\. Add every path before build_ids"
+        ):
             tree.add_path("b")
 
     def test_too_few_ids(self):
-        with pytest.raises(TorchGuardError, match="max_locations is 1"):
+        with pytest.raises(TorchGuardError, match="max_locations: expected 2 or more, got 1"):
             WeightedLocationTree(max_locations=1)

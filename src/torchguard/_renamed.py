@@ -1,23 +1,19 @@
-"""Parameters with a second name: the one they have in 1.x, or in the tables of the specification."""
+"""Parameters that are also accepted under a second name: that of 1.x, or of the specification's tables."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torchguard.exceptions import TorchGuardError
+from torchguard.exceptions import GivenTwiceError
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class GivenTwiceError(TorchGuardError, TypeError):
-    """An argument was given under both of its names."""
 
 
 def renamed(**names: str) -> Callable[[F], F]:
     """Accept keywords under a second name as well: `@renamed(flags="f")` takes `flags=` for `f=`.
 
-    A static type checker sees the function as it is written, with the own names alone.
+    A static type checker sees the first name only.
     """
 
     def decorate(fn: F) -> F:
@@ -26,11 +22,11 @@ def renamed(**names: str) -> Callable[[F], F]:
 
         @functools.wraps(fn)
         def accepting(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs:  # as in most calls, which should cost next to nothing here
+            if not kwargs:  # the common case, kept cheap
                 return fn(*args)
-            for second, own, place in parameters:
+            for second, own, position in parameters:
                 if second in kwargs:
-                    if own in kwargs or place < len(args):
+                    if own in kwargs or position < len(args):
                         who = fn.__qualname__
                         raise GivenTwiceError(f"{who}: {own} and {second} are the same parameter. Give {own} alone.")
                     kwargs[own] = kwargs.pop(second)

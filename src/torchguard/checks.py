@@ -1,4 +1,4 @@
-"""Checks that know where they stand: pass the module, its place is looked up."""
+"""Checks that record where they are: pass the module, and its location is looked up."""
 
 import math
 from collections.abc import Callable, Set
@@ -9,24 +9,24 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from torchguard import err
-from torchguard._channel.combine import fallback_like, over_rows, seal
+from torchguard._channel.combine import fallback_like, mask_nonfinite_gradients, over_rows
 from torchguard._channel.config import ErrorConfig
-from torchguard._channel.policy import Evidence, rows
-from torchguard._channel.record import push_seen
+from torchguard._channel.policy import RowStatus, rows
+from torchguard._channel.record import push_findings
 from torchguard._channel.slots import Flags
 from torchguard._channel.validate import require_batch, require_flags, require_location
 from torchguard._renamed import renamed
 from torchguard._torch.tracing import can_read
 from torchguard.exceptions import NotFlagsError
 from torchguard.flags import require_boundary
-from torchguard.locations._tracked import Place, place_of
+from torchguard.locations._tracked import LocationLike, location_id
 
 Values = Shaped[Tensor, "batch *rest"]
 
 
 @renamed(flags="f")
 def has_err(f: Flags) -> bool:
-    """Whether any sample has an error, as a Python bool: waits for the device."""
+    """Whether any sample has an error, as a Python bool. Waits for the device."""
     require_boundary("has_err", "err.any_err(f) or HAS(f)")
     return bool(err.any_err(f))
 
@@ -41,19 +41,19 @@ def find(code: int, f: Flags, config: ErrorConfig | None = None) -> Bool[Tensor,
 def push(
     f: Flags,
     code: int | Tensor,
-    module: Place = None,
+    module: LocationLike = None,
     severity: int | None = None,
     *,
     where: Bool[Tensor, "batch *rest"] | None = None,
     location: int | Tensor | None = None,
     config: ErrorConfig | None = None,
 ) -> Flags:
-    """`err.push` at the place of a module (or at a name, or at `location=` an id)."""
+    """`err.push` at the location of a module (or at a name, or at `location=` an id)."""
     return err.push(f, code, module if location is None else location, severity, config, where=where)
 
 
 @renamed(tensor="z", flags="f")
-def flag_nan(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
+def flag_nan(z: Values, module: LocationLike, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
     """Record NaN for each sample of `z` that has one.
 
     >>> x = torch.tensor([[1.0, float("nan")], [1.0, 2.0]])
@@ -64,13 +64,15 @@ def flag_nan(z: Values, module: Place, f: Flags | None = None, config: ErrorConf
 
 
 @renamed(tensor="z", flags="f")
-def flag_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
+def flag_inf(z: Values, module: LocationLike, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
     """Record Inf for each sample of `z` that has one."""
     return _flagged("flag_inf", z, module, f, config, {err.INF})
 
 
 @renamed(tensor="z", flags="f")
-def flag_nan_and_inf(z: Values, module: Place, f: Flags | None = None, config: ErrorConfig | None = None) -> Flags:
+def flag_nan_and_inf(
+    z: Values, module: LocationLike, f: Flags | None = None, config: ErrorConfig | None = None
+) -> Flags:
     """`flag_nan` and `flag_inf` in one pass over `z`."""
     return _flagged("flag_nan_and_inf", z, module, f, config, {err.NAN, err.INF})
 
@@ -79,30 +81,29 @@ def flag_nan_and_inf(z: Values, module: Place, f: Flags | None = None, config: E
 def flag_oob_indices(
     ids: Int[Tensor, "batch *rest"],
     num_embeddings: int,
-    module: Place,
+    module: LocationLike,
     f: Flags | None = None,
     config: ErrorConfig | None = None,
 ) -> Flags:
     """Record `OUT_OF_BOUNDS` for each sample with an index that is negative, or `num_embeddings` or more."""
-    f, place = _prepared("flag_oob_indices", ids, module, f, config)
+    f, location = _prepared("flag_oob_indices", ids, module, f, config)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise NotFlagsError(f"flag_oob_indices: ids are {ids.dtype}. Give integers.")
-    return err.push(f, err.OOB, place, config=config, where=(ids < 0) | (ids >= num_embeddings))
+    return err.push(f, err.OOB, location, config=config, where=(ids < 0) | (ids >= num_embeddings))
 
 
 @renamed(tensor="z", flags="f")
 def fix(
     z: Values,
     f: Flags,
-    module: Place,
+    module: LocationLike,
     fallback: float | Tensor | Callable[[], Tensor] = 0.0,
     config: ErrorConfig | None = None,
 ) -> tuple[Values, Flags]:
-    """Put `fallback` in the place of every bad row of `z`, and record `FALLBACK_VALUE` where it came in.
+    """Replace every bad row of `z` by `fallback`, and record `FALLBACK_VALUE` for it.
 
-    A row is bad if `f` holds an error for its sample or if it is not finite. It gets no gradient, and no row
-    sends a NaN or Inf gradient back through here: what an overflowing step behind this one would send (0 * Inf)
-    stops at this place.
+    A row is bad if `f` holds an error for its sample or if it is not finite. It gets no gradient. Gradients that
+    arrive here as NaN or Inf, such as the 0 * Inf of an overflowing step after this one, are zeroed for their row.
 
     >>> x = torch.tensor([[1.0, float("nan")], [1.0, 2.0]])
     >>> x, f = fix(x, err.new(x), "input")
@@ -110,40 +111,42 @@ def fix(
     tensor([[0., 0.],
             [1., 2.]])
     """
-    f, place = _prepared("fix", z, module, f, config)
+    f, location = _prepared("fix", z, module, f, config)
     flagged = err.is_err(f)
     broken = rows(~torch.isfinite(floats_of(z))) if _can_be_bad(z) else torch.zeros_like(flagged)
     value = fallback_like("fix", z, fallback() if callable(fallback) else fallback)
-    fixed = torch.where(over_rows(flagged | broken, z), value, seal(z))
-    # A row that already runs on a fallback is replaced again but not noted again: it is an echo, not an event.
-    event = broken | (flagged & ~err.has_fallback(f))
-    return fixed, err.push(f, err.FALLBACK_VALUE, place, config=config, where=event)
+    fixed = torch.where(over_rows(flagged | broken, z), value, mask_nonfinite_gradients(z))
+    # A row that already holds a fallback is replaced again but not recorded again.
+    is_new = broken | (flagged & ~err.has_fallback(f))
+    return fixed, err.push(f, err.FALLBACK_VALUE, location, config=config, where=is_new)
 
 
-def _flagged(who: str, z: Values, module: Place, f: Flags | None, config: ErrorConfig | None, codes: Set[int]) -> Flags:
-    f, place = _prepared(who, z, module, f, config)
-    seen = seen_in(z, place, codes)
-    return push_seen(f, seen, config) if seen else f
+def _flagged(
+    who: str, z: Values, module: LocationLike, f: Flags | None, config: ErrorConfig | None, codes: Set[int]
+) -> Flags:
+    f, location = _prepared(who, z, module, f, config)
+    findings = findings_in(z, location, codes)
+    return push_findings(f, findings, config) if findings else f
 
 
-def _prepared(who: str, z: Any, module: Place, f: Flags | None, config: ErrorConfig | None) -> tuple[Flags, int]:
-    """Flags and place, all that was given being checked whether or not anything is wrong with the values."""
+def _prepared(who: str, z: Any, module: LocationLike, f: Flags | None, config: ErrorConfig | None) -> tuple[Flags, int]:
+    """Flags and location id. All arguments are validated, whether or not any value is bad."""
     if not isinstance(z, Tensor):
-        raise NotFlagsError(f"{who}: got {type(z).__name__} where the tensor to check belongs.")
+        raise NotFlagsError(f"{who}: expected a tensor to check, got {type(z).__name__}.")
     if f is None:
         f = err.new(z, config)
     require_flags(who, f)
     require_batch(who, f, z, "z")
-    place = place_of(module)
-    require_location(who, place)
-    return f, place
+    location = location_id(module)
+    require_location(who, location)
+    return f, location
 
 
-# Detection. Rows are reduced over their last dimension only: the kernel that packs does the rest for all checks.
+# Detection. Rows are reduced over their last dimension only: the kernel that packs reduces the rest for all checks.
 
 
-def seen_in(z: Tensor, place: int, codes: Set[int]) -> list[tuple[int, int, Evidence]]:
-    """What speaks against samples of `z`, as far as `codes` (NAN, INF) ask for it. Nothing where a glance tells so."""
+def findings_in(z: Tensor, location: int, codes: Set[int]) -> list[tuple[int, int, RowStatus]]:
+    """`(code, location, status)` for each of `codes` (NAN, INF). Empty if one sum shows that no value of `z` is bad."""
     if not _can_be_bad(z):
         return []
     values, nan, inf = floats_of(z), err.NAN in codes, err.INF in codes
@@ -151,17 +154,17 @@ def seen_in(z: Tensor, place: int, codes: Set[int]) -> list[tuple[int, int, Evid
         return []
     if nan and inf:
         nans, infs = _nan_and_inf(values)
-        return [(err.NAN, place, nans), (err.INF, place, infs)]
-    return [(err.NAN, place, _nan(values))] if nan else [(err.INF, place, _inf(values))]
+        return [(err.NAN, location, nans), (err.INF, location, infs)]
+    return [(err.NAN, location, _nan(values))] if nan else [(err.INF, location, _inf(values))]
 
 
 def can_be_looked_at(z: Tensor) -> bool:
-    """Whether a tensor can hold NaN or Inf, and has its samples along a dim."""
+    """Whether a tensor can hold NaN or Inf and has a batch dimension."""
     return _can_be_bad(z) and z.layout == torch.strided and not z.is_nested
 
 
 def floats_of(z: Tensor) -> Tensor:
-    """`z` without history, as floats that can be compared."""
+    """`z` detached, as real floats of 16 bits or more."""
     z = z.detach() if z.requires_grad else z
     if z.is_complex():
         parts = torch.view_as_real(z.resolve_conj())
@@ -174,31 +177,31 @@ def _can_be_bad(z: Tensor) -> bool:
 
 
 def _is_free_of_nan(z: Tensor) -> bool:
-    # Any NaN makes the sum NaN. So may Inf - Inf; then the exact check decides.
+    # Any NaN makes the sum NaN. So does Inf - Inf; then the exact check decides.
     return can_read(z) and not math.isnan(z.sum().item())
 
 
 def _is_finite(z: Tensor) -> bool:
-    # A finite sum proves every element finite; another may be mere overflow, then the exact check decides.
+    # A finite sum proves every element finite. Any other may be overflow; then the exact check decides.
     return can_read(z) and math.isfinite(z.sum().item())
 
 
-def _nan(z: Tensor) -> Evidence:
-    """NaN where a row holds one: the maximum propagates it, in one pass without a mask of the size of `z`."""
+def _nan(z: Tensor) -> RowStatus:
+    """NaN where a row holds one: the maximum propagates NaN, in one pass and without a mask of the size of `z`."""
     return z.amax(-1) if z.ndim > 1 and z.shape[-1] else _rows_where(torch.isnan(z))
 
 
-def _inf(z: Tensor) -> Evidence:
-    """True, or NaN, where a row holds Inf, whatever else it holds."""
+def _inf(z: Tensor) -> RowStatus:
+    """True, or NaN, where a row holds Inf."""
     found = z.abs() == math.inf  # not isinf, which Inductor does not vectorise
     if z.is_cpu and z.ndim > 1 and z.shape[-1]:
-        # Nor does it vectorise `any` on the CPU. A GPU is faster with it.
+        # Nor does Inductor vectorise `any` on the CPU. On a GPU `any` is faster.
         return torch.where(found, math.nan, torch.zeros((), dtype=z.dtype)).amax(-1)
     return _rows_where(found)
 
 
-def _nan_and_inf(z: Tensor) -> tuple[Evidence, Evidence]:
-    """Both from one pass: reductions of the same kind over the same values become one loop."""
+def _nan_and_inf(z: Tensor) -> tuple[RowStatus, RowStatus]:
+    """Both in one pass: Inductor fuses reductions of the same kind over the same values."""
     return _nan(z) if z.is_cpu else _rows_where(z != z), _inf(z)
 
 

@@ -1,6 +1,6 @@
-"""Choosing between values inside a graph: `IF(cond, fn).ELIF(cond, fn).ELSE(fn)`.
+"""Choice between values inside a graph: `IF(cond, fn).ELIF(cond, fn).ELSE(fn)`.
 
-A condition is a 0-d bool tensor, which chooses for the whole batch, or a `(batch,)` one, which chooses row by row.
+A condition is a bool tensor: 0-d chooses for the whole batch, `(batch,)` chooses row by row.
 """
 
 from collections.abc import Callable

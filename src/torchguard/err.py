@@ -1,4 +1,4 @@
-"""The namespace `err`: everything here returns tensors and may be traced.
+"""The namespace `err`: functions that return tensors and can be traced.
 
 Flags are values: `f = err.push(f, ...)`. Codes and severities are attributes: `err.NAN`, `err.CRITICAL`.
 """
@@ -49,7 +49,7 @@ from torchguard._channel.query import (
 from torchguard._channel.record import Mask, clear, from_code, merge, new, new_t, push_many, push_scalar
 from torchguard._channel.slots import Flags
 from torchguard._renamed import renamed
-from torchguard.locations._tracked import Place, place_of
+from torchguard.locations._tracked import LocationLike, location_id
 
 OK = ErrorCode.OK
 NAN = ErrorCode.NAN
@@ -74,7 +74,7 @@ CRITICAL = Severity.CRITICAL
 def push(
     f: Flags,
     code: int | Tensor,
-    location: Place | Tensor,
+    location: LocationLike | Tensor,
     severity: int | None = None,
     config: ErrorConfig | None = None,
     *,
@@ -85,18 +85,18 @@ def push(
     Args:
         code: one code, or a `(batch,)` tensor of them in which 0 records nothing.
         location: an id, or a tensor of ids, 0-d or `(batch,)`; or a module or a name, as for the checks.
-        severity: the code's own default unless given.
-        where: `(batch, ...)` bool; a sample counts if any of its entries is True. All samples unless given.
+        severity: defaults to that of the code.
+        where: `(batch, ...)` bool; a sample is recorded if any of its entries is True. Defaults to all samples.
 
     >>> f = err.push(err.new_t(3), err.NAN, location=7, where=torch.tensor([False, True, False]))
     >>> err.is_ok(f)
     tensor([ True, False,  True])
     """
-    place = location if isinstance(location, (int, Tensor)) else place_of(location)
-    return record.push(f, code, place, severity, config, where=where)
+    where_in_model = location if isinstance(location, (int, Tensor)) else location_id(location)
+    return record.push(f, code, where_in_model, severity, config, where=where)
 
 
-# The names of 1.x.
+# Names of 1.x.
 Ok = take_ok
 Err = take_err
 

@@ -1,4 +1,4 @@
-"""What torchguard raises. Each error is a `TorchGuardError` and the builtin a caller would guess."""
+"""Exceptions and warnings of torchguard. Each error is a `TorchGuardError` and the builtin a caller would guess."""
 
 from typing import TYPE_CHECKING
 
@@ -12,27 +12,27 @@ class TorchGuardError(Exception):
 
 
 class NotFlagsError(TorchGuardError, TypeError):
-    """A tensor was passed as flags that cannot be flags."""
+    """A value was passed as flags that cannot be flags."""
 
 
 class BatchMismatchError(TorchGuardError, ValueError):
-    """Flags and tensor, or two flags tensors, hold different numbers of samples."""
+    """Flags and a tensor, or two flags tensors, hold different numbers of samples."""
 
 
 class OutOfRangeError(TorchGuardError, ValueError):
-    """A code, location, severity or slot does not fit its bits."""
+    """A code, location, severity or slot is outside of its bit field."""
 
 
 class SampleIndexError(TorchGuardError, IndexError):
-    """A sample was asked for that the flags do not hold."""
+    """A sample index is outside of the batch that the flags hold."""
 
 
 class ConfigError(TorchGuardError, ValueError):
-    """An `ErrorConfig` was given a value it cannot have."""
+    """A value is not valid for a setting of `ErrorConfig`."""
 
 
 class CorruptFlagsError(TorchGuardError, ValueError):
-    """Flags hold a bit pattern no push can have written."""
+    """Flags hold bits that no push can have written."""
 
 
 class TracingError(TorchGuardError, RuntimeError):
@@ -40,35 +40,35 @@ class TracingError(TorchGuardError, RuntimeError):
 
 
 class BranchError(TorchGuardError, ValueError):
-    """The branches of an `IF` chain do not fit together."""
+    """The branches of an `IF` chain return values of different structures or shapes."""
 
 
 class UnwrapError(TorchGuardError, RuntimeError):
-    """A `Result` was unwrapped on the side it does not have."""
+    """`unwrap` was called on an `Err`, or `unwrap_err` on an `Ok`."""
 
 
 class AnnotationError(TorchGuardError, TypeError):
-    """An annotation says something that cannot be, or that cannot be looked up."""
+    """An annotation is contradictory, or names something that cannot be resolved."""
 
 
 class CastError(TorchGuardError, ValueError):
-    """Values would not come through a cast unchanged."""
+    """A cast would change values."""
 
 
 class CastOverflowError(CastError, OverflowError):
-    """Values lie outside of what the dtype can hold."""
+    """Values lie outside of the range of the dtype."""
 
 
 class LossyCastError(CastError):
-    """Values lie between those the dtype can hold."""
+    """Values cannot be represented exactly in the dtype."""
 
 
 class ValidationError(TorchGuardError, ValueError):
-    """Something passed to or returned from a function does not fit its annotation.
+    """An argument or a returned value violates its annotation.
 
     Attributes:
-        function: the function's name.
-        parameter: where it was found: `x`, `batch.mask`, `return[0]`.
+        function: the name of the function.
+        parameter: the value in question: `x`, `batch.mask`, `return[0]`.
     """
 
     def __init__(self, message: str, function: str | None = None, parameter: str | None = None) -> None:
@@ -103,46 +103,55 @@ class InvalidReturnTypeError(ValidationError, TypeError):
     """What a function returned is not of the declared structure."""
 
 
+class GivenTwiceError(TorchGuardError, TypeError):
+    """An argument was given under both of its names."""
+
+
+class IdsGivenError(TorchGuardError, RuntimeError):
+    """A path was added to a tree whose ids are assigned already: they would become invalid."""
+
+
 class WatchError(TorchGuardError, ValueError):
-    """A model cannot be watched that way."""
+    """A model cannot be watched as requested."""
 
 
 class GuardError(TorchGuardError, ValueError):
-    """Something about guards was asked for that cannot be done."""
+    """A request about guards cannot be fulfilled."""
 
 
 class FilterError(GuardError, AssertionError):
-    """A guard filter raised, or returned something other than one bool a guard, or names what torch does not know.
+    """A guard filter raised, returned something other than one bool per guard, or names an unknown guard type.
 
-    Torch asserts the same of a filter; any other kind of error would come out of Dynamo as an internal one of its own.
+    It is an AssertionError because torch asserts the same of a filter: Dynamo would wrap any other exception as an
+    internal error.
     """
 
 
 class StaleGuardError(TorchGuardError, AssertionError):
-    """A guard that was dropped does not hold any more."""
+    """A dropped guard no longer holds."""
 
 
 class RecompileError(TorchGuardError, AssertionError):
-    """Something was compiled in a place that was to do without."""
+    """A region that must not recompile did."""
 
 
 class ArtifactError(TorchGuardError, ValueError):
-    """An artifact cannot be read, written or compared that way."""
+    """An artifact cannot be read, written or compared."""
 
 
 class NoSuchArtifactError(ArtifactError, LookupError):
-    """An artifact, or a file of one, was asked for that is not there."""
+    """An artifact, or a file of one, does not exist."""
 
 
 class DeviceError(TorchGuardError, ValueError):
-    """A device is described in a way that cannot be, or something was asked of it that it cannot do."""
+    """A device description is invalid, or a device cannot do what was requested."""
 
 
 class DeviceRejectionError(TorchGuardError, RuntimeError):
-    """A graph does not fit a device, and the mode is strict.
+    """A graph violates the rules of a device, and the mode is strict.
 
     Attributes:
-        violations: everything that does not fit, of the forward and of the backward graph.
+        violations: all violations, of the forward and of the backward graph.
         report: the same with coverage, partitions and memory; None in an error that was pickled, as graphs cannot be.
         devices: the names of the devices.
     """
@@ -168,31 +177,31 @@ class DeviceRejectionError(TorchGuardError, RuntimeError):
 
 
 class CompileError(TorchGuardError, ValueError):
-    """A function cannot be compiled as asked."""
+    """A function cannot be compiled as requested."""
 
 
 class ImpureFunctionError(CompileError):
-    """A function changes or reads what is not its own, or decides by values; the message names the line."""
+    """A function reads or changes outside state, or branches on values; the message names the line."""
 
 
 class LeafTypeError(TorchGuardError, TypeError):
-    """A leaf, tangent or seed has another shape, dtype, device or stride than was compiled for."""
+    """A leaf, tangent or cotangent has another shape, dtype, device or stride than the function was compiled for."""
 
 
 class MissingRuleError(TorchGuardError, NotImplementedError):
-    """An operation in the graph has no rule for the derivative that was asked for."""
+    """An operation in the graph has no rule for the requested derivative."""
 
 
 class SavedGraphError(TorchGuardError, ValueError):
-    """A file does not hold a graph that may be loaded, or a graph cannot be written to one."""
+    """A file does not contain a loadable graph, or a graph cannot be saved."""
 
 
 class GraphMismatchError(TorchGuardError, ValueError):
-    """Two graphs cannot be compared: they take or return different things."""
+    """Two graphs cannot be compared: their inputs or outputs differ."""
 
 
 class BoxError(TorchGuardError, ValueError):
-    """The boxes to bound a graph over do not fit its leaves."""
+    """The boxes to bound a graph over do not match its leaves."""
 
 
 class ValidationWarning(UserWarning):
@@ -200,16 +209,16 @@ class ValidationWarning(UserWarning):
 
 
 class MixedRowsWarning(UserWarning):
-    """A model has modules in which samples touch each other."""
+    """A model has modules that mix samples of a batch."""
 
 
 class LocationWarning(UserWarning):
-    """A place could not be given a name of its own."""
+    """A location could not be given an id or name of its own."""
 
 
 class GuardWarning(UserWarning):
-    """A guard filter may not do what it says."""
+    """A guard filter may have another effect than its name suggests."""
 
 
 class CompiledFunctionWarning(UserWarning):
-    """A compiled derivative was wrong, and was made again in another way."""
+    """A compiled derivative was wrong, and was compiled again in another way."""

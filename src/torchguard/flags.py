@@ -1,6 +1,7 @@
-"""The namespace `flags`: what a flags tensor says, as Python values.
+"""The namespace `flags`: the content of a flags tensor as Python values, outside of compiled regions.
 
-For the Python boundary. Each call makes one copy from device to host and loops over errors, never over slots.
+Each call copies the flags from device to host once, and loops over errors, never over slots. Several functions take a
+`config`, as they do in 1.x. It is accepted and not used: flags contain all that is needed to read them.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,9 @@ from torchguard._renamed import renamed
 from torchguard.exceptions import SampleIndexError, TracingError
 from torchguard.locations._registry import names_of
 
-_MOST_PLACES_SHOWN = 12
+__all__ = ["ErrorFlags", "UnpackedError", "repr", "summary", "unpack", "unpack_all"]
+
+_MAX_ENTRIES = 12
 
 
 class UnpackedError(NamedTuple):
@@ -70,22 +73,22 @@ def unpack_all(f: Flags, config: ErrorConfig | None = None) -> list[list[Unpacke
 
 @renamed(flags="f", flags_tensor="f")
 def summary(f: Flags, config: ErrorConfig | None = None) -> dict[str, dict[str, int]]:
-    """How many samples have which error where: `{location: {code: count}}`.
+    """Count samples by location and code: `{location: {code: count}}`.
 
     >>> flags.summary(err.from_code(err.INF, ErrorLocation.register("head"), n=3))
     {'head': {'INF': 3}}
     """
     _require_boundary("summary", f, "err.has_code(f, code)")
     found: dict[str, dict[str, int]] = {}
-    for place, code, count in _counted("flags.summary", f):
-        codes = found.setdefault(place, {})
+    for location, code, count in _counted("flags.summary", f):
+        codes = found.setdefault(location, {})
         codes[code] = codes.get(code, 0) + count
     return found
 
 
 @renamed(flags="f", flags_tensor="f")
 def repr(f: Flags, config: ErrorConfig | None = None) -> str:
-    """One line: how many samples, which errors, where.
+    """One line: the number of samples, and errors by code and location.
 
     >>> flags.repr(err.new_t(32))
     'ErrorFlags(32 samples, no errors)'
@@ -95,21 +98,21 @@ def repr(f: Flags, config: ErrorConfig | None = None) -> str:
     if not counted:
         return f"ErrorFlags({f.shape[0]} samples, no errors)"
     total = sum(count for _, _, count in counted)
-    shown = [f"{count}x{code} @ {place}" for place, code, count in counted[:_MOST_PLACES_SHOWN]]
+    shown = [f"{count}x{code} @ {location}" for location, code, count in counted[:_MAX_ENTRIES]]
     if len(counted) > len(shown):
         shown.append(f"and {len(counted) - len(shown)} more")
     return f"ErrorFlags({f.shape[0]} samples, {total} errors: {', '.join(shown)})"
 
 
 class ErrorFlags:
-    """The same functions as static methods."""
+    """The functions of this namespace as static methods, and some of 1.x."""
 
     unpack = staticmethod(unpack)
     unpack_all = staticmethod(unpack_all)
     summary = staticmethod(summary)
     repr = staticmethod(repr)
 
-    # Of 1.x alone.
+    # Only in 1.x.
     unpack_all_vectorized = unpack_all
 
     @staticmethod
@@ -131,12 +134,12 @@ class ErrorFlags:
 
     @staticmethod
     def reduce_or(flags_list: Sequence[Flags]) -> Flags:
-        """`err.merge` of flags that may be on several devices, on that of the first."""
+        """`err.merge` for flags on several devices; the result is on the device of the first."""
         return merge(*(f.to(flags_list[0].device) for f in flags_list))
 
 
 def require_boundary(who: str, instead: str) -> None:
-    """Refuse to return a Python value into a graph."""
+    """Raise if a graph is being traced: a Python value cannot become part of it."""
     if torch.compiler.is_compiling():
         raise TracingError(
             f"{who} returns Python values and was called inside a compiled region. Inside, use {instead}; "
@@ -150,7 +153,7 @@ def _require_boundary(name: str, f: Any, instead: str) -> None:
 
 
 def _host_slots(who: str, f: Flags) -> tuple[Tensor, Tensor]:
-    """Every slot, and which of them are used."""
+    """All slots on the host, and which of them are used."""
     slots = flags_to_slots(f.detach().cpu())
     used = slots != 0
     require_intact(who, slots, used)
@@ -175,7 +178,7 @@ def _unpacked_error(slot: int, names: dict[int, str]) -> UnpackedError:
 
 
 def _counted(who: str, f: Flags) -> list[tuple[str, str, int]]:
-    """`(place, code, count)`, the places in the order of their ids."""
+    """`(location, code, count)`, ordered by location id."""
     slots, used = _host_slots(who, f)
     counts = ((slots[used].to(torch.int64) & SLOT_MASK) >> CODE_SHIFT).bincount()
     keys = counts.nonzero().flatten()

@@ -94,7 +94,7 @@ def test_a_tensor_that_does_not_fit_binds_no_names():
         "    expected  (    8,  16,         64)\n"
         "    found     (    8,  64,         16)\n"
         "                       ^^          ^^\n"
-        "    .transpose(1, 2) would fit.\n"
+        "    .transpose(1, 2) would match.\n"
         "\n"
         "  batch = 8 (dim 0 of mask), seq = 16 (dim 1 of mask)"
     )
@@ -112,8 +112,8 @@ def test_a_dim_that_is_missing():
     @tensorcheck
     def f(x: Tensor[float32_t, ("batch", 3)]) -> None: ...
 
-    assert ".unsqueeze(0) would fit." in message(f, torch.ones(3))
-    assert ".squeeze(0) would fit." in message(f, torch.ones(1, 2, 3))
+    assert ".unsqueeze(0) would match." in message(f, torch.ones(3))
+    assert ".squeeze(0) would match." in message(f, torch.ones(1, 2, 3))
 
 
 def test_an_ellipsis_stands_for_what_it_covers():
@@ -138,7 +138,7 @@ def test_a_gradient():
     @tensorcheck
     def f(x: Tensor[float32_t, ("n",), None, True]) -> None: ...
 
-    told = "declared  requires_grad=True\n    found     requires_grad=False\n    .requires_grad_() would fit."
+    told = "declared  requires_grad=True\n    found     requires_grad=False\n    .requires_grad_() would match."
     assert told in message(f, torch.ones(3))
 
 
@@ -193,18 +193,18 @@ def test_advice_is_given_where_one_change_fits():
     @tensorcheck
     def three(x: Tensor[float32_t, ("a", "b", "c")]) -> None: ...
 
-    assert ".movedim(3, 1) would fit." in message(image, torch.ones(2, 32, 64, 3))
-    assert "would fit" not in message(three, torch.ones(8, 64))  # any dim could be the missing one
-    assert "would fit" not in message(image, torch.ones(2, 4, 32, 64))
+    assert ".movedim(3, 1) would match." in message(image, torch.ones(2, 32, 64, 3))
+    assert "would match" not in message(three, torch.ones(8, 64))  # any dim could be the missing one
+    assert "would match" not in message(image, torch.ones(2, 4, 32, 64))
 
 
 def test_a_cast_is_advised_between_numbers_of_a_kind():
     @tensorcheck
     def f(x: Tensor[float32_t, ("n",)], b: Tensor[bool_t, ("n",)]) -> None: ...
 
-    assert ".to(torch.float32) would fit." in message(f, torch.ones(2).double(), torch.ones(2) > 0)
-    assert "would fit" not in message(f, torch.ones(2, dtype=torch.complex64), torch.ones(2) > 0)
-    assert "would fit" not in message(f, torch.ones(2), torch.ones(2))
+    assert ".to(torch.float32) would match." in message(f, torch.ones(2).double(), torch.ones(2) > 0)
+    assert "would match" not in message(f, torch.ones(2, dtype=torch.complex64), torch.ones(2) > 0)
+    assert "would match" not in message(f, torch.ones(2), torch.ones(2))
 
 
 def test_grammar():

@@ -109,7 +109,7 @@ def test_what_is_not_there_when_the_program_runs_is_not_validated_and_says_so():
     @tensorcheck
     def f(x: Rows, config: NotThere) -> None: ...
 
-    with pytest.warns(ValidationWarning, match="f: config: 'NotThere' cannot be looked up.* It is not validated"):
+    with pytest.warns(ValidationWarning, match="f: config: 'NotThere' cannot be resolved.* It is not validated"):
         f(torch.ones(2, 3), None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -124,7 +124,7 @@ def test_under_strict_validation_it_is_an_error():
     @tensorcheck
     def f(x: Rows, config: NotThere) -> None: ...
 
-    with pytest.raises(AnnotationError, match="f: config: 'NotThere' cannot be looked up"):
+    with pytest.raises(AnnotationError, match="f: config: 'NotThere' cannot be resolved"):
         f(torch.ones(2, 3), None)
 
 

@@ -100,7 +100,7 @@ def test_text_that_names_no_dtype():
     @tensorcheck
     def f(x: "Tensor[float23_t, ('n',)]") -> None: ...
 
-    with pytest.raises(AnnotationError, match=r"f: x: \"Tensor\[float23_t, .*\" cannot be looked up.*float23_t"):
+    with pytest.raises(AnnotationError, match=r"f: x: \"Tensor\[float23_t, .*\" cannot be resolved.*float23_t"):
         f(torch.ones(3))
 
 

@@ -1,8 +1,10 @@
-"""What went wrong (code), of which kind (domain), and how bad it is (severity).
+"""Error codes, their domains and severities.
 
-Plain integers rather than enums: they go into graphs as constants and into slots as bits.
+They are plain integers rather than enums because graphs hold them as constants and slots hold them as bits.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Final
 
 from torchguard._renamed import renamed
@@ -42,7 +44,7 @@ class Severity:
 
 
 class ErrorDomain:
-    """The upper two bits of a code: which kind of trouble it is."""
+    """The upper two bits of a code: the kind of error."""
 
     NUMERIC: Final = 0
     INDEX: Final = 1
@@ -62,7 +64,7 @@ class ErrorDomain:
 class ErrorCode:
     """What went wrong, in four bits: domain (2), then number within the domain (2).
 
-    4, 8 and 12 are free for codes of your own; they show as `CODE_4` and so on.
+    Codes 4, 8 and 12 are free for your own errors; they are printed as `CODE_4` and so on.
     """
 
     OK: Final = 0
@@ -80,7 +82,7 @@ class ErrorCode:
     VALUE_CLAMPED: Final = 14
     UNKNOWN: Final = 15
 
-    # Second names in 1.x. An error shows under the first.
+    # Second names in 1.x. Errors are printed under the first name.
     UNDERFLOW: Final = 3
     INVALID_VALUE: Final = 6
     SPARSE: Final = 9
@@ -127,13 +129,13 @@ class ErrorCode:
 
 _SEVERITY_NAMES = {0: "OK", 1: "WARN", 2: "ERROR", 3: "CRITICAL"}
 _DOMAIN_NAMES = {0: "NUMERIC", 1: "INDEX", 2: "QUALITY", 3: "RUNTIME"}
-_CODE_NAMES = {  # backwards, so that of several names the first stays
+_CODE_NAMES = {  # reversed, so that the first of several names wins
     value: name for name, value in reversed([*vars(ErrorCode).items()]) if name.isupper() and isinstance(value, int)
 }
 
 FREE_CODES: Final = (4, 8, 12)
 
-# A code that is missing here takes `ErrorConfig.default_severity`.
+# Codes without an entry use `ErrorConfig.default_severity`.
 DEFAULT_SEVERITY: Final[dict[int, int]] = {
     ErrorCode.OK: Severity.OK,
     ErrorCode.NAN: Severity.CRITICAL,
@@ -151,12 +153,23 @@ DEFAULT_SEVERITY: Final[dict[int, int]] = {
 
 
 def code_named(name: str) -> int | None:
-    """The code of that name: one of the free ones gets it, and keeps it while the process lives.
+    """Return the code with that name; a new name takes one of the free codes for the lifetime of the process.
 
-    None if all have other names.
+    Returns None if all free codes have other names.
     """
     named = {_CODE_NAMES.get(code): code for code in reversed(FREE_CODES)}
     code = named.get(name, named.get(None))
     if code is not None:
         _CODE_NAMES[code] = name
     return code
+
+
+@contextlib.contextmanager
+def scoped_names() -> Iterator[None]:
+    """Restore the names of codes at the end of a block."""
+    before = dict(_CODE_NAMES)
+    try:
+        yield
+    finally:
+        _CODE_NAMES.clear()
+        _CODE_NAMES.update(before)

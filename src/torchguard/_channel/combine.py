@@ -1,9 +1,9 @@
-"""Values and flags together: filter, transform, chain, recover. A replaced row never poisons a gradient.
+"""Combinators over values and flags: filter, transform, chain, recover.
 
-Keeping a bad row out of everybody else's gradient.
-
-`torch.where` alone is not enough. It sends a zero back into the row it did not choose, but that zero then meets
-the NaN the row left in saved activations, and 0 * NaN is NaN: in a matmul it reaches every weight.
+A bad row never changes the gradient of another. `torch.where` alone does not ensure that: it sends a zero gradient into
+the row that it did not choose, the zero is multiplied by the NaN that the row left in saved activations, and 0 * NaN is
+NaN, which a matmul spreads to every weight. So functions over all rows get good values in place of bad rows
+(`substituted`), and non-finite gradients are zeroed row by row on their way back (`mask_nonfinite_gradients`).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from torchguard.exceptions import BatchMismatchError, OutOfRangeError
 
 
 def over_rows(mask: Bool[Tensor, " batch"], z: Tensor) -> Tensor:
-    """`mask` with as many trailing dimensions of size 1 as `z` needs to be selected by it."""
+    """`mask` with trailing dimensions of size 1, so that it broadcasts over the rows of `z`."""
     return mask.reshape(-1, *(1,) * (z.ndim - 1))
 
 
-def stand_in(keep: Bool[Tensor, " batch"], z: Shaped[Tensor, "batch *rest"]) -> Shaped[Tensor, "batch *rest"]:
-    """`z` with every other row replaced by a kept one, so that a function over all rows meets only good values.
+def substituted(keep: Bool[Tensor, " batch"], z: Shaped[Tensor, "batch *rest"]) -> Shaped[Tensor, "batch *rest"]:
+    """`z` with every row outside of `keep` replaced by a copy of a row inside it; by zeros if there is none.
 
-    A constant would not do: normalising a row of zeros makes a NaN of its own. Without any kept row, zeros.
+    A constant would not do: normalising a row of zeros produces NaN.
     """
     if z.shape[0] == 0:
         return z
@@ -40,8 +40,8 @@ def stand_in(keep: Bool[Tensor, " batch"], z: Shaped[Tensor, "batch *rest"]) -> 
     return torch.where(over_rows(keep, z), z, chosen)
 
 
-class _Seal(torch.autograd.Function):
-    """Identity, whose backward zeroes a row's gradient if any of it is not finite."""
+class _GradientMask(torch.autograd.Function):
+    """The identity; its backward zeroes the gradient of each row in which any element is not finite."""
 
     generate_vmap_rule = True
 
@@ -51,7 +51,7 @@ class _Seal(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing is kept."""
+        """Nothing is saved for backward."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -59,15 +59,15 @@ class _Seal(torch.autograd.Function):
         return torch.where(over_rows(finite.flatten(1).all(-1) if grad.ndim > 1 else finite, grad), grad, 0)
 
 
-def seal(z: Tensor) -> Tensor:
-    """`z`, through which no row sends a NaN or Inf gradient back."""
-    return _Seal.apply(z) if z.requires_grad else z
+def mask_nonfinite_gradients(z: Tensor) -> Tensor:
+    """`z`, such that gradients through it are zeroed for every row in which they are not finite."""
+    return _GradientMask.apply(z) if z.requires_grad else z
 
 
 Values = Shaped[Tensor, "batch *rest"]
 
 
-# Filters with shapes that depend on the data: for the Python boundary.
+# Filters whose output shapes depend on the data: for the Python boundary.
 
 
 @renamed(flags="f", tensor="z")
@@ -91,7 +91,7 @@ def partition(f: Flags, z: Values) -> tuple[Shaped[Tensor, "ok *rest"], Shaped[T
 
 
 def partition_many(f: Flags, *zs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """All tensors without the bad rows, and all tensors with them alone."""
+    """All tensors without the bad rows, and all tensors with the bad rows only."""
     return tuple(take_ok(f, z) for z in zs), tuple(take_err(f, z) for z in zs)
 
 
@@ -136,29 +136,31 @@ def take_err_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
 def _chosen(who: str, rows: Bool[Tensor, " batch"], value: Tensor, otherwise: Values) -> Values:
     if value.shape != otherwise.shape:
         made, of = tuple(value.shape), tuple(otherwise.shape)
-        raise BatchMismatchError(f"{who}: the function made {made} of {of}. Keep the shape, or use err.and_then.")
+        raise BatchMismatchError(
+            f"{who}: expected shape {of} from the function, got {made}. Return that, or use err.and_then."
+        )
     return torch.where(over_rows(rows, value), value, otherwise)
 
 
 @renamed(flags="f", tensor="z")
 def map_ok(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
-    """`fn` of the good rows, the bad ones as they are. `fn` sees a good row in the place of each bad one."""
+    """Apply `fn` to the good rows; bad rows stay unchanged. `fn` gets a copy of a good row in place of each bad one."""
     require_batch("err.map_ok", f, z, "z")
     ok = is_ok(f)
-    return _chosen("err.map_ok", ok, fn(stand_in(ok, z)), z)
+    return _chosen("err.map_ok", ok, fn(substituted(ok, z)), z)
 
 
 @renamed(flags="f", tensor="z")
 def map_err(f: Flags, z: Values, fn: Callable[[Tensor], Tensor]) -> Values:
-    """`fn` of the bad rows, the good ones as they are. `fn` sees a bad row in the place of each good one."""
+    """Apply `fn` to the bad rows; good rows stay unchanged. `fn` gets a copy of a bad row in place of each good one."""
     require_batch("err.map_err", f, z, "z")
     bad = is_err(f)
-    return _chosen("err.map_err", bad, fn(stand_in(bad, z)), z)
+    return _chosen("err.map_err", bad, fn(substituted(bad, z)), z)
 
 
 @renamed(flags="f")
 def map_err_flags(f: Flags, fn: Callable[[Flags], Flags]) -> Flags:
-    """`fn` of the flags of bad samples."""
+    """Apply `fn` to the flags of bad samples."""
     return torch.where(over_rows(is_err(f), f), fn(f), f)
 
 
@@ -205,21 +207,21 @@ Step = Callable[[Tensor], tuple[Tensor, Flags]]
 
 @renamed(flags="f", tensor="z")
 def and_then(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Tensor, Flags]:
-    """`fn(z) -> (z, f)` for the good rows only; bad rows keep their value and gain no errors.
+    """Apply `fn(z) -> (z, f)` to the good rows; bad rows retain their values and gain no errors.
 
-    If `fn` changes the shape, bad rows become zeros. `fn` sees a good row in the place of each bad one.
+    If `fn` changes the shape, bad rows become zeros. `fn` gets a copy of a good row in place of each bad one.
     """
     require_batch("err.and_then", f, z, "z")
     ok = is_ok(f)
-    out, found = fn(stand_in(ok, z))
+    out, found = fn(substituted(ok, z))
     otherwise = z if z.shape == out.shape else torch.zeros_like(out)
-    kept = torch.where(over_rows(ok, found), found, torch.zeros_like(found))
-    return torch.where(over_rows(ok, out), out, otherwise), merge(f, kept, config=config)
+    new_errors = torch.where(over_rows(ok, found), found, torch.zeros_like(found))
+    return torch.where(over_rows(ok, out), out, otherwise), merge(f, new_errors, config=config)
 
 
 @renamed(flags="f", tensor="z")
 def bind(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Tensor, Flags]:
-    """`fn(z) -> (z, f)` for every row, with the errors of both."""
+    """Apply `fn(z) -> (z, f)` to every row, and merge the errors of both."""
     require_batch("err.bind", f, z, "z")
     out, found = fn(z)
     return out, merge(f, found, config=config)
@@ -279,23 +281,25 @@ def mean_ok(f: Flags, per_sample_loss: Float[Tensor, "batch *rest"]) -> Float[Te
     """
     require_batch("err.mean_ok", f, per_sample_loss, "per_sample_loss")
     ok = over_rows(is_ok(f), per_sample_loss).expand_as(per_sample_loss)
-    # As torch's own mean does, half precision is summed in float32.
+    # Half precision is summed in float32, as torch's own mean does.
     wide = torch.float32 if per_sample_loss.element_size() < 4 else per_sample_loss.dtype
     total = torch.where(ok, per_sample_loss, 0).sum(dtype=wide)
     return (total / ok.sum().clamp(min=1)).to(per_sample_loss.dtype)
 
 
 def fallback_like(who: str, z: Tensor, fallback: float | Tensor) -> Tensor:
-    """`fallback` as something that can stand for rows of `z` without changing its shape or dtype."""
+    """`fallback` in the dtype of `z`, checked to broadcast to its shape."""
     if not isinstance(fallback, Tensor):
         return _scalar_like(z, fallback)
     sizes = zip(reversed(fallback.shape), reversed(z.shape), strict=False)
     if fallback.ndim > z.ndim or any(size not in (1, wanted) for size, wanted in sizes):
         got, wanted = tuple(fallback.shape), tuple(z.shape)
-        raise BatchMismatchError(f"{who}: a fallback of shape {got} cannot stand in for {wanted}. Give it that shape.")
+        raise BatchMismatchError(
+            f"{who}: expected a fallback of shape {wanted}, got {got}. Give one that broadcasts to it."
+        )
     return fallback.to(z.dtype)
 
 
 def _scalar_like(z: Tensor, value: float) -> Tensor:
-    """`value` in the dtype of `z`, so that filling never changes it."""
+    """`value` as a 0-d tensor in the dtype of `z`."""
     return torch.full((), value, dtype=z.dtype, device=z.device)

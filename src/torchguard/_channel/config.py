@@ -1,5 +1,7 @@
-"""How flags are stored and which errors are kept when a row has more than fit."""
+"""Settings of the error channel: how flags are stored, and which errors stay when a sample has more than its slots."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ MAX_SLOTS = 32_768
 
 
 class Carrier(NamedTuple):
-    """What a flags dtype holds: the integer its bits are read as, and how many slots fit in one word."""
+    """A flags dtype: the integer dtype its bits are read as, and the number of slots in one word."""
 
     bits: torch.dtype
     slots_per_word: int
@@ -37,14 +39,14 @@ class Priority(IntEnum):
 
 
 class Order(IntEnum):
-    """Which end of the priority axis is kept: its minimum or its maximum."""
+    """Which end of the priority axis stays: its minimum or its maximum."""
 
     FIRST = 0
     LAST = 1
 
 
 class Dedupe(IntEnum):
-    """Which errors of a row count as the same error."""
+    """Which errors of a sample count as the same error."""
 
     NONE = 0
     CODE = 1
@@ -54,7 +56,7 @@ class Dedupe(IntEnum):
 
 @dataclass(frozen=True)
 class AccumulationConfig:
-    """Which errors of a row are kept: see `docs/accumulation.md` for the meaning of each combination."""
+    """Which errors of a sample stay: `docs/accumulation.md` explains each combination."""
 
     priority: Priority = Priority.CHRONO
     order: Order = Order.FIRST
@@ -71,13 +73,13 @@ class ErrorConfig:
     """Settings of the error channel. Each assignment is checked.
 
     Args:
-        num_slots: how many errors a sample can hold, 1 to 32,768.
+        num_slots: the number of errors a sample can hold, 1 to 32,768.
         accumulation: which errors stay when there are more.
         default_severity: severity of a push whose code has no default of its own.
         strict_validation: raise rather than warn where `@tensorcheck` cannot validate; a mismatch always raises.
-        flag_dtype: what flags are stored in: int64, int32, float32 or float64.
-        use_transposed_layout: store large batches word by word rather than row by row.
-        transpose_threshold: the batch size above which that happens.
+        flag_dtype: the dtype of flags: int64, int32, float32 or float64.
+        use_transposed_layout: store large batches word by word rather than sample by sample.
+        transpose_threshold: the batch size above which `use_transposed_layout` applies.
     """
 
     num_slots: int = 16
@@ -99,7 +101,7 @@ class ErrorConfig:
 
     @property
     def torch_int_dtype(self) -> torch.dtype:
-        """The integer that the bits of a word are read as."""
+        """The integer dtype that the bits of a word are read as."""
         return CARRIERS[self.flag_dtype].bits
 
     @property
@@ -115,11 +117,11 @@ class ErrorConfig:
         return self.words_for(self.flag_dtype)
 
     def words_for(self, flag_dtype: torch.dtype) -> int:
-        """How many words `num_slots` take in that carrier."""
+        """The number of words that `num_slots` take in a carrier."""
         return -(-self.num_slots // CARRIERS[flag_dtype].slots_per_word)
 
     def should_transpose(self, batch_size: int) -> bool:
-        """Whether new flags for that many samples are laid out word by word."""
+        """Whether new flags for a batch of that size are stored word by word."""
         return self.use_transposed_layout and batch_size > self.transpose_threshold
 
 
@@ -141,7 +143,7 @@ def _require_setting(name: str, value: Any) -> None:
 
 
 def _is_a(kind: type, value: Any) -> bool:
-    """Also one of the class that had this name before a reload of this module, which other modules still use."""
+    """`isinstance`, also for the class of this name from before a reload of this module."""
     own = type(value)
     return isinstance(value, kind) or (own.__module__, own.__qualname__) == (kind.__module__, kind.__qualname__)
 
@@ -154,13 +156,24 @@ CONFIG = ErrorConfig()
 
 
 def get_config() -> ErrorConfig:
-    """The settings every call without `config=` uses."""
+    """The settings used by every call without `config=`."""
     return CONFIG
 
 
 def set_config(config: ErrorConfig) -> None:
-    """Use `config` from now on."""
+    """Make `config` the settings of every call without `config=`."""
     global CONFIG
     if not _is_a(ErrorConfig, config):
         raise ConfigError(f"set_config: got {type(config).__name__}. Give an ErrorConfig(...).")
     CONFIG = config
+
+
+@contextlib.contextmanager
+def scoped_config(config: ErrorConfig) -> Iterator[None]:
+    """Use `config` in a block, and the previous settings after it."""
+    before = get_config()
+    set_config(config)
+    try:
+        yield
+    finally:
+        set_config(before)

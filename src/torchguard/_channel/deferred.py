@@ -1,13 +1,14 @@
-"""Writing errors while a graph is traced: noted down at each push, packed once behind the last.
+"""Deferred packing: while a graph is traced, pushes are noted, and packed into slots once, behind the last push.
 
-In a graph, a chain `f = flag_nan(a, m1, f); f = flag_nan(b, m2, f); ...` would pack sixteen slots at every
-check, each in a kernel of its own because the location is baked into it. So while a graph is traced, flags
-carry a note of what was pushed since they were empty (or since they came in), and each push packs the whole
-note anew. Whatever nobody looks at is dead code: what stays in the graph is one mask a check, from kernels that
-are all alike, and a single packing behind the last push.
+In a graph, a chain `f = flag_nan(a, m1, f); f = flag_nan(b, m2, f); ...` would pack sixteen slots at every check, each
+in a kernel of its own because the location is a constant of that kernel. So while a graph is traced, flags carry a note
+of everything pushed since they were empty (or entered the graph), and each push packs the whole note anew. All packings
+but the last are dead code, which the compiler removes: what stays in the graph is one mask per check, from identical
+kernels, and a single packing.
 
-The note hangs on the tensor the tracer hands around, so it needs Dynamo to pass these calls through as they
-are. Hence the three operators: Dynamo keeps them whole, and AOTAutograd runs the Python below when it traces.
+The note is an attribute (`_torchguard_note`) of the tensor that the tracer passes from call to call. Dynamo would trace
+into these functions and lose it. Hence the three operators: Dynamo does not look inside an operator, and AOTAutograd
+runs the Python below when it traces. This can be removed once tracers let Python attributes travel with a tensor.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from torchguard._channel.config import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority
 from torchguard._channel.layout import SLOT_BITS, slot_code
-from torchguard._channel.policy import Evidence, is_first_in, raised, rows, same_bits, write
+from torchguard._channel.policy import RowStatus, is_first_in, is_raised, rows, same_bits, write
 from torchguard._channel.slots import (
     Flags,
     bits,
@@ -38,16 +39,16 @@ from torchguard._torch.tracing import can_read, is_shape_only, is_traced, surely
 _REVISION = revision_of(Path(__file__).parent)
 _NOTE = "_torchguard_note"
 _ANY_CODE = -1
-# Up to here a triangle of comparisons counts the errors before each check in the kernel that packs them;
-# beyond, a scan (one kernel more) is cheaper than its square.
-_TRIANGLE = 64
-# Each push traces the packing of all before it. Where that takes a sort, so many are packed together.
-_DEAR = 16
+# Up to this number of checks, pairwise comparisons count the errors before each check inside the packing kernel;
+# beyond it, a scan (one more kernel) is cheaper.
+_MAX_PAIRWISE = 64
+# Each push traces the packing of all pushes before it. Where that takes a sort, a note holds at most this many.
+_MAX_SORTED = 16
 
 
 @dataclass(frozen=True)
 class _Note:
-    """What traced flags stand for: `base` (None: empty flags) plus these pushes."""
+    """The content of traced flags: `base` (None: empty flags) plus these pushes."""
 
     base: Flags | None
     masks: tuple[Tensor, ...]
@@ -56,13 +57,13 @@ class _Note:
     policy: AccumulationConfig
     made_at: int
 
-    def goes_on(self, room: int, policy: AccumulationConfig) -> bool:
-        """Whether the next push can be added: not where packing is dear and the list grows long."""
+    def can_be_extended(self, room: int, policy: AccumulationConfig) -> bool:
+        """Whether the next push can be added to this note rather than start a new one."""
         cheap = self.base is None and is_first_in(policy)
-        return (self.room, self.policy) == (room, policy) and (cheap or len(self.masks) < _DEAR)
+        return (self.room, self.policy) == (room, policy) and (cheap or len(self.masks) < _MAX_SORTED)
 
-    def tells(self, code: int) -> bool:
-        """Whether the flags hold `code` where it was pushed: not if it may have shared a slot, or found none left."""
+    def answers(self, code: int) -> bool:
+        """Whether the masks alone say where the flags hold `code`: no push shared a slot or was dropped."""
         apart = self.policy.dedupe in (Dedupe.NONE, Dedupe.UNIQUE) and len(self.masks) <= self.room
         return code == _ANY_CODE or not self.masks or (apart and self.base is None)
 
@@ -75,22 +76,22 @@ def empty(n: int, device: torch.device | str | None, dtype: torch.dtype, config:
     return zero_flags(n, device, dtype, config)
 
 
-def record(f: Flags, masks: list[Evidence], slots: list[int], config: ErrorConfig, surely: bool = True) -> Flags:
-    """`f` with each slot value added where its mask is True in a row.
+def record(f: Flags, masks: list[RowStatus], slots: list[int], config: ErrorConfig, is_known: bool = True) -> Flags:
+    """`f` with each slot added to the rows where its mask is True.
 
     Args:
-        surely: `f` is known to be flags. If it only looks like it, and no push can have written what it holds, it
-            stays as it is.
+        is_known: `f` is known to be flags. If it only has their dtype and rank, and holds bits that no push can have
+            written, it is returned unchanged.
     """
     policy, room = config.accumulation, capacity(f, config)
     if are_kept_whole():
         axes = [int(policy.priority), int(policy.order), int(policy.dedupe)]
-        return _RECORD(f, masks, slots, room, axes, surely, _REVISION)
-    return _record(f, masks, slots, room, policy, surely)
+        return _RECORD(f, masks, slots, room, axes, is_known, _REVISION)
+    return _record(f, masks, slots, room, policy, is_known)
 
 
 def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
-    """True where a sample holds that code, or any error if none is given."""
+    """True where a sample holds that code; without a code, where it holds any error."""
     return _ROWS_WITH(f, code, _REVISION) if are_kept_whole() else _rows_with(f, code)
 
 
@@ -106,10 +107,10 @@ def _begin_op(template: Flags, revision: int) -> Flags:
 
 
 def _record_op(
-    f: Flags, masks: list[Tensor], slots: list[int], room: int, axes: list[int], surely: bool, revision: int
+    f: Flags, masks: list[Tensor], slots: list[int], room: int, axes: list[int], is_known: bool, revision: int
 ) -> Flags:
     policy = AccumulationConfig(Priority(axes[0]), Order(axes[1]), Dedupe(axes[2]))
-    return _record(f, masks, slots, room, policy, surely)
+    return _record(f, masks, slots, room, policy, is_known)
 
 
 def _rows_with_op(f: Flags, code: int, revision: int) -> Bool[Tensor, " batch"]:
@@ -117,10 +118,10 @@ def _rows_with_op(f: Flags, code: int, revision: int) -> Bool[Tensor, " batch"]:
 
 
 def _record(
-    f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: AccumulationConfig, surely: bool
+    f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: AccumulationConfig, is_known: bool
 ) -> Flags:
     add = _extend if is_traced(f) else write
-    if surely or _note_of(f):
+    if is_known or _note_of(f):
         return add(f, masks, slots, room, policy)
     intact = is_intact(unpack(f)).all()
     if can_read(f):
@@ -130,7 +131,7 @@ def _record(
 
 def _rows_with(f: Flags, code: int) -> Bool[Tensor, " batch"]:
     note = _note_of(f)
-    if note is None or not note.tells(code):
+    if note is None or not note.answers(code):
         if code == _ANY_CODE:
             return (bits(f) != 0).any(-1)
         slots = unpack(f)
@@ -143,33 +144,33 @@ def _rows_with(f: Flags, code: int) -> Bool[Tensor, " batch"]:
 
 _BEGIN = define("begin(Tensor template, int revision) -> Tensor", _begin_op)
 _RECORD = define(
-    "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes, bool surely, int revision) -> Tensor",
+    "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes, bool is_known, int revision) -> Tensor",
     _record_op,
 )
 _ROWS_WITH = define("rows_with(Tensor f, int code, int revision) -> Tensor", _rows_with_op)
 
 
-# Tracing: note down, pack what was noted.
+# While tracing: extend the note, and pack it.
 
 
 def _note_of(f: Flags) -> _Note | None:
     note = getattr(f, _NOTE, None) if is_traced(f) else None
-    # One of another copy of this package counts as none: what it stands for is in the flags as well.
+    # A note of another copy of this package is ignored: the flags themselves hold the same errors.
     return note if isinstance(note, _Note) and note.made_at == mutation_count(f) else None
 
 
 def _extend(f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: AccumulationConfig) -> Flags:
     note = _note_of(f)
-    # A mask may be the caller's own and change in place later; its clone is a value. Compilers drop the copy.
+    # The caller may change its mask in position later; the clone does not change. Compilers remove the copy.
     masks = [mask.clone() for mask in masks]
-    if note and (not note.masks or note.goes_on(room, policy)):
+    if note and (not note.masks or note.can_be_extended(room, policy)):
         base, all_masks, all_slots = note.base, (*note.masks, *masks), (*note.slots, *slots)
     else:
         base, all_masks, all_slots = f, tuple(masks), tuple(slots)
     if is_shape_only(f):
         packed = torch.zeros_like(f)
     elif base is None and is_first_in(policy) and (distinct := _distinct(all_masks, all_slots, policy.dedupe)):
-        packed = _first_fit(distinct, all_slots, room, like=f)
+        packed = _packed_in_order(distinct, all_slots, room, like=f)
     else:
         packed = write(torch.zeros_like(f) if base is None else base, all_masks, all_slots, room, policy)
     setattr(packed, _NOTE, _Note(base, all_masks, all_slots, room, policy, mutation_count(packed)))
@@ -177,7 +178,7 @@ def _extend(f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: 
 
 
 def _distinct(masks: Sequence[Tensor], slots: Sequence[int], dedupe: Dedupe) -> list[Tensor] | None:
-    """Masks of which no two raise the same error in a row; None where which of two stays differs from row to row."""
+    """Masks of which no two record the same error for a row; None if the severity to keep differs from row to row."""
     if dedupe == Dedupe.NONE:
         return list(masks)
     distinct: list[Tensor] = []
@@ -197,27 +198,27 @@ def _distinct(masks: Sequence[Tensor], slots: Sequence[int], dedupe: Dedupe) -> 
 
 
 def _columns(masks: list[Tensor]) -> Bool[Tensor, "batch masks"]:
-    """Masks side by side. Equal shapes are joined before the last reduction, so that one kernel does it for all."""
+    """Masks as columns. Masks of one shape are stacked before the last reduction, which is then one kernel."""
     first = masks[0]
     if all(mask.dtype == first.dtype and surely_equal(mask.shape, first.shape) for mask in masks):
-        joined = raised(torch.stack(masks))
+        joined = is_raised(torch.stack(masks))
         return (joined.flatten(2).any(-1) if joined.ndim > 2 else joined).t()
     return torch.stack([rows(mask) for mask in masks], dim=-1)
 
 
-def _first_fit(masks: list[Evidence], slots: Sequence[int], room: int, like: Flags) -> Flags:
-    """CHRONO-FIRST into empty flags: a row's k-th error goes to its k-th slot, straight into the words."""
+def _packed_in_order(masks: list[RowStatus], slots: Sequence[int], room: int, like: Flags) -> Flags:
+    """Pack into empty flags under CHRONO-FIRST: the k-th error of a row goes to its k-th slot."""
     carrier, device = carrier_of(like), like.device
     lanes = carrier.slots_per_word
     found = _columns(masks)
     step = torch.arange(len(masks), device=device)
-    if len(masks) <= _TRIANGLE:
-        place = (found.unsqueeze(1) & (step < step.unsqueeze(-1))).sum(-1)
+    if len(masks) <= _MAX_PAIRWISE:
+        position = (found.unsqueeze(1) & (step < step.unsqueeze(-1))).sum(-1)
     else:
-        place = found.cumsum(-1) - 1
-    value = torch.tensor(slots, dtype=carrier.bits, device=device) << ((place % lanes) * SLOT_BITS).to(carrier.bits)
+        position = found.cumsum(-1) - 1
+    value = torch.tensor(slots, dtype=carrier.bits, device=device) << ((position % lanes) * SLOT_BITS).to(carrier.bits)
     word = torch.arange(like.shape[1], device=device).unsqueeze(-1)
     if len(masks) > room:
-        found = found & (place < room)
-    lands = found.unsqueeze(1) & ((place // lanes).unsqueeze(1) == word)
-    return words_to_flags(torch.where(lands, value.unsqueeze(1), 0).sum(-1, dtype=carrier.bits), like)
+        found = found & (position < room)
+    is_target = found.unsqueeze(1) & ((position // lanes).unsqueeze(1) == word)
+    return words_to_flags(torch.where(is_target, value.unsqueeze(1), 0).sum(-1, dtype=carrier.bits), like)

@@ -1,4 +1,4 @@
-"""The 16-bit slot, bit for bit: location in bits 15-6, code in bits 5-2, severity in bits 1-0."""
+"""Bit layout of the 16-bit slot: location in bits 15-6, code in bits 5-2, severity in bits 1-0."""
 
 from typing import Final, TypeVar
 

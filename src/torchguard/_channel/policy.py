@@ -1,17 +1,14 @@
-"""Writing errors into flags here and now.
+"""Accumulation policies: which errors of a sample stay, in which slot; and writing them into flags.
 
-Which errors of a row are kept, and in which slot.
+Two rules decide, for every combination of `Priority`, `Order` and `Dedupe`:
 
-A row's errors arrive one after another. Two rules decide, for every combination of `Priority`, `Order` and
-`Dedupe`:
+1. Errors that `Dedupe` calls the same share one slot. It holds the error that ranks first; under CHRONO-FIRST it has
+   the position of the earliest and the content of the most severe.
+2. If a sample has more errors than slots, those that rank first stay, the best in slot 0.
 
-1. Errors that `Dedupe` calls the same share one slot. It holds the one that ranks first; under CHRONO-FIRST it
-   keeps the place of the earliest and the content of the most severe.
-2. If there are more than fit, those that rank first stay, the best in slot 0.
-
-Ranks never change once given, so the outcome does not depend on how pushes were grouped: one push of ten errors
-and ten pushes of one leave the same flags. So does a merge of two halves, unless the later one had no slot left
-and thus dropped something.
+The rank of an error never changes, so the result does not depend on how pushes are grouped: one push of ten errors
+and ten pushes of one error give the same flags. So does a merge of two halves, unless the later half had already
+dropped errors for lack of slots.
 """
 
 from collections.abc import Sequence
@@ -39,11 +36,11 @@ from torchguard._channel.slots import Flags, Slots, bits, constant, pack, unpack
 from torchguard._channel.validate import require_intact
 from torchguard._torch.tracing import can_read
 
-Kept = Int[Tensor, "batch kept"]
+Stored = Int[Tensor, "batch kept"]
 
-# Up to so many errors, one after another is faster than all at once.
-_FEW = 2
-_NOTHING = torch.iinfo(torch.int64).max
+# Up to this number of new errors, appending them one by one is faster than one sort.
+_MAX_APPENDED = 2
+_EMPTY = torch.iinfo(torch.int64).max
 
 # The bits two errors must share to count as the same.
 _SAME_BITS = {
@@ -58,18 +55,18 @@ def is_first_in(policy: AccumulationConfig) -> bool:
 
 
 def same_bits(dedupe: Dedupe) -> int:
-    """Mask of the bits that make two slots the same error; `Dedupe.NONE` has no such bits."""
+    """The bits that two slots of the same error share; undefined for `Dedupe.NONE`."""
     return _SAME_BITS[dedupe]
 
 
 def arrival_order(slots: Slots, policy: AccumulationConfig) -> Slots:
-    """Stored slots, oldest first as far as the policy can still tell ages apart."""
+    """Stored slots, oldest first as far as the policy preserves the order of arrival."""
     return slots.flip(-1) if policy.priority == Priority.CHRONO and policy.order == Order.LAST else slots
 
 
-def add(held: Slots, arrived: Sequence[Int[Tensor, "batch _"]], room: int, policy: AccumulationConfig) -> Kept:
-    """What a row keeps of the slots it holds and of those that arrived, 0 being none."""
-    if is_first_in(policy) and len(arrived) <= _FEW and arrived[0].shape[1] == 1:
+def add(held: Slots, arrived: Sequence[Int[Tensor, "batch _"]], room: int, policy: AccumulationConfig) -> Stored:
+    """The slots of each row after new ones arrive; 0 stands for an empty slot."""
+    if is_first_in(policy) and len(arrived) <= _MAX_APPENDED and arrived[0].shape[1] == 1:
         slots = held if held.shape[1] == room else held[:, :room]
         for column in arrived:
             slots = append(slots, column, policy.dedupe)
@@ -78,10 +75,10 @@ def add(held: Slots, arrived: Sequence[Int[Tensor, "batch _"]], room: int, polic
 
 
 def append(slots: Slots, new: Shaped[Tensor, "..."], dedupe: Dedupe) -> Slots:
-    """CHRONO-FIRST for one more error a row, 0 for none: to its own place if the row has it, else to the first free.
+    """Append one error per row (0 for none) under CHRONO-FIRST: to the slot of the same error, else to a free one.
 
-    Used slots have no gap, so that is the first place that is free or matches. Eager mode pays by the operation,
-    not by the element: hence tensors rather than numbers as operands, and no step more than it takes.
+    Used slots have no gap, so the target is the first slot that is free or matches. In eager mode the cost is per
+    operation, not per element: hence tensors rather than numbers as operands, and as few operations as possible.
     """
     free = slots.logical_not()
     fits = free
@@ -94,29 +91,29 @@ def append(slots: Slots, new: Shaped[Tensor, "..."], dedupe: Dedupe) -> Slots:
     return torch.where(first & (free | worse), new, slots)
 
 
-def select(arrived: Int[Tensor, "batch errors"], policy: AccumulationConfig, room: int) -> Kept:
-    """Any policy, any number of errors: `arrived` oldest first (0 = none), the kept ones by rank.
+def select(arrived: Int[Tensor, "batch errors"], policy: AccumulationConfig, room: int) -> Stored:
+    """The errors that stay under any policy, by rank. `arrived` is oldest first; 0 stands for none.
 
-    Sorting integers that carry rank and slot together needs no index, no stable sort and no pairwise comparison:
-    the cost is that of the sort, at 16 slots as at 32,768.
+    Each sorted integer holds rank and slot together, so no index, stable sort or pairwise comparison is needed: the
+    cost is one sort, for 16 slots as for 32,768.
     """
     arrived = arrived.to(torch.int64) & SLOT_MASK
     rank, width = _rank(arrived, policy)
     if policy.dedupe == Dedupe.NONE:
-        candidates = torch.where(arrived != 0, (rank << SLOT_BITS) | arrived, _NOTHING)
+        candidates = torch.where(arrived != 0, (rank << SLOT_BITS) | arrived, _EMPTY)
     else:
-        candidates = _one_of_each(arrived, rank, width, policy)
+        candidates = _deduplicated(arrived, rank, width, policy)
     best = candidates.sort(-1).values[:, :room]
-    return torch.where(best == _NOTHING, 0, best & SLOT_MASK)
+    return torch.where(best == _EMPTY, 0, best & SLOT_MASK)
 
 
 class _Ranks(NamedTuple):
     rank: Int[Tensor, "batch errors"]
-    width: int  # how many bits a rank takes
+    width: int  # bits per rank
 
 
 def _rank(arrived: Tensor, policy: AccumulationConfig) -> _Ranks:
-    """Lower is more important; arrival breaks every tie, so no two errors rank the same."""
+    """Lower ranks first. Arrival breaks ties, so all ranks of a row differ."""
     last = policy.order == Order.LAST
     count = arrived.shape[1]
     age_bits = max(count - 1, 1).bit_length()
@@ -132,35 +129,35 @@ def _rank(arrived: Tensor, policy: AccumulationConfig) -> _Ranks:
     return _Ranks(((axis | mildness) << age_bits) | age, age_bits + SEVERITY_BITS + LOCATION_BITS)
 
 
-def _one_of_each(arrived: Tensor, rank: Tensor, width: int, policy: AccumulationConfig) -> Tensor:
-    """`rank, slot` of the first-ranked error of each group, nothing for the others."""
+def _deduplicated(arrived: Tensor, rank: Tensor, width: int, policy: AccumulationConfig) -> Tensor:
+    """Rank and slot of the first-ranked error of each group of equal errors; `_EMPTY` for the others."""
     group = arrived & same_bits(policy.dedupe)
 
     def sorted_by_group(rank: Tensor, width: int) -> Tensor:
         keyed = (((group << width) | rank) << SLOT_BITS) | arrived
-        return torch.where(arrived != 0, keyed, _NOTHING).sort(-1).values
+        return torch.where(arrived != 0, keyed, _EMPTY).sort(-1).values
 
     ordered = sorted_by_group(rank, width)
-    owner = ordered >> (SLOT_BITS + width)
-    leads = torch.nn.functional.pad(owner[:, 1:] != owner[:, :-1], (1, 0), value=True) & (ordered != _NOTHING)
+    group_of = ordered >> (SLOT_BITS + width)
+    is_first = torch.nn.functional.pad(group_of[:, 1:] != group_of[:, :-1], (1, 0), value=True) & (ordered != _EMPTY)
     best = ordered & ((1 << (SLOT_BITS + width)) - 1)
     if is_first_in(policy):
-        # Sorted by severity within each group, the groups still start at the same columns: there stands the worst.
+        # Sorted by severity within each group, each group still starts at the same column, which then holds the worst.
         mildness = (SEVERITY_MASK - slot_severity(arrived)) << width
         worst = sorted_by_group(mildness | rank, width + SEVERITY_BITS)
         best = (best & ~SLOT_MASK) | (worst & SLOT_MASK)
-    return torch.where(leads, best, _NOTHING)
+    return torch.where(is_first, best, _EMPTY)
 
 
-# What speaks against a sample: True, or NaN. In a graph, keeping the floats a reduction left and asking all of them
-# at once in the end saves a kernel at each check.
-Evidence = Bool[Tensor, "batch *rest"] | Float[Tensor, "batch *rest"]
+# The status that a check gives each row: True, or NaN, for a bad one. In a graph, storing the floats that a reduction
+# returns, and testing all of them for NaN together at the end, saves one kernel per check.
+RowStatus = Bool[Tensor, "batch *rest"] | Float[Tensor, "batch *rest"]
 
 
 def write(
-    f: Flags, masks: Sequence[Evidence], slots: Sequence[int | Tensor], room: int, policy: AccumulationConfig
+    f: Flags, masks: Sequence[RowStatus], slots: Sequence[int | Tensor], room: int, policy: AccumulationConfig
 ) -> Flags:
-    """`f` with each slot value (a number, or a `(batch, 1)` tensor) added where its mask is True in a row."""
+    """`f` with each slot (a number, or a `(batch, 1)` tensor) added to the rows where its mask is True."""
     masks = [rows(mask) for mask in masks]
     if can_read(f):
         found = [(mask, slot) for mask, slot in zip(masks, slots, strict=True) if mask.any()]
@@ -176,18 +173,18 @@ def write(
     return pack(add(held, arrived, room, policy), f)
 
 
-def rows(mask: Evidence) -> Bool[Tensor, " batch"]:
-    """True where any entry of a row is."""
-    mask = raised(mask)
+def rows(mask: RowStatus) -> Bool[Tensor, " batch"]:
+    """True where any entry of a row is raised."""
+    mask = is_raised(mask)
     return mask if mask.ndim == 1 else mask.flatten(1).any(-1)
 
 
-def raised(mask: Evidence) -> Bool[Tensor, "..."]:
+def is_raised(mask: RowStatus) -> Bool[Tensor, "..."]:
     return torch.isnan(mask) if mask.is_floating_point() else mask
 
 
 def _first_error(f: Flags, mask: Bool[Tensor, " batch"], slot: int | Tensor) -> Flags:
-    """The first error of a row goes to slot 0 whatever the policy; most rows that go wrong come by here."""
+    """Write the first error of a row, which goes to slot 0 under every policy: the common case."""
     words = bits(f)
     first = torch.nn.functional.pad(slot, (0, f.shape[1] - 1)) if isinstance(slot, Tensor) else _word(slot, words)
     return torch.where(mask.unsqueeze(-1), first.to(words.dtype), words).view(f.dtype)
@@ -198,6 +195,6 @@ def _word(slot: int, words: Tensor) -> Int[Tensor, " words"]:
 
 
 def _where(mask: Tensor, slot: int | Tensor, held: Slots) -> Int[Tensor, "batch 1"]:
-    """The slot in the rows of the mask, 0 in the others."""
+    """`slot` in the rows of the mask, 0 in the others."""
     value = slot.to(held.dtype) if isinstance(slot, Tensor) else constant(slot, held)
     return torch.where(mask.unsqueeze(-1), value, constant(0, held))

@@ -1,4 +1,7 @@
-"""Questions about flags, answered with tensors: safe inside a graph, no host sync."""
+"""Queries of flags that return tensors: safe inside a graph, without a host sync.
+
+Several take a `config`, as they do in 1.x. It is accepted and not used: flags contain all that a query reads.
+"""
 
 import torch
 from jaxtyping import Bool, Int32, Int64

@@ -1,4 +1,4 @@
-"""Making flags and writing errors into them. Nothing is changed in place: each call returns new flags."""
+"""Creating flags and recording errors in them. Flags never change in place: each call returns new ones."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,14 +10,14 @@ from torchguard._channel import deferred
 from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode
 from torchguard._channel.config import AccumulationConfig, ErrorConfig, get_config
 from torchguard._channel.layout import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_MASK, pack_slot, slot_code
-from torchguard._channel.policy import Evidence, add, arrival_order, rows, write
+from torchguard._channel.policy import RowStatus, add, arrival_order, rows, write
 from torchguard._channel.slots import Flags, bits, capacity, pack, unpack
 from torchguard._channel.validate import require_batch, require_flags, require_in_range, require_mask
 from torchguard._renamed import renamed
 from torchguard._torch.tracing import can_read
 from torchguard.exceptions import BatchMismatchError, NotFlagsError
 
-_GONE = torch.iinfo(torch.int64).max
+_REMOVED = torch.iinfo(torch.int64).max
 
 Mask = Bool[Tensor, "batch *rest"]
 Record = tuple[int, int, Mask] | tuple[int, int, Mask, int]
@@ -81,17 +81,22 @@ def push(
     return deferred.record(f, [where], [pack_slot(code, location, _severity(code, severity, config))], config)
 
 
-def push_seen(
-    f: Flags, seen: Sequence[tuple[int, int, Evidence]], config: ErrorConfig | None = None, *, surely: bool = True
+def push_findings(
+    f: Flags,
+    findings: Sequence[tuple[int, int, RowStatus]],
+    config: ErrorConfig | None = None,
+    *,
+    is_known: bool = True,
 ) -> Flags:
-    """`push_many` for checks, which know what they pass: their evidence may be floats, NaN for a bad sample.
+    """`push_many` without validation, for checks: their status may also be floats, NaN for a bad row.
 
     Args:
-        surely: False if `f` only looks like flags, see `deferred.record`.
+        findings: `(code, location, status)`.
+        is_known: False if `f` may be another tensor of the same dtype and rank, see `deferred.record`.
     """
     config = config or get_config()
-    slots = [pack_slot(code, location, _severity(code, None, config)) for code, location, _ in seen]
-    return deferred.record(f, [evidence for _, _, evidence in seen], slots, config, surely)
+    slots = [pack_slot(code, location, _severity(code, None, config)) for code, location, _ in findings]
+    return deferred.record(f, [status for _, _, status in findings], slots, config, is_known)
 
 
 @renamed(flags="f")
@@ -103,9 +108,9 @@ def push_scalar(
 
 
 def push_many(f: Flags, records: Iterable[Record], config: ErrorConfig | None = None) -> Flags:
-    """Record many errors with one packing: the same as pushing `(code, location, mask)` one after another.
+    """Record many errors and pack them once: the same as pushing `(code, location, mask)` one after another.
 
-    A record may carry a severity as fourth entry.
+    A record may have a severity as fourth entry.
 
     >>> nan, inf = torch.tensor([True, False]), torch.tensor([True, True])
     >>> err.count_errors(err.push_many(err.new_t(2), [(err.NAN, 1, nan), (err.INF, 2, inf)]))
@@ -125,7 +130,7 @@ def push_many(f: Flags, records: Iterable[Record], config: ErrorConfig | None = 
 
 
 def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
-    """One flags tensor with the errors of all, those of the first counting as the oldest."""
+    """One flags tensor with the errors of all; those of the first count as the oldest."""
     config = config or get_config()
     if not flags:
         raise NotFlagsError("err.merge: no flags were given. Pass at least one flags tensor.")
@@ -157,11 +162,11 @@ def clear(f: Flags, code: int, config: ErrorConfig | None = None) -> Flags:
     require_flags("err.clear", f)
     require_in_range("err.clear", code=code)
     slots = unpack(f).to(torch.int64) & SLOT_MASK
-    # The column above the slot: sorting moves the kept ones together in their old order, the removed ones last.
+    # Each integer holds column and slot: sorting moves removed slots to the end and preserves the order of the rest.
     column = torch.arange(slots.shape[1], device=f.device) << SLOT_BITS
     gone = (slot_code(slots) == code) | (slots == 0)
-    kept = torch.where(gone, _GONE, column | slots).sort(-1).values
-    return pack(torch.where(kept == _GONE, 0, kept & SLOT_MASK), f)
+    kept = torch.where(gone, _REMOVED, column | slots).sort(-1).values
+    return pack(torch.where(kept == _REMOVED, 0, kept & SLOT_MASK), f)
 
 
 def _used_columns(f: Flags, policy: AccumulationConfig) -> Sequence[Int[Tensor, "batch _"]]:
@@ -191,7 +196,7 @@ def _per_sample(f: Flags, value: int | Tensor, name: str, most: int) -> Tensor:
     if value.ndim == 0:
         value = value.expand(f.shape[0])
     require_batch("err.push", f, value, name)
-    # Where nobody could look, an id that does not fit becomes 0 (unknown) rather than another's id.
+    # Values that could not be read, and are out of range, become 0 (unknown) rather than the id of another location.
     return torch.where((value < 0) | (value > most), 0, value).to(torch.int64)
 
 

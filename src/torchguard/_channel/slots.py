@@ -1,4 +1,4 @@
-"""Flags tensor <-> one integer a slot, for every carrier."""
+"""Conversion between flags tensors and one integer per slot, for every carrier."""
 
 import sys
 
@@ -26,7 +26,7 @@ def carrier_of(f: Flags) -> Carrier:
 
 
 def capacity(f: Flags, config: ErrorConfig) -> int:
-    """How many slots of `f` may be used: the configured number if `f` was made with it, else all it has."""
+    """The number of slots of `f` in use: the configured number if `f` has that many words, else all of its slots."""
     words = f.shape[1]
     return config.num_slots if words == config.words_for(f.dtype) else words * carrier_of(f).slots_per_word
 
@@ -38,12 +38,12 @@ def bits(f: Flags) -> Int[Tensor, "batch words"]:
 
 
 def unpack(f: Flags) -> Slots:
-    """Every slot of every row, slot 0 first.
+    """All slots of all rows, slot 0 first.
 
-    In eager mode these are the very bytes of `f`, read as int16: a slot from 32,768 up is negative then.
-    `& SLOT_MASK` makes it positive, and the fields come out right either way.
+    In eager mode the result is a view of `f` as int16, so slots from 32,768 up are negative. `& SLOT_MASK` makes them
+    positive; the field readers of `layout` work either way.
     """
-    if _in_place(f):
+    if _is_viewable_as_slots(f):
         return f.view(torch.int16)
     # Shifts, not view(int16): ONNX has no reinterpret cast, and Inductor does not fuse one between sizes.
     words = bits(f)
@@ -57,7 +57,7 @@ def pack(slots: Slots, like: Flags) -> Flags:
     lanes = like.shape[1] * carrier.slots_per_word
     if slots.shape[1] < lanes:
         slots = torch.nn.functional.pad(slots, (0, lanes - slots.shape[1]))
-    if _in_place(like):
+    if _is_viewable_as_slots(like):
         return slots.to(torch.int16).contiguous().view(like.dtype)
     slots = slots.to(carrier.bits).unflatten(1, (-1, carrier.slots_per_word))
     words = torch.bitwise_left_shift(slots & SLOT_MASK, _shifts(slots)).sum(-1, dtype=carrier.bits)
@@ -78,7 +78,7 @@ _CONSTANTS: dict[tuple[int, torch.dtype], Tensor] = {}
 
 
 def constant(slot: int, like: Tensor) -> Tensor | int:
-    """`slot` as an operand for `like`: a tensor in eager mode on the CPU, where a number costs twice as much."""
+    """`slot` as an operand for `like`: a cached tensor in eager mode on the CPU, where a number costs twice as much."""
     if not can_read(like):
         return slot
     if like.dtype == torch.int16 and slot >> (SLOT_BITS - 1):
@@ -91,7 +91,7 @@ def constant(slot: int, like: Tensor) -> Tensor | int:
     return known
 
 
-def _in_place(f: Flags) -> bool:
+def _is_viewable_as_slots(f: Flags) -> bool:
     return is_plain(f) and f.is_contiguous() and f.stride(-1) == 1 and sys.byteorder == "little"
 
 

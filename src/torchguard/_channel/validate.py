@@ -1,4 +1,4 @@
-"""Bad input is refused here, before anything is written."""
+"""Validation of arguments, before anything is written."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def require_domain(who: str, domain: Any) -> None:
 
 
 def require_in_range(who: str, *, code: Any = 0, location: Any = 0, severity: Any = 0) -> None:
-    """Refuse integers that do not fit their bits, and tensors of them where looking costs no device sync."""
+    """Raise for integers outside of their bit field; tensors are read only where that costs no device sync."""
     _require(who, "code", code, CODE_MASK, "Use one of err.NAN, err.INF, ...")
     require_location(who, location)
     _require(who, "severity", severity, SEVERITY_MASK, "Use err.WARN, err.ERROR or err.CRITICAL.")
@@ -66,7 +66,7 @@ def _require(who: str, name: str, value: Any, most: int, advice: str) -> None:
             return
         low, high = (int(end) for end in value.aminmax())
         if low < 0 or high > most:
-            raise OutOfRangeError(f"{who}: {name} goes from {low} to {high}, it must lie in 0 to {most}. {advice}")
+            raise OutOfRangeError(f"{who}: {name} ranges from {low} to {high}, expected 0 to {most}. {advice}")
     elif isinstance(value, bool) or not isinstance(value, int):
         raise NotFlagsError(f"{who}: {name} is {value!r}, it must be an integer or a tensor of them. {advice}")
     elif not 0 <= value <= most:
@@ -74,14 +74,14 @@ def _require(who: str, name: str, value: Any, most: int, advice: str) -> None:
 
 
 def is_intact(slots: Int[Tensor, "batch slots"]) -> Bool[Tensor, " batch"]:
-    """True where pushes can have written a row: no gap between used slots, and no error without a code."""
+    """True where a row is one that pushes can write: no gap between used slots, and no error without a code."""
     used = slots != 0
     gap = (used[:, 1:] & ~used[:, :-1]).any(-1)
     return ~(gap | (used & (slot_code(slots) == 0)).any(-1))
 
 
 def require_intact(who: str, slots: Int[Tensor, "batch slots"], used: Bool[Tensor, "batch slots"]) -> None:
-    """Refuse slots no push can have written."""
+    """Raise if the slots hold bits that no push can have written."""
     if (used[:, 1:] > used[:, :-1]).any() or (slot_code(slots[used]) == 0).any():
         rows = (~is_intact(slots)).nonzero().flatten().tolist()
         raise CorruptFlagsError(

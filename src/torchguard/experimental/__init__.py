@@ -1,7 +1,7 @@
 """The error channel over float carriers.
 
-The same functions as `torchguard.err`; only new flags differ: float32, or float64 if `CONFIG.flag_dtype` says so.
-int64 flags train under `torch.compile(fullgraph=True)` as well: nothing needs this package, code written for 1.x does.
+It has the functions of `torchguard.err`, but new flags are float32, or float64 if `CONFIG.flag_dtype` is. It exists for
+code written for 1.x: int64 flags also train under `torch.compile(fullgraph=True)`.
 """
 
 from torchguard.control import AND, HAS, IF, IS, NOT, OR

@@ -1,7 +1,8 @@
-"""Names of places: the registry, the weighted tree, and `@tracked`."""
+"""Names of locations: the registry, the weighted tree, and `@tracked`."""
 
+from torchguard.exceptions import IdsGivenError, LocationWarning
 from torchguard.locations._registry import ErrorLocation
 from torchguard.locations._tracked import tracked
-from torchguard.locations._tree import IdsGivenError, WeightedLocationTree
+from torchguard.locations._tree import WeightedLocationTree
 
-__all__ = ["ErrorLocation", "IdsGivenError", "WeightedLocationTree", "tracked"]
+__all__ = ["ErrorLocation", "IdsGivenError", "LocationWarning", "WeightedLocationTree", "tracked"]

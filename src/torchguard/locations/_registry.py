@@ -1,8 +1,8 @@
-"""Which id stands for which place.
+"""The registry of location ids and their names.
 
-Ten bits hold 1,023 places and 0 for unknown. Every live model has ids of its own, so that errors of two models
-in one flags tensor can be told apart. An id is given to another place only when all others are taken and
-whatever owned it is gone, so flags keep their names after their model was dropped.
+Ten bits hold 1,023 locations, and 0 for unknown. Each live model has ids of its own, so errors of two models in one
+flags tensor can be distinguished. An id is reused only when all ids are taken and the model that owned it is gone, so
+flags retain their names after their model was deleted.
 """
 
 import threading
@@ -18,8 +18,8 @@ from torchguard._torch.process import of_this_process
 from torchguard.exceptions import LocationWarning, OutOfRangeError
 
 
-class _Place:
-    """The holder of one id."""
+class _Entry:
+    """The location behind one id."""
 
     def __init__(self, path: str, model: str = "", number: int = 1, owner: "weakref.ref[Any] | None" = None) -> None:
         self.path = path
@@ -29,7 +29,7 @@ class _Place:
 
     @property
     def is_free(self) -> bool:
-        """Whether a model had it that is gone; a name registered by hand stays."""
+        """Whether the model that owned it is gone. Names registered by hand are never free."""
         return self.owner is not None and self.owner() is None
 
     @property
@@ -38,7 +38,7 @@ class _Place:
 
     @property
     def full_name(self) -> str:
-        """The name, told apart from the same one in another model."""
+        """The name, qualified by the model."""
         model = self.model if self.number == 1 else f"{self.model}#{self.number}"
         return f"{model}:{self.path}" if self.path else model
 
@@ -46,7 +46,7 @@ class _Place:
 class _Registry:
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._places: dict[int, _Place] = {}
+        self._entries: dict[int, _Entry] = {}
         self._by_hand: dict[str, int] = {}
         self._next = 1
         self._models: Counter[str] = Counter()
@@ -58,73 +58,79 @@ class _Registry:
                 if not location:
                     warn_full(path)
                     return location
-                self._places[location] = _Place(path)
+                self._entries[location] = _Entry(path)
                 self._by_hand[path] = location
             return self._by_hand[path]
 
     def claim(self, owner: Any, model: str, number: int, path: str) -> int:
-        """An id for a place of a model, 0 if none is left."""
+        """A new id for a location of a model, 0 if none is left."""
         with self._lock:
             location = self._take()
             if location:
-                self._places[location] = _Place(path, model, number, weakref.ref(owner))
+                self._entries[location] = _Entry(path, model, number, weakref.ref(owner))
             return location
 
     def number(self, model: str) -> int:
-        """The how-manieth model of that name this is."""
+        """1-based count of models registered under this class name."""
         with self._lock:
             self._models[model] += 1
             return self._models[model]
 
     def _take(self) -> int:
-        while self._next in self._places:
+        while self._next in self._entries:
             self._next += 1
         if self._next <= LOCATION_MASK:
             return self._next
-        location = next((location for location, place in self._places.items() if place.is_free), 0)
-        self._places.pop(location, None)  # so that the newest holder stands last
+        location = next((location for location, entry in self._entries.items() if entry.is_free), 0)
+        self._entries.pop(location, None)  # so that the newest entry is last
         return location
 
     def free_ids(self) -> list[int]:
-        """Never used ones first, then those of models that are gone, the longest held first."""
+        """Unused ids first, then those of models that are gone, the oldest first."""
         with self._lock:
-            unused = [location for location in range(1, LOCATION_MASK + 1) if location not in self._places]
-            return unused + [location for location, place in self._places.items() if place.is_free]
+            unused = [location for location in range(1, LOCATION_MASK + 1) if location not in self._entries]
+            return unused + [location for location, entry in self._entries.items() if entry.is_free]
 
     def find(self, path: str) -> int:
         with self._lock:
             if path in self._by_hand:
                 return self._by_hand[path]
-            owned = (location for location, place in self._places.items() if place.path == path and not place.is_free)
+            owned = (location for location, entry in self._entries.items() if entry.path == path and not entry.is_free)
             return max(owned, default=0)
 
-    def place(self, location: int) -> _Place | None:
-        return self._places.get(location)
+    def entry(self, location: int) -> _Entry | None:
+        return self._entries.get(location)
 
-    def places(self) -> dict[int, _Place]:
-        """Every id that was given out, and what holds it."""
+    def entries(self) -> dict[int, _Entry]:
+        """All ids in use, and their entries."""
         with self._lock:
-            return dict(self._places)
+            return dict(self._entries)
 
     def count(self) -> int:
-        return len(self._places) + 1
+        return len(self._entries) + 1
+
+    def clear(self) -> None:
+        """Forget everything, also the locations of live models: for tests, which share a process."""
+        with self._lock:
+            self._entries = {}
+            self.reset()
 
     def reset(self) -> None:
         with self._lock:
             self._by_hand.clear()
             self._models.clear()
             self._next = 1
-            self._places = {key: place for key, place in self._places.items() if place.owner and not place.is_free}
+            self._entries = {key: entry for key, entry in self._entries.items() if entry.owner and not entry.is_free}
 
 
-# One for the process: ids are in flags and on modules, whichever import of this package put them there.
+# One per process: flags and modules hold ids, whichever import of this package assigned them.
 registry = of_this_process("locations", _Registry)
-registry.__class__ = _Registry  # as it is written here: it was made by the first import, or before a reload
+registry.__class__ = _Registry  # the current class: the object may stem from an earlier import or from before a reload
 
 
 def warn_full(path: str) -> None:
     warnings.warn(
-        f"All {LOCATION_MASK} location ids are taken: errors at {path!r} will show as Unknown. "
+        f"All {LOCATION_MASK} location ids are taken: errors at {path!r} will be reported as Unknown. "
         "Drop models you no longer need, or call ErrorLocation.reset().",
         LocationWarning,
         stacklevel=4,
@@ -132,10 +138,10 @@ def warn_full(path: str) -> None:
 
 
 class ErrorLocation:
-    """The registry of named places.
+    """The registry of named locations.
 
-    >>> place = ErrorLocation.register("preprocess.resize")
-    >>> ErrorLocation.name(place)
+    >>> location = ErrorLocation.register("preprocess.resize")
+    >>> ErrorLocation.name(location)
     'preprocess.resize'
     """
 
@@ -144,14 +150,16 @@ class ErrorLocation:
 
     @staticmethod
     def register(path: str) -> int:
-        """The id of a named place; the same name gets the same id."""
+        """The id of a named location; the same name gets the same id."""
         if not isinstance(path, str) or not path:
-            raise OutOfRangeError(f"ErrorLocation.register: {path!r} is no name. Give a path such as 'encoder.0'.")
+            raise OutOfRangeError(
+                f"ErrorLocation.register: expected a name, got {path!r}. Give a path such as 'encoder.0'."
+            )
         return registry.register(path)
 
     @staticmethod
     def get(path: str) -> int:
-        """The id of a registered name or of a live model's module, the newest if there are several, else 0."""
+        """The id of a registered name or of a module of a live model (the newest of several); 0 if there is none."""
         return registry.find(path)
 
     @staticmethod
@@ -161,33 +169,33 @@ class ErrorLocation:
     @staticmethod
     @renamed(loc="location")
     def name(location: int) -> str:
-        """What to call a place."""
+        """The name of a location."""
         if location == ErrorLocation.UNKNOWN:
             return "Unknown"
-        place = registry.place(location)
-        return place.name if place else f"Location_{location}"
+        entry = registry.entry(location)
+        return entry.name if entry else f"Location_{location}"
 
     @staticmethod
     @renamed(loc="location")
     def path(location: int) -> str:
-        """The path of a place, empty if there is none."""
-        place = registry.place(location)
-        return place.path if place else ""
+        """The path of a location, empty if it has none."""
+        entry = registry.entry(location)
+        return entry.path if entry else ""
 
     @staticmethod
     def count() -> int:
-        """How many places are known, the unknown one included."""
+        """The number of known locations, including the unknown one."""
         return registry.count()
 
     @staticmethod
     def get_all_ids() -> dict[int, str]:
-        """What each known id is called, the unknown one included."""
-        return {location: ErrorLocation.name(location) for location in (ErrorLocation.UNKNOWN, *registry.places())}
+        """The name of each known id, including the unknown one."""
+        return {location: ErrorLocation.name(location) for location in (ErrorLocation.UNKNOWN, *registry.entries())}
 
     @staticmethod
     def get_all_paths() -> dict[str, int]:
-        """The id that `get` finds for each path that it knows."""
-        paths = {place.path for place in registry.places().values() if place.path and not place.is_free}
+        """The id that `get` returns for each known path."""
+        paths = {entry.path for entry in registry.entries().values() if entry.path and not entry.is_free}
         return {path: registry.find(path) for path in sorted(paths)}
 
     @staticmethod
@@ -200,11 +208,11 @@ class ErrorLocation:
 
 
 def names_of(locations: Iterable[int]) -> dict[int, str]:
-    """Names for the places of one report: if two share a name, each is told apart by the model it is in."""
+    """Names for the locations of one report; names that occur twice are qualified by their model."""
     names = {location: ErrorLocation.name(location) for location in locations}
     shared = {name for name, count in Counter(names.values()).items() if count > 1}
     for location in names:
-        place = registry.place(location)
-        if place and place.model and place.name in shared:
-            names[location] = place.full_name
+        entry = registry.entry(location)
+        if entry and entry.model and entry.name in shared:
+            names[location] = entry.full_name
     return names

@@ -1,4 +1,4 @@
-"""Giving the modules of a model their places: `@tracked`."""
+"""`@tracked`: every module of a model gets a location."""
 
 import functools
 import threading
@@ -16,7 +16,7 @@ from torchguard.locations._registry import ErrorLocation, registry, warn_full
 from torchguard.locations._tree import WeightedLocationTree, nearest
 
 T = TypeVar("T")
-Place = nn.Module | int | str | None
+LocationLike = nn.Module | int | str | None
 _LOCATION = "_fx_location"
 _PATH = "_fx_path"
 _BUILDING = "_fx_building"
@@ -25,9 +25,9 @@ _tables: "weakref.WeakSet[LocationTable]" = of_this_process("location tables", w
 
 
 class LocationTable:
-    """The ids of one model, each claimed when it is first asked for.
+    """The location ids of one model, each claimed on first use.
 
-    A copy of the model, by `deepcopy` or `pickle`, gets a table of its own; a copy of one layer, just its place.
+    A copy of the model, by `deepcopy` or `pickle`, gets a table of its own; a copy of one layer shares its id.
     """
 
     def __init__(self, model: str, paths: tuple[str, ...], weights: tuple[tuple[str, float], ...]) -> None:
@@ -35,24 +35,28 @@ class LocationTable:
         self.number = registry.number(model)
         self.ids: dict[str, int] = {}
         free = len(registry.free_ids())
-        fits = len(paths) < free
-        self.twin = None if fits else next((table for table in _tables if table.paths == paths), None)
-        # A model that cannot have all it wants leaves some for others, and for names given by hand.
-        self.own = self.twin.own if self.twin else _chosen(paths, weights, free if fits else free - free // 8)
+        is_enough = len(paths) < free
+        self.same_structure = None if is_enough else next((table for table in _tables if table.paths == paths), None)
+        # A model that cannot have an id for every module leaves some for other models and for registered names.
+        self.own = (
+            self.same_structure.own
+            if self.same_structure
+            else _chosen(paths, weights, free if is_enough else free - free // 8)
+        )
         _tables.add(self)
 
     def locate(self, path: str) -> "Location":
-        place = nearest(path, self.own)
-        if place not in self.ids:
-            self.ids[place] = self._claim(place)
-        return Location(self, path, self.ids[place])
+        owner_path = nearest(path, self.own)
+        if owner_path not in self.ids:
+            self.ids[owner_path] = self._claim(owner_path)
+        return Location(self, path, self.ids[owner_path])
 
-    def _claim(self, place: str) -> int:
-        granted = registry.claim(self, self.model, self.number, place)
-        if not granted and self.twin:
-            granted = self.twin.ids.get(place, 0)
+    def _claim(self, owner_path: str) -> int:
+        granted = registry.claim(self, self.model, self.number, owner_path)
+        if not granted and self.same_structure:
+            granted = self.same_structure.ids.get(owner_path, 0)
         if not granted:
-            warn_full(place or self.model)
+            warn_full(owner_path or self.model)
         return granted
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,7 +77,7 @@ def _chosen(paths: tuple[str, ...], weights: tuple[tuple[str, float], ...], room
 
 
 class Location:
-    """What a module carries: where it stands in which model."""
+    """The location of a module, stored on it: table, path and id."""
 
     def __init__(self, table: LocationTable, path: str, id: int) -> None:
         self.table, self.path, self.id = table, path, id
@@ -87,10 +91,10 @@ class Location:
 
 
 def assign(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
-    """Give every module of `model` its place.
+    """Give every module of `model` a location.
 
-    Modules with parameters get `_fx_path`, and an id in depth-first order. Those without only pass on what others
-    made: in an `nn.Sequential` they share the place of the module before them, elsewhere of the one around them.
+    Modules with parameters get `_fx_path`, and an id in depth-first order. A module without parameters shares the
+    location of the module before it in an `nn.Sequential`, and of its parent elsewhere.
     """
     modules = dict(model.named_modules())
     stateful = tuple(path for path, module in modules.items() if path and any(True for _ in module.parameters()))
@@ -101,19 +105,19 @@ def assign(model: nn.Module, weights: Mapping[str, float] | None = None) -> None
     known = set(stateful)
     for path, module in modules.items():
         if path not in known:
-            _attach(module, _LOCATION, table.locate(_maker(path, modules, known) if path else path))
+            _attach(module, _LOCATION, table.locate(_producer(path, modules, known) if path else path))
 
 
 def _attach(module: nn.Module, name: str, value: Any) -> None:
     try:
         setattr(module, name, value)
     except (AttributeError, TypeError, RuntimeError):
-        # It refuses to be changed. A place is no state of its own: it only says where the module stands.
+        # The module rejects attributes. A location is not part of its state, so writing past `setattr` is safe.
         vars(module)[name] = value
 
 
-def _maker(path: str, modules: Mapping[str, nn.Module], known: set[str]) -> str:
-    """Where the input of a module without parameters comes from, as far as the structure tells."""
+def _producer(path: str, modules: Mapping[str, nn.Module], known: set[str]) -> str:
+    """The path of the module that produces the input of a module without parameters, judged by structure."""
     parent = path.rpartition(".")[0]
     if isinstance(modules.get(parent), nn.Sequential):
         siblings = [f"{parent}.{child}" if parent else child for child in modules[parent]._modules]
@@ -126,15 +130,15 @@ def location_of(module: nn.Module) -> Location | None:
     return getattr(module, _LOCATION, None)
 
 
-def place_of(module: Place) -> int:
-    """The location id of a module, a name, an id, or nothing in particular (0)."""
+def location_id(module: LocationLike) -> int:
+    """The location id of a module, a name or an id; 0 for None."""
     if module is None:
         return ErrorLocation.UNKNOWN
     if isinstance(module, nn.Module):
-        place = location_of(module)
-        if place is not None:
-            return place.id
-        path = getattr(module, _PATH, None)  # of a module nobody tracks, set by hand
+        location = location_of(module)
+        if location is not None:
+            return location.id
+        path = getattr(module, _PATH, None)  # set by hand on an untracked module
         return _untracked(type(module).__name__) if path is None else _registered(path)
     return _registered(module) if isinstance(module, str) else module
 
@@ -147,7 +151,7 @@ def _registered(name: str) -> int:
 @constant_in_graphs
 def _untracked(kind: str) -> int:
     warnings.warn(
-        f"A {kind} was given as a place but has none: its errors will show as Unknown. "
+        f"A {kind} was given as a location but has none: its errors will be reported as Unknown. "
         "Decorate the model's class with @tracked, or call tracked(model).",
         LocationWarning,
         stacklevel=5,
@@ -160,14 +164,14 @@ def tracked(target: T, *, weights: Mapping[str, float] | None = None) -> T: ...
 @overload
 def tracked(target: None = None, *, weights: Mapping[str, float] | None = None) -> Callable[[T], T]: ...
 def tracked(target: Any = None, *, weights: Mapping[str, float] | None = None) -> Any:
-    """Name the places of a model, as a class decorator or for a model already made: `tracked(model)`.
+    """Name the locations of a model: a class decorator, or a function of an existing model, `tracked(model)`.
 
-    After `__init__`, every submodule that has parameters knows its path (`_fx_path`), so that checks can take
-    the module itself as the place: `flag_nan(h, self.encoder, f)`.
+    After `__init__`, every submodule that has parameters has its path (`_fx_path`), so that checks can take the module
+    itself as the location: `flag_nan(h, self.encoder, f)`.
 
     Args:
-        weights: for models of more than 1,023 such modules, glob patterns of the paths that must keep a place
-            of their own, and how much they matter: `{"head.*": 10.0}`.
+        weights: for models with more than 1,023 such modules, glob patterns of the paths that must have an id of their
+            own, with a weight: `{"head.*": 10.0}`.
     """
     if target is None:
         return lambda later: tracked(later, weights=weights)
@@ -175,21 +179,21 @@ def tracked(target: Any = None, *, weights: Mapping[str, float] | None = None) -
         assign(target, weights)
         return target
     if not (isinstance(target, type) and issubclass(target, nn.Module)):
-        raise NotFlagsError(f"tracked: {target!r} is neither an nn.Module nor a class of one.")
+        raise NotFlagsError(f"tracked: expected an nn.Module or a subclass of it, got {target!r}.")
     _track_init(target, weights)
     _track_subclasses(target, weights)
     return target
 
 
-class _Nursery(threading.local):
-    """Tracked models under construction: a part waits for the whole it is built into."""
+class _Construction(threading.local):
+    """Tracked models under construction: a submodule waits for the model that contains it."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.waiting: list[tuple[nn.Module, Mapping[str, float] | None]] = []
 
 
-_nursery = _Nursery()
+_construction = _Construction()
 
 
 def _track_init(cls: type[nn.Module], weights: Mapping[str, float] | None) -> None:
@@ -201,16 +205,16 @@ def _track_init(cls: type[nn.Module], weights: Mapping[str, float] | None) -> No
             return original(self, *args, **kwargs)
         built: list[tuple[nn.Module, Mapping[str, float] | None]] = []
         self.__dict__[_BUILDING] = True
-        _nursery.depth += 1
+        _construction.depth += 1
         try:
             original(self, *args, **kwargs)
-            _nursery.waiting.append((self, weights))
+            _construction.waiting.append((self, weights))
         finally:
             self.__dict__.pop(_BUILDING, None)
-            _nursery.depth -= 1
-            if _nursery.depth == 0:
-                built, _nursery.waiting = _nursery.waiting, []
-        for model, of_its_class in reversed(built):  # the whole was finished last
+            _construction.depth -= 1
+            if _construction.depth == 0:
+                built, _construction.waiting = _construction.waiting, []
+        for model, of_its_class in reversed(built):  # the outermost model was finished last
             if location_of(model) is None:
                 assign(model, of_its_class)
         return None

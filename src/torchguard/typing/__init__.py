@@ -1,4 +1,4 @@
-"""Annotations that say what a tensor is, and `@tensorcheck`, which holds functions to them."""
+"""Annotations for the dtype, shape and device of tensors, and `@tensorcheck`, which validates them."""
 
 from torchguard.exceptions import (
     DeviceMismatchError,

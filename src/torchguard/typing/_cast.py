@@ -30,7 +30,7 @@ class Cast:
         """`Ok` with the tensor in that dtype, `Err` if any value would change. Waits for the device.
 
         Args:
-            rounding: values may be rounded to a float next to them; what is too large is an error all the same.
+            rounding: allow values to be rounded to the nearest float; values out of range are an error nevertheless.
         """
         require_boundary("type_cast", "t.to(dtype)")
         if not isinstance(tensor, Tensor):
@@ -45,18 +45,18 @@ class Cast:
         values = tensor.detach()
         if values.is_complex() and not self.dtype.is_complex:
             if (imaginary := values.imag != 0).any():
-                return Err(LossyCastError(self._told(values, imaginary, "have an imaginary part")))
+                return Err(LossyCastError(self._message(values, imaginary, "have an imaginary part")))
             tensor, values = tensor.real, values.real
         parts = torch.view_as_real(values) if values.is_complex() else values
         kind = self.dtype.to_real() if self.dtype.is_complex else self.dtype
         outside, changed = _to_floats(parts, kind) if kind.is_floating_point else _to_integers(parts, kind)
         if outside.any():
-            return Err(CastOverflowError(self._told(parts, outside, f"do not lie in {_range(kind)}")))
+            return Err(CastOverflowError(self._message(parts, outside, f"are outside of {_range(kind)}")))
         if changed.any() and not (rounding and kind.is_floating_point):
-            return Err(LossyCastError(self._told(parts, changed, "lie between two that it can hold")))
+            return Err(LossyCastError(self._message(parts, changed, "cannot be represented exactly")))
         return Ok(tensor.to(self.dtype))
 
-    def _told(self, values: Tensor, where: Where, what: str) -> str:
+    def _message(self, values: Tensor, where: Where, what: str) -> str:
         index = tuple(where.nonzero()[0].tolist())
         count, first = f"{int(where.sum())} of {where.numel()}", values[index].item()
         return f"{self!r}: {count} values {what}, the first {first} at {index}."
@@ -72,7 +72,7 @@ class _Casts:
     >>> type_cast[float32_t](torch.tensor([1, 2])).unwrap()
     tensor([1., 2.])
     >>> type_cast[int8_t](torch.tensor([1, 300])).unwrap_err()
-    CastOverflowError('type_cast[int8_t]: 1 of 2 values do not lie in -128 to 127, the first 300 at (1,).')
+    CastOverflowError('type_cast[int8_t]: 1 of 2 values are outside of -128 to 127, the first 300 at (1,).')
     """
 
     def __getitem__(self, dtype: Any) -> Cast:
@@ -90,25 +90,25 @@ def _range(dtype: torch.dtype) -> str:
 
 
 def _bounds(dtype: torch.dtype) -> tuple[int, int]:
-    """The least integer, and the one behind the largest: a power of two, so a float says it exactly."""
+    """The smallest integer, and the largest plus one: a power of two, which a float represents exactly."""
     return (0, 2) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
 
 
 def _to_integers(values: Tensor, dtype: torch.dtype) -> tuple[Where, Where]:
-    """Which values lie outside of an integer dtype, and which between two integers."""
+    """Masks of values outside of the range of an integer dtype, and of values that are not integers."""
     low, end = _bounds(dtype)
     if values.is_floating_point():
         exact = values.to(torch.float64)
         return ~((exact >= low) & (exact.ceil() < float(end))), exact != exact.trunc()
     whole = values.to(torch.int64)
     outside = (whole < low) | (whole > min(end - 1, torch.iinfo(torch.int64).max))
-    if values.dtype == torch.uint64:  # from 2**63 on, int64 shows them negative
+    if values.dtype == torch.uint64:  # values from 2**63 up are negative as int64
         outside |= whole < 0
     return outside, torch.zeros_like(outside)
 
 
 def _to_floats(values: Tensor, dtype: torch.dtype) -> tuple[Where, Where]:
-    """Which values lie outside of a float dtype, and which between two floats."""
+    """Masks of values outside of the range of a float dtype, and of values that it cannot represent."""
     cast = values.to(dtype).to(torch.float64)
     largest = torch.finfo(dtype).max
     if values.is_floating_point():

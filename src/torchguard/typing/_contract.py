@@ -1,4 +1,4 @@
-"""What the signature of a function says about tensors, and whether a call keeps to it."""
+"""The tensor annotations of a function, and validation of its calls against them."""
 
 import inspect
 import sys
@@ -14,16 +14,16 @@ from torchguard.typing._dims import Formula, Named, OfSelf
 from torchguard.typing._hints import Unresolved, resolve
 from torchguard.typing._message import error_of
 from torchguard.typing._nodes import Node, specs_in
-from torchguard.typing._reading import Reader
+from torchguard.typing._reader import Reader
 from torchguard.typing._scope import Scope
 
 _NO_ARGUMENTS: dict[str, Any] = {}
-_OUT_OF_REACH = sys.maxsize  # the position of what can only be given by name
+_OUT_OF_REACH = sys.maxsize  # the position of a keyword-only parameter
 _COLLECTING = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 class Declared(NamedTuple):
-    """A parameter under which tensors are declared: by which name and at which position it is given, if it can be."""
+    """A parameter whose annotation declares tensors, with the name and position by which it can be passed."""
 
     name: str
     key: str | None
@@ -33,13 +33,13 @@ class Declared(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What was read off a signature."""
+    """The annotations of a signature, as nodes."""
 
     plain: tuple[Declared, ...]
     collecting: tuple[tuple[Parameter, int, Node], ...]
     returned: Node | None
     unresolved: Mapping[str, Unresolved]
-    is_late: bool
+    is_deferred: bool
     reads_arguments: bool
 
     @property
@@ -48,10 +48,10 @@ class Terms(NamedTuple):
 
 
 class Contract:
-    """The tensors a function declares, in its parameters and in what it returns.
+    """The tensors that a function declares in its parameters and in its return annotation.
 
     Args:
-        local: names at the place of definition, for annotations that are text.
+        local: names of the defining scope, to resolve annotations that are strings.
     """
 
     def __init__(self, function: Callable[..., Any], local: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Contract:
         self.terms = self._read()
 
     def complete(self, strictly: bool = True) -> Terms:
-        """Text may name what is defined later: it is read again at the first call, and has to make sense then."""
+        """Resolve string annotations that name later definitions: at the first call, when they must exist."""
         with self._lock:
             terms = self._read() if self.terms.unresolved else self.terms
             if strictly:
@@ -75,7 +75,7 @@ class Contract:
             return terms
 
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scope:
-        """Raise if an argument does not fit; the scope is for `check_return`."""
+        """Raise if an argument violates its annotation; return the scope for `check_return`."""
         terms = self.terms
         arguments = self._by_name(args, kwargs) if terms.reads_arguments else _NO_ARGUMENTS
         scope = Scope(self.name, args[0] if args else self._first_of(kwargs), arguments)
@@ -92,29 +92,29 @@ class Contract:
         for parameter, position, node in terms.collecting:
             for path, value in self._collected(parameter, position, args, kwargs):
                 node.check(value, scope, path)
-        if terms.is_late:
-            scope.settle()
+        if terms.is_deferred:
+            scope.check_deferred()
         if scope.findings:
             raise error_of(scope)
         return scope
 
     def check_return(self, value: Any, scope: Scope) -> None:
-        """Raise if what is returned does not fit, given what the arguments were."""
+        """Raise if the returned value violates its annotation, given the arguments."""
         terms = self.terms
         if terms.returned is None:
             return
         scope.returning = True
-        seen = len(scope.seen)
+        checked = len(scope.checked)
         terms.returned.check(value, scope, "return")
-        if terms.is_late:
-            scope.settle(seen)
+        if terms.is_deferred:
+            scope.check_deferred(checked)
         if scope.findings:
             raise error_of(scope)
 
     def _collected(
         self, parameter: Parameter, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[str, Any]]:
-        """What `*args` or `**kwargs` collects, each with its path."""
+        """The values that `*args` or `**kwargs` collects, each with its path."""
         if parameter.kind is Parameter.VAR_POSITIONAL:
             return [(f"{parameter.name}[{i}]", value) for i, value in enumerate(args[position:])]
         named = {p.name for p in self.parameters if p.kind is not Parameter.POSITIONAL_ONLY}
@@ -153,7 +153,7 @@ class Contract:
                 continue
             key = None if kind is Parameter.POSITIONAL_ONLY else name
             reach = _OUT_OF_REACH if kind is Parameter.KEYWORD_ONLY else position
-            # `mask: Tensor[...] = None` is how many write an optional argument.
+            # `mask: Tensor[...] = None` is a common way to write an optional argument.
             plain.append(Declared(name, key, reach, node, parameter.default is None))
         dims = [dim for node in nodes.values() for spec in specs_in(node) for dim in spec.plain_dims]
         return Terms(
@@ -161,12 +161,12 @@ class Contract:
             tuple(collecting),
             nodes.get("return"),
             unresolved,
-            is_late=any(dim.late for dim in dims),
+            is_deferred=any(dim.deferred for dim in dims),
             reads_arguments=any(isinstance(dim, Formula) for dim in dims),
         )
 
     def _require_sense(self, nodes: Mapping[str, Node], is_partial: bool) -> None:
-        """Dims have to be readable: off `self`, and from names that some dim binds."""
+        """Raise for dims that can never be computed: they read `self` without one, or names that no dim binds."""
         dims = [(path, spec, dim) for path, node in nodes.items() for spec in specs_in(node) for dim in spec.plain_dims]
         bound = {dim.name for _, _, dim in dims if isinstance(dim, Named)}
         has_owner = bool(self.parameters) and self.parameters[0].name not in nodes

@@ -1,4 +1,4 @@
-"""Recording NaN and Inf of what a function returns into the flags it returns."""
+"""Recording of NaN and Inf in the tensors that a function returns, in the flags that it returns."""
 
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
@@ -7,27 +7,27 @@ from torch import Tensor
 
 from torchguard import err
 from torchguard._channel.config import CARRIERS, get_config
-from torchguard._channel.record import push_seen
+from torchguard._channel.record import push_findings
 from torchguard._pytrees import part_at, tensors_in, with_parts
 from torchguard._torch.tracing import holds
-from torchguard.checks import can_be_looked_at, seen_in
+from torchguard.checks import can_be_looked_at, findings_in
 from torchguard.exceptions import InvalidParameterError
 from torchguard.typing._dims import Named
 from torchguard.typing._nodes import Each, EachValue, Fields, Items, Node, OneOf
 from torchguard.typing._spec import TensorSpec
 
-# How to get from a value to a part of it: indices, keys, names of attributes; None for any of them.
+# The path from a value to a part of it: indices, keys, attribute names; None matches any of them.
 Path = tuple[int | str | None, ...]
-# The same as text: Dynamo of torch 2.12 cannot compare tuples.
+# Paths are compared as strings: Dynamo of torch 2.12 cannot compare tuples.
 _STEP, _ANY = "\n", "*"
 DETECTABLE = frozenset({err.NAN, err.INF})
 
 
-class Spots(NamedTuple):
-    """What an annotation says about the returned tensors.
+class ReturnLayout(NamedTuple):
+    """The returned tensors, as far as the annotation describes them.
 
-    `flags` is where flags may be, and whether nothing else may be there; `values` along which dim the samples lie in
-    other tensors (None: along none).
+    `flags` holds the paths at which flags may be, and whether only flags can be there; `values` the batch dimension of
+    the other tensors (None: they have none).
     """
 
     flags: tuple[tuple[Path, bool], ...]
@@ -40,7 +40,7 @@ class Spots(NamedTuple):
 
 
 def codes_to_detect(auto_detect: Any) -> frozenset[int]:
-    """What `auto_detect=` asks for: all that can be detected, nothing, or a set of codes."""
+    """The codes that `auto_detect=` selects: all detectable ones, none, or a set."""
     if auto_detect is True:
         return DETECTABLE
     if auto_detect is False or auto_detect is None:
@@ -56,39 +56,43 @@ def codes_to_detect(auto_detect: Any) -> frozenset[int]:
     return codes
 
 
-def spots_of(returned: Node | None) -> Spots:
-    """What a return annotation says about where flags and samples are."""
-    specs = list(_placed(returned))
+def layout_of(returned: Node | None) -> ReturnLayout:
+    """Where a return annotation has flags, and the batch dimension of its other tensors."""
+    specs = list(_declared_tensors(returned))
     flags = [(path, spec) for path, spec in specs if spec.is_flags and None not in path]
     names = {spec.head[0].text for _, spec in flags if spec.head and isinstance(spec.head[0], Named)}
     values = {_text(path): _dim_named(spec, names) for path, spec in specs if not spec.is_flags}
     may_be_last = returned is None or (isinstance(returned, Items) and returned.items[-1] is None)
-    return Spots(tuple((path, _text(path) not in values) for path, _ in flags), tuple(values.items()), may_be_last)
+    return ReturnLayout(
+        tuple((path, _text(path) not in values) for path, _ in flags), tuple(values.items()), may_be_last
+    )
 
 
 def _text(path: Path) -> str:
     return _STEP.join(_ANY if step is None else str(step) for step in path)
 
 
-def _placed(node: Node | None, path: Path = (), above: tuple[Node, ...] = ()) -> Iterator[tuple[Path, TensorSpec]]:
+def _declared_tensors(
+    node: Node | None, path: Path = (), above: tuple[Node, ...] = ()
+) -> Iterator[tuple[Path, TensorSpec]]:
     """Every declared tensor with its path."""
     if isinstance(node, TensorSpec):
         yield path, node
     elif isinstance(node, Items):
         for i, item in enumerate(node.items):
-            yield from _placed(item, (*path, i), above)
+            yield from _declared_tensors(item, (*path, i), above)
     elif isinstance(node, (Each, EachValue)):
-        yield from _placed(node.item, (*path, None), above)
+        yield from _declared_tensors(node.item, (*path, None), above)
     elif isinstance(node, OneOf):
         for _, option in node.options:
-            yield from _placed(option, path, above)
+            yield from _declared_tensors(option, path, above)
     elif isinstance(node, Fields) and not any(node is other for other in above):
         for name, field in node.fields.items():
-            yield from _placed(field, (*path, name), (*above, node))
+            yield from _declared_tensors(field, (*path, name), (*above, node))
 
 
 def _dim_named(spec: TensorSpec, names: set[str]) -> int | None:
-    """Where the samples lie in a declared tensor: along the dim that is named as in the flags, else along the first."""
+    """The batch dimension of a declared tensor: the dim with the same name as in the flags, else the first."""
     if not names or not any(isinstance(dim, Named) for dim in spec.plain_dims):
         return 0
     for i, dim in enumerate(spec.head):
@@ -100,35 +104,35 @@ def _dim_named(spec: TensorSpec, names: set[str]) -> int | None:
     return None
 
 
-def flags_at(result: Any, spots: Spots) -> tuple[Path, bool] | None:
-    """Where the flags are in what a function returned, and whether that is sure."""
-    for path, surely in spots.flags:
+def flags_at(result: Any, layout: ReturnLayout) -> tuple[Path, bool] | None:
+    """The path of the flags in a returned value, and whether it is known that these are flags."""
+    for path, is_known in layout.flags:
         if _can_be_flags(_at(result, path)):
-            return path, surely
-    if spots.may_be_last and type(result) is tuple and len(result) > 1 and _looks_like_flags(result[-1]):
+            return path, is_known
+    if layout.may_be_last and type(result) is tuple and len(result) > 1 and _looks_like_flags(result[-1]):
         return (len(result) - 1,), False
     return None
 
 
-def detect(result: Any, path: Path, surely: bool, spots: Spots, codes: Set[int], place: int) -> Any:
-    """`result`, with what speaks against samples of its tensors added to the flags at `path`."""
+def detect(result: Any, path: Path, is_known: bool, layout: ReturnLayout, codes: Set[int], location: int) -> Any:
+    """`result`, with NaN and Inf in its tensors recorded in the flags at `path`."""
     f = given = _at(result, path)
-    flags = [_text(path), *(_text(other) for other, is_sure in spots.flags if is_sure)]
+    flags = [_text(path), *(_text(other) for other, is_sure in layout.flags if is_sure)]
     for where, z in tensors_in(result):
         if _text(where) in flags or not can_be_looked_at(z) or z.device != given.device:
             continue
-        dim = _samples_along(_text(where), spots)
-        # What has no row for each sample tells nothing about one.
+        dim = _samples_along(_text(where), layout)
+        # A tensor without a row per sample cannot be attributed to samples.
         if dim is not None and z.ndim > max(dim, -dim - 1) and holds(z.shape[dim] == given.shape[0]):
-            seen = seen_in(z.movedim(dim, 0) if dim else z, place, codes)
-            if seen:
-                f = push_seen(f, seen, surely=surely)
+            findings = findings_in(z.movedim(dim, 0) if dim else z, location, codes)
+            if findings:
+                f = push_findings(f, findings, is_known=is_known)
     return result if f is given else _with(result, path, f)
 
 
-def _samples_along(where: str, spots: Spots) -> int | None:
+def _samples_along(where: str, layout: ReturnLayout) -> int | None:
     steps = where.split(_STEP)
-    for path, dim in spots.values:
+    for path, dim in layout.values:
         declared = path.split(_STEP)
         if len(declared) == len(steps) and all(d in (_ANY, s) for d, s in zip(declared, steps, strict=True)):
             return dim

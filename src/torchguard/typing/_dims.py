@@ -1,7 +1,4 @@
-"""What one dimension may be declared as, and which sizes fit it.
-
-`Dim`: sizes that stand in attributes of the object a method belongs to.
-"""
+"""Declared dimensions and the sizes that they accept; `Dim`, for sizes that are attributes of `self`."""
 
 import operator
 from collections.abc import Callable
@@ -12,13 +9,13 @@ import torch
 from torchguard.exceptions import AnnotationError
 
 if TYPE_CHECKING:
-    from torchguard.typing._scope import Scope, Seen
+    from torchguard.typing._scope import CheckedTensor, Scope
 
 
 class Attribute:
-    """A size to be read later: an attribute, or arithmetic over attributes and whole numbers.
+    """A size that is read at call time: an attribute, or arithmetic over attributes and integers.
 
-    Any plain name may be an attribute of the user's. So its own have names that only Python itself would use.
+    Its own attributes have dunder names, because any plain name may be an attribute of the user's object.
     """
 
     __slots__ = ("__is_path__", "__read__", "__text__")
@@ -27,7 +24,7 @@ class Attribute:
         self.__text__, self.__read__, self.__is_path__ = text, read, is_path
 
     def __getattr__(self, name: str) -> "Attribute":
-        if name.startswith("__"):  # asked by Python itself, for copying and the like
+        if name.startswith("__"):  # looked up by Python itself, for example to copy
             raise AttributeError(name)
         if not self.__is_path__:
             raise AnnotationError(f"{self!r} is a number: it has no {name!r}.")
@@ -79,7 +76,7 @@ for _name, _symbol in {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mo
     setattr(Attribute, f"__r{_name}__", _arithmetic(_symbol, getattr(operator, _name), turned=True))
 
 
-# Typed as Any: a static checker has nothing to say about what stands behind the dtype.
+# Typed as Any: static checkers ignore everything after the dtype.
 Dim: Any = Attribute("Dim", lambda owner: owner)
 """The object a method belongs to: `Dim.hidden`, `Dim.config.heads`, `Dim.sizes[0]`, `Dim.hidden * 4`."""
 
@@ -87,22 +84,22 @@ Dim: Any = Attribute("Dim", lambda owner: owner)
 class DimSpec:
     """One declared dimension.
 
-    Most can say at once whether a size fits. Those that depend on other tensors are `late`: they are asked again,
-    by `settles`, when all tensors were seen.
+    Most decide at once whether they accept a size. Those that depend on other tensors are `deferred`: `accepts_finally`
+    decides when all tensors of the call are known.
     """
 
     text: str
-    late = False
+    deferred = False
 
     def accepts(self, size: int, scope: "Scope") -> bool:
-        """Whether the size fits, as far as can be said before the other tensors were seen."""
+        """Whether the size is accepted, as far as the tensors so far decide."""
         return True
 
-    def settles(self, size: int, scope: "Scope", seen: "Seen", from_right: int) -> bool:
+    def accepts_finally(self, size: int, scope: "Scope", checked: "CheckedTensor", from_right: int) -> bool:
         return True
 
     def expected(self, scope: "Scope") -> int | None:
-        """The one size that fits, if there is one and it is known."""
+        """The only accepted size, if there is one and it is known."""
         return None
 
 
@@ -118,7 +115,7 @@ class Exact(DimSpec):
 
 
 class Named(DimSpec):
-    """Whatever size it has where it is met first, in argument order."""
+    """Any size, the same wherever the name occurs: the first tensor in argument order binds it."""
 
     def __init__(self, name: str) -> None:
         self.name = self.text = name
@@ -138,13 +135,13 @@ class OneOr(DimSpec):
     """Size 1, or what another dimension accepts: jaxtyping's `#`."""
 
     def __init__(self, dim: DimSpec) -> None:
-        self.dim, self.text, self.late = dim, f"#{dim.text}", dim.late
+        self.dim, self.text, self.deferred = dim, f"#{dim.text}", dim.deferred
 
     def accepts(self, size: int, scope: "Scope") -> bool:
         return size == 1 or self.dim.accepts(size, scope)
 
-    def settles(self, size: int, scope: "Scope", seen: "Seen", from_right: int) -> bool:
-        return size == 1 or self.dim.settles(size, scope, seen, from_right)
+    def accepts_finally(self, size: int, scope: "Scope", checked: "CheckedTensor", from_right: int) -> bool:
+        return size == 1 or self.dim.accepts_finally(size, scope, checked, from_right)
 
     def expected(self, scope: "Scope") -> int | None:
         return self.dim.expected(scope)
@@ -153,15 +150,15 @@ class OneOr(DimSpec):
 class Broadcasting(DimSpec):
     """Any size that broadcasts against another tensor of the call, dims counted from the right."""
 
-    text, late = "Broadcast", True
+    text, deferred = "Broadcast", True
 
-    def settles(self, size: int, scope: "Scope", seen: "Seen", from_right: int) -> bool:
-        others = self.others(scope, seen, from_right)
+    def accepts_finally(self, size: int, scope: "Scope", checked: "CheckedTensor", from_right: int) -> bool:
+        others = self.others(scope, checked, from_right)
         return size == 1 or not others or bool(others & {1, size})
 
-    def others(self, scope: "Scope", seen: "Seen", from_right: int) -> set[int]:
-        """The sizes there are at this place in the other tensors of the call."""
-        shapes = [shape for spec, path, shape in scope.seen if path != seen[1]]
+    def others(self, scope: "Scope", checked: "CheckedTensor", from_right: int) -> set[int]:
+        """The sizes of the other tensors of the call at this dimension."""
+        shapes = [shape for spec, path, shape in scope.checked if path != checked[1]]
         return {shape[-from_right] for shape in shapes if len(shape) >= from_right}
 
     def __repr__(self) -> str:
@@ -171,7 +168,7 @@ class Broadcasting(DimSpec):
 class Formula(DimSpec):
     """A size computed from others: `seq - 1`, and in braces from arguments: `{self.hidden} * 4`."""
 
-    late = True
+    deferred = True
 
     def __init__(self, text: str, names: frozenset[str], compute: Callable[["Scope"], Any]) -> None:
         self.text, self.names, self._compute = text, names, compute
@@ -180,16 +177,16 @@ class Formula(DimSpec):
         expected = self.expected(scope)
         return expected is None or expected == size
 
-    def settles(self, size: int, scope: "Scope", seen: "Seen", from_right: int) -> bool:
+    def accepts_finally(self, size: int, scope: "Scope", checked: "CheckedTensor", from_right: int) -> bool:
         return self.accepts(size, scope)
 
     def expected(self, scope: "Scope") -> int | None:
-        # A name that only an argument left out would have bound says nothing about the others.
+        # A name that only an omitted argument would bind imposes nothing.
         return as_size(self.text, self._compute(scope)) if self.names <= scope.sizes.keys() else None
 
 
 class OfSelf(DimSpec):
-    """A size read off the object whose method is called: `Dim.hidden`."""
+    """A size read from `self`: `Dim.hidden`."""
 
     def __init__(self, text: str, read: Callable[[Any], Any]) -> None:
         self.text, self._read = text, read
@@ -221,7 +218,7 @@ class RestSpec:
 
 
 class NamedRest(RestSpec):
-    """Any number of dimensions, the same wherever the name is met: jaxtyping's `*name`, with `#` up to broadcasting."""
+    """Any number of dimensions, the same wherever the name occurs: jaxtyping's `*name`; with `#` up to broadcasting."""
 
     def __init__(self, name: str, broadcasts: bool) -> None:
         self.name, self.broadcasts = name, broadcasts

@@ -1,4 +1,4 @@
-"""The dtypes an annotation can name. A static type checker sees `torch.Tensor` in each of them."""
+"""The dtype aliases for annotations. A static type checker sees `torch.Tensor` in each of them."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,7 +11,7 @@ from torchguard.exceptions import AnnotationError
 
 @dataclass(frozen=True)
 class DType:
-    """What `float32_t` stands for: a name, and the dtypes that go by it."""
+    """The meaning of an alias such as `float32_t`: a name and a set of dtypes."""
 
     name: str
     members: frozenset[torch.dtype]
@@ -23,7 +23,7 @@ class DType:
 class TensorKind(type):
     """The type of `float32_t` and of `Tensor[float32_t, ("batch",)]`.
 
-    They are classes rather than `Annotated[torch.Tensor, ...]`, which `torch.fx.symbolic_trace` cannot write down.
+    They are classes rather than `Annotated[torch.Tensor, ...]`, which `torch.fx.symbolic_trace` cannot print.
     """
 
     dtype: DType
@@ -38,11 +38,11 @@ class TensorKind(type):
 
     @property
     def _dtype(cls) -> torch.dtype:
-        """What 1.x documents for settings: `CONFIG.flag_dtype = float32_t._dtype`."""
+        """The torch dtype, for settings as 1.x documents them: `CONFIG.flag_dtype = float32_t._dtype`."""
         return torch.int64 if cls.dtype is ERROR else next(iter(cls.dtype.members))
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        # For other checkers: to them it is a tensor, no more.
+        # For other runtime type checkers: to them it is just a tensor.
         return isinstance(instance, torch.Tensor)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ if not TYPE_CHECKING:
 
 
 def dtype_of(alias: Any) -> DType:
-    """What an alias stands for; a `torch.dtype` will do as well.
+    """The `DType` of an alias or a `torch.dtype`.
 
     >>> from torchguard.typing import int64_t
     >>> dtype_of(int64_t)

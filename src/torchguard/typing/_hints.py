@@ -1,4 +1,4 @@
-"""Annotations as objects, also where they were written as text."""
+"""Resolution of annotations, including those written as strings."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ _DECLARES_A_TENSOR = re.compile(
 
 
 class Unresolved:
-    """Text that names something which is not there (yet)."""
+    """A string annotation that names something undefined, at least so far."""
 
     def __init__(self, text: str, reason: str) -> None:
         self.text, self.reason = text, reason
@@ -27,13 +27,13 @@ class Unresolved:
 
     def __str__(self) -> str:
         return (
-            f"{self.text!r} cannot be looked up: {self.reason}. "
+            f"{self.text!r} cannot be resolved: {self.reason}. "
             "Is it spelt right, and imported when the program runs, not only under TYPE_CHECKING?"
         )
 
 
 def resolve(annotation: Any, names: Mapping[str, Any], local: Mapping[str, Any]) -> Any:
-    """The annotation with all text in it evaluated, or an `Unresolved`."""
+    """The annotation with all strings in it evaluated, or an `Unresolved`."""
 
     def holder() -> None: ...
 
@@ -42,12 +42,12 @@ def resolve(annotation: Any, names: Mapping[str, Any], local: Mapping[str, Any])
         return typing.get_type_hints(holder, dict(names), dict(local), include_extras=True)["it"]
     except AnnotationError:
         raise
-    except Exception as error:  # whatever evaluating the user's text comes to
+    except Exception as error:  # evaluating the user's string can raise anything
         return Unresolved(annotation if isinstance(annotation, str) else str(annotation), str(error))
 
 
 def fields_of(kind: type, local: Mapping[str, Any]) -> dict[str, Any]:
-    """The annotated fields of a class, those of its bases first. What cannot be looked up is None."""
+    """The annotated fields of a class, those of its bases first; None for those that cannot be resolved."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         names = vars(sys.modules.get(base.__module__, typing))
@@ -60,9 +60,9 @@ def fields_of(kind: type, local: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_around(function: FunctionType, frame: FrameType | None) -> dict[str, Any]:
-    """The names that annotations which are text use of the places they are written in.
+    """The names of enclosing scopes that string annotations use.
 
-    Only these: to hold more would keep alive what those places have long let go.
+    Only these: holding whole scopes would keep objects alive that they have already released.
     """
     found = _type_parameters(function)
     texts = [
@@ -76,7 +76,7 @@ def names_around(function: FunctionType, frame: FrameType | None) -> dict[str, A
         if frame.f_code.co_qualname != ".".join(enclosing):
             break
         found = {name: value for name, value in frame.f_locals.items() if name in used} | found
-        if "__qualname__" not in frame.f_locals:  # a function: who called it is none of its places
+        if "__qualname__" not in frame.f_locals:  # a function: its caller is not an enclosing scope
             break
         frame, enclosing = frame.f_back, enclosing[:-1]
     return found

@@ -1,7 +1,4 @@
-"""What an error of `@tensorcheck` tells: declared and found side by side, and how each name was bound.
-
-What would make a tensor fit, in a line.
-"""
+"""Error messages of `@tensorcheck`: declared and found shapes side by side, where names were bound, and a remedy."""
 
 from collections.abc import Iterator
 
@@ -12,16 +9,16 @@ from torchguard.exceptions import (
     ValidationError,
 )
 from torchguard.typing._dims import Broadcasting, DimSpec, NamedRest, OneOr
-from torchguard.typing._scope import Finding, Scope, Seen
+from torchguard.typing._scope import CheckedTensor, Finding, Scope
 
 
 def advice_for(finding: Finding, scope: Scope) -> str | None:
-    """The one change that would do, if there is exactly one."""
-    if finding.seen is None:
+    """The change of shape that satisfies the annotation, if there is exactly one."""
+    if finding.checked is None:
         return finding.advice
-    fitting = {call: shape for call, shape in _changes(finding.seen[2]) if _fits(shape, finding.seen, scope)}
+    fitting = {call: shape for call, shape in _changes(finding.checked[2]) if _fits(shape, finding.checked, scope)}
     calls = list(fitting)
-    return f"{calls[0]} would fit." if calls and len(set(fitting.values())) == 1 else None
+    return f"{calls[0]} would match." if calls and len(set(fitting.values())) == 1 else None
 
 
 def _changes(shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
@@ -31,7 +28,7 @@ def _changes(shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
         others = (*shape[:i], *shape[i + 1 :])
         for j in range(len(shape)):
             call = f".transpose({i}, {j})" if j == i + 1 else f".movedim({i}, {j})"
-            if j not in (i, i - 1):  # the neighbours change places once
+            if j not in (i, i - 1):  # adjacent dims are swapped once
                 found.append((call, (*others[:j], size, *others[j:])))
         if size == 1:
             found.append((f".squeeze({i})", others))
@@ -39,9 +36,9 @@ def _changes(shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     return found
 
 
-def _fits(shape: tuple[int, ...], seen: Seen, scope: Scope) -> bool:
-    spec, path, _ = seen
-    return spec.fits_rank(shape) and not spec.misfits((spec, path, shape), scope.fork())
+def _fits(shape: tuple[int, ...], checked: CheckedTensor, scope: Scope) -> bool:
+    spec, path, _ = checked
+    return spec.has_rank_of(shape) and not spec.mismatches((spec, path, shape), scope.fork())
 
 
 _WRONG = {
@@ -52,7 +49,7 @@ _WRONG = {
 
 
 def error_of(scope: Scope) -> ValidationError:
-    """The error for the first finding, its message telling of all."""
+    """The error for the first finding; its message lists all."""
     first, *others = scope.findings
     lines = [f"{scope.function}: {first.path} {_WRONG.get(first.error, 'is not what was declared')}.", ""]
     lines += _block(first, scope)
@@ -65,18 +62,18 @@ def error_of(scope: Scope) -> ValidationError:
 
 
 def _block(finding: Finding, scope: Scope) -> list[str]:
-    if finding.seen is None:
+    if finding.checked is None:
         rows = [f"declared  {finding.declared}", f"found     {finding.found}"]
     else:
-        rows = _shapes(finding.seen, scope)
+        rows = _shapes(finding.checked, scope)
     advice = advice_for(finding, scope)
     title = f"{finding.path}: {finding.annotation}" if finding.annotation else finding.path
     return [f"  {title}", *(f"    {row}" for row in rows), *([f"    {advice}"] if advice else [])]
 
 
-def _shapes(seen: Seen, scope: Scope) -> list[str]:
-    spec, _, shape = seen
-    if not spec.fits_rank(shape):
+def _shapes(checked: CheckedTensor, scope: Scope) -> list[str]:
+    spec, _, shape = checked
+    if not spec.has_rank_of(shape):
         found = _row([str(size) for size in shape])
         least = len(spec.head) + len(spec.tail)
         wanted = f"{'at least ' if spec.rest else ''}{_dims(least)}"
@@ -87,7 +84,7 @@ def _shapes(seen: Seen, scope: Scope) -> list[str]:
             f"found     {found:<{width}}  {_dims(len(shape))}",
             f"          {'^' * len(found)}",
         ]
-    columns = _columns(seen, scope.fork())
+    columns = _columns(checked, scope.fork())
     widths = [max(map(len, column)) for column in columns]
     declared, expected, found, marks = (
         [text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in zip(*columns, strict=True)
@@ -100,14 +97,14 @@ def _shapes(seen: Seen, scope: Scope) -> list[str]:
     ]
 
 
-def _columns(seen: Seen, scope: Scope) -> list[tuple[str, str, str, str]]:
-    """Each declared dim: its text, the size it should have, the size it has, and a mark if that is wrong."""
-    spec, _, shape = seen
-    wrong = spec.misfits(seen, scope)
+def _columns(checked: CheckedTensor, scope: Scope) -> list[tuple[str, str, str, str]]:
+    """Per declared dim: its text, the expected size, the size found, and a marker if they differ."""
+    spec, _, shape = checked
+    wrong = spec.mismatches(checked, scope)
     columns = []
-    for i, dim in spec.placed(shape):
+    for i, dim in spec.dims_with_positions(shape):
         found = str(shape[i])
-        columns.append((dim.text, _expected(dim, scope, seen, len(shape) - i), found, _mark(found, i in wrong)))
+        columns.append((dim.text, _expected(dim, scope, checked, len(shape) - i), found, _mark(found, i in wrong)))
     if spec.rest is not None:
         middle = range(len(spec.head), len(shape) - len(spec.tail))
         found = ", ".join(str(shape[i]) for i in middle) or "none"
@@ -122,9 +119,9 @@ def _mark(found: str, is_wrong: bool) -> str:
     return "^" * len(found) if is_wrong else ""
 
 
-def _expected(dim: DimSpec, scope: Scope, seen: Seen, from_right: int) -> str:
+def _expected(dim: DimSpec, scope: Scope, checked: CheckedTensor, from_right: int) -> str:
     if isinstance(dim, Broadcasting):
-        return " or ".join(str(size) for size in sorted({1} | dim.others(scope, seen, from_right)))
+        return " or ".join(str(size) for size in sorted({1} | dim.others(scope, checked, from_right)))
     size = dim.expected(scope)
     return "any" if size is None else f"1 or {size}" if isinstance(dim, OneOr) else str(size)
 
@@ -138,18 +135,18 @@ def _row(texts: list[str]) -> str:
 
 
 def _bindings(scope: Scope) -> Iterator[str]:
-    """Where each name got its size: at the first tensor that has it and fitted when it was met."""
-    unfit = [finding.seen for finding in scope.findings if not finding.binds]
-    told: set[str] = set()
-    for seen in scope.seen:
-        spec, path, shape = seen
-        if any(seen is other for other in unfit):
+    """The tensor that bound each name: the first that has the name and was accepted."""
+    rejected = [finding.checked for finding in scope.findings if not finding.binds]
+    listed: set[str] = set()
+    for checked in scope.checked:
+        spec, path, shape = checked
+        if any(checked is other for other in rejected):
             continue
-        for i, dim in spec.placed(shape):
+        for i, dim in spec.dims_with_positions(shape):
             name = dim.dim.text if isinstance(dim, OneOr) and shape[i] != 1 else dim.text
-            if name in scope.sizes and name not in told:
-                told.add(name)
+            if name in scope.sizes and name not in listed:
+                listed.add(name)
                 yield f"{name} = {scope.sizes[name]} (dim {i} of {path})"
-        if isinstance(spec.rest, NamedRest) and spec.rest.name not in told:
-            told.add(spec.rest.name)
+        if isinstance(spec.rest, NamedRest) and spec.rest.name not in listed:
+            listed.add(spec.rest.name)
             yield f"*{spec.rest.name} = {scope.rests[spec.rest.name][0]} (in {path})"

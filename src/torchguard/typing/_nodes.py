@@ -1,4 +1,4 @@
-"""What has to be looked at under an annotation: tensors, and the tuples, dicts and classes that hold them."""
+"""The tree of an annotation: declared tensors, and the tuples, dicts and classes that hold them."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ _MISSING = object()
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """A tuple of so many, each declared by itself."""
+    """A tuple of fixed length, each item with its own declaration."""
 
     items: tuple["Node | None", ...]
 
@@ -34,7 +34,7 @@ class Items:
 
 @dataclasses.dataclass(frozen=True)
 class Each:
-    """Any number of the same, in a list, tuple or set."""
+    """A list, tuple or set of any length, all items with one declaration."""
 
     item: "Node"
 
@@ -51,7 +51,7 @@ class Each:
 
 @dataclasses.dataclass(frozen=True)
 class EachValue:
-    """Any number of the same, in a dict."""
+    """A dict of any size, all values with one declaration."""
 
     item: "Node"
 
@@ -94,7 +94,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """A union. What is not about tensors is only asked whether the value is of that type."""
+    """A union. Options without tensors are checked by `isinstance` only."""
 
     text: str
     options: tuple[tuple[Any, "Node | None"], ...]
@@ -117,15 +117,15 @@ class OneOf:
                 scope.join(trial)
                 return
             tried.append(trial)
-        # Where none fits, the one that came furthest says most.
-        furthest = max(tried, key=lambda trial: len(trial.seen))
+        # If no option accepts the value, report the one that got furthest.
+        furthest = max(tried, key=lambda trial: len(trial.checked))
         furthest.findings = [
             finding._replace(annotation=self.text) if finding.path == path else finding for finding in furthest.findings
         ]
         scope.join(furthest)
 
 
-# A part of an annotation under which tensors are declared. `check` reports what does not fit.
+# A part of an annotation that declares tensors. `check` reports violations to the scope.
 Node: TypeAlias = TensorSpec | Items | Each | EachValue | Fields | OneOf
 
 
@@ -133,19 +133,19 @@ def specs_in(node: Node | None, above: tuple[Node, ...] = ()) -> Iterator[Tensor
     """Every declared tensor under a node."""
     if isinstance(node, TensorSpec):
         yield node
-    elif node is not None and not any(node is seen for seen in above):
+    elif node is not None and not any(node is checked for checked in above):
         for part in node.parts():
             yield from specs_in(part, (*above, node))
 
 
 def _is_of(option: Any, value: Any) -> bool:
-    """Whether a value is of a type that is not about tensors, as far as Python can tell."""
+    """Whether a value is an instance of a type without tensors, as far as Python can decide."""
     if get_origin(option) is Literal:
         return value in get_args(option)
     kind = get_origin(option) or option
     if kind is Any:
         return True
-    # A whole number will do for a float, as it does for static checkers.
+    # An int is accepted as a float, as static checkers do.
     kinds = {float: (float, int), complex: (complex, float, int)}.get(kind, kind)
     try:
         return isinstance(value, kinds)

@@ -1,4 +1,4 @@
-"""What is known in the course of one call: the sizes of names, the tensors seen, and what did not fit."""
+"""The state of one validated call: sizes bound to names, tensors checked so far, and violations found."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,21 +14,21 @@ from torchguard.exceptions import (
 if TYPE_CHECKING:
     from torchguard.typing._spec import TensorSpec
 
-# A tensor that was looked at: what it was declared as, where (`batch.mask`, `return[0]`), and its shape.
-Seen = tuple["TensorSpec", str, tuple[int, ...]]
+# A checked tensor: its declaration, its path (`batch.mask`, `return[0]`) and its shape.
+CheckedTensor = tuple["TensorSpec", str, tuple[int, ...]]
 
 
 def described(value: Any) -> str:
-    """What a value is, for a message."""
+    """The type of a value, for a message."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 class Finding(NamedTuple):
-    """Something that does not fit. Findings are told in the order of the arguments: by `turn`.
+    """One violation. Findings are reported in the order of the arguments, by `turn`.
 
-    `binds` is True for a tensor that fitted when it was met, so that names have their sizes from it, and no longer
-    when all others were seen.
+    `binds` is True for a tensor that was accepted at first, and so bound names, but violates its annotation now that
+    all tensors are known.
     """
 
     turn: int
@@ -38,32 +38,32 @@ class Finding(NamedTuple):
     declared: str
     found: str
     advice: str | None = None
-    seen: Seen | None = None
+    checked: CheckedTensor | None = None
     binds: bool = False
 
 
 class Scope:
-    """One call. A name has one size in all of its arguments and in what it returns."""
+    """One call: a name has one size in all arguments and in the returned value."""
 
-    __slots__ = ("arguments", "findings", "function", "owner", "rests", "returning", "seen", "sizes")
+    __slots__ = ("arguments", "checked", "findings", "function", "owner", "rests", "returning", "sizes")
 
     def __init__(self, function: str, owner: Any, arguments: dict[str, Any]) -> None:
         self.function, self.owner, self.arguments = function, owner, arguments
         self.returning = False
         self.sizes: dict[str, int] = {}
         self.rests: dict[str, tuple[tuple[int, ...], bool]] = {}
-        self.seen: list[Seen] = []
+        self.checked: list[CheckedTensor] = []
         self.findings: list[Finding] = []
 
     def report(
         self, error: type[ValidationError], path: str, annotation: str, declared: str, found: str, advice: str | None
     ) -> None:
-        # What is no tensor comes after the last one seen; a tensor is the last one seen.
-        is_seen = bool(self.seen) and self.seen[-1][1] == path
-        self.findings.append(Finding(len(self.seen) - is_seen, error, path, annotation, declared, found, advice))
+        # A tensor is the last one checked; anything else comes after it.
+        is_seen = bool(self.checked) and self.checked[-1][1] == path
+        self.findings.append(Finding(len(self.checked) - is_seen, error, path, annotation, declared, found, advice))
 
     def report_kind(self, path: str, annotation: str, declared: str, found: str, advice: str) -> None:
-        """Something other than a tensor, or a tensor of another kind."""
+        """Report a value that is not a tensor, or a tensor of another kind."""
         error = TypeMismatchError if self.returning else InvalidParameterError
         self.report(error, path, annotation, declared, found, advice)
 
@@ -72,32 +72,34 @@ class Scope:
         self.report(error, path, "", declared, found, None)
 
     def report_shape(self, turn: int, binds: bool = False) -> None:
-        spec, path, shape = seen = self.seen[turn]
-        if not any(finding.seen is seen for finding in self.findings):
+        spec, path, shape = checked = self.checked[turn]
+        if not any(finding.checked is checked for finding in self.findings):
             found = str(tuple(shape))
-            self.findings.append(Finding(turn, DimensionMismatchError, path, spec.text, "", found, None, seen, binds))
+            self.findings.append(
+                Finding(turn, DimensionMismatchError, path, spec.text, "", found, None, checked, binds)
+            )
 
-    def settle(self, start: int = 0) -> None:
-        """Ask the dims that had to wait until every tensor was seen, from the `start`-th tensor on."""
-        for turn in range(start, len(self.seen)):
-            spec, path, shape = self.seen[turn]
-            if not spec.is_late:
+    def check_deferred(self, start: int = 0) -> None:
+        """Check the deferred dims, now that all tensors are known, from the `start`-th tensor on."""
+        for turn in range(start, len(self.checked)):
+            spec, path, shape = self.checked[turn]
+            if not spec.is_deferred:
                 continue
             try:
-                if spec.fits_rank(shape) and spec.misfits(self.seen[turn], self.fork()):
+                if spec.has_rank_of(shape) and spec.mismatches(self.checked[turn], self.fork()):
                     self.report_shape(turn, binds=True)
             except AnnotationError as error:
                 raise AnnotationError(f"{self.function}: {path}: {spec.text}: {error}") from error
         self.findings.sort(key=lambda finding: finding.turn)
 
     def fork(self) -> "Scope":
-        """A scope to try something out in: it knows what is known here."""
+        """A copy of this scope, to try an option of a union in."""
         trial = Scope(self.function, self.owner, self.arguments)
         trial.returning, trial.sizes, trial.rests = self.returning, dict(self.sizes), dict(self.rests)
-        trial.seen = list(self.seen)
+        trial.checked = list(self.checked)
         return trial
 
     def join(self, trial: "Scope") -> None:
-        """Take over what was learnt in a scope forked off this one."""
-        self.sizes, self.rests, self.seen = trial.sizes, trial.rests, trial.seen
+        """Adopt the state of a fork of this scope."""
+        self.sizes, self.rests, self.checked = trial.sizes, trial.rests, trial.checked
         self.findings += trial.findings

@@ -1,4 +1,4 @@
-"""What a declared tensor must be like."""
+"""`TensorSpec`: the requirements on one declared tensor."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import torch
 from torchguard.exceptions import AnnotationError, DeviceMismatchError, DTypeMismatchError
 from torchguard.typing._dims import DimSpec, OneOr, RestSpec
 from torchguard.typing._dtypes import ERROR, DType
-from torchguard.typing._scope import Scope, Seen, described
+from torchguard.typing._scope import CheckedTensor, Scope, described
 
 
 class TensorSpec:
     """A declared tensor: its `head` dims, any number in between if there is a `rest`, then its `tail` dims.
 
-    `dtype`, `device` and `requires_grad` are None where anything goes.
+    `dtype`, `device` and `requires_grad` are None where any value is accepted.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class TensorSpec:
         self.head: tuple[Any, ...] = dims[:split]
         self.rest: Any = dims[split] if rests else None
         self.tail: tuple[Any, ...] = dims[split + 1 :]
-        self.is_late = any(dim.late for dim in self.head + self.tail)
+        self.is_deferred = any(dim.deferred for dim in self.head + self.tail)
 
     @property
     def plain_dims(self) -> list[DimSpec]:
@@ -53,36 +53,36 @@ class TensorSpec:
 
     def check(self, value: Any, scope: Scope, path: str) -> None:
         if not isinstance(value, torch.Tensor):
-            if not isinstance(value, torch.fx.Proxy):  # a graph is being drawn: nothing is known of it
+            if not isinstance(value, torch.fx.Proxy):  # torch.fx traces symbolically: the value has no properties
                 scope.report_kind(path, "", self.text, described(value), "Give a torch.Tensor.")
             return
         shape = value.shape
-        scope.seen.append((self, path, shape))
+        scope.checked.append((self, path, shape))
         if self.dtype is not None and value.dtype not in self.dtype.members:
             advice = _casting(value.dtype, self.dtype)
             scope.report(DTypeMismatchError, path, self.text, self.dtype.name, str(value.dtype), advice)
         try:
             if not self._accepts(shape, scope):
-                scope.report_shape(len(scope.seen) - 1)
+                scope.report_shape(len(scope.checked) - 1)
         except AnnotationError as error:
             raise AnnotationError(f"{scope.function}: {path}: {self.text}: {error}") from error
-        if self.device is not None and not self._is_there(value.device):
+        if self.device is not None and not self._is_on_device(value.device):
             there, here = str(self.device), str(value.device)
-            advice = None if "meta" in (there, here) else f".to({there!r}) would fit."
+            advice = None if "meta" in (there, here) else f".to({there!r}) would match."
             scope.report(DeviceMismatchError, path, self.text, there, here, advice)
         if self.requires_grad is not None and value.requires_grad != self.requires_grad:
             self._report_grad(value.requires_grad, scope, path)
 
     def _report_grad(self, found: bool, scope: Scope, path: str) -> None:
-        # Without grad mode nothing that is computed requires a gradient.
+        # Without grad mode, no computed tensor requires a gradient.
         if not scope.returning or torch.is_grad_enabled():
             declared, have = f"requires_grad={self.requires_grad}", f"requires_grad={found}"
-            advice = f"{'.requires_grad_()' if self.requires_grad else '.detach()'} would fit."
+            advice = f"{'.requires_grad_()' if self.requires_grad else '.detach()'} would match."
             scope.report_kind(path, self.text, declared, have, advice)
 
     def _accepts(self, shape: tuple[int, ...], scope: Scope) -> bool:
-        """Whether the shape fits, as far as can be said now. Only a shape that fits binds names."""
-        if not self.fits_rank(shape):
+        """Whether the shape is accepted, as far as the tensors so far decide. Only an accepted shape binds names."""
+        if not self.has_rank_of(shape):
             return False
         known = len(scope.sizes)
         fits = all(dim.accepts(size, scope) for dim, size in zip(self.head, shape, strict=False))
@@ -94,26 +94,26 @@ class TensorSpec:
             scope.sizes.popitem()  # the one bound last
         return fits
 
-    def fits_rank(self, shape: tuple[int, ...]) -> bool:
+    def has_rank_of(self, shape: tuple[int, ...]) -> bool:
         least = len(self.head) + len(self.tail)
         return len(shape) == least if self.rest is None else len(shape) >= least
 
-    def _is_there(self, device: torch.device) -> bool:
+    def _is_on_device(self, device: torch.device) -> bool:
         assert self.device is not None
         return device.type == self.device.type and self.device.index in (None, device.index)
 
-    def placed(self, shape: tuple[int, ...]) -> list[tuple[int, Any]]:
-        """Each dim of the head and of the tail with its place in a shape of fitting rank."""
+    def dims_with_positions(self, shape: tuple[int, ...]) -> list[tuple[int, Any]]:
+        """The dims of head and tail with their positions in a shape of matching rank."""
         split = len(shape) - len(self.tail)
         return [*enumerate(self.head), *zip(range(split, len(shape)), self.tail, strict=True)]
 
-    def misfits(self, seen: Seen, scope: Scope) -> list[int]:
-        """Which dims of a tensor of fitting rank do not fit, all tensors being seen. Binds what is not bound yet."""
-        shape = seen[2]
+    def mismatches(self, checked: CheckedTensor, scope: Scope) -> list[int]:
+        """The positions of dims that reject their size, all tensors being known. Binds names that are not bound yet."""
+        shape = checked[2]
         wrong = [
             i
-            for i, dim in self.placed(shape)
-            if not (dim.accepts(shape[i], scope) and dim.settles(shape[i], scope, seen, len(shape) - i))
+            for i, dim in self.dims_with_positions(shape)
+            if not (dim.accepts(shape[i], scope) and dim.accepts_finally(shape[i], scope, checked, len(shape) - i))
         ]
         middle = range(len(self.head), len(shape) - len(self.tail))
         if self.rest is not None and not self.rest.accepts(tuple(shape[i] for i in middle), scope):
@@ -122,7 +122,7 @@ class TensorSpec:
 
 
 def _casting(found: torch.dtype, declared: DType) -> str | None:
-    """The cast that would do, unless it leads to another kind of number."""
+    """The cast that satisfies the declaration, unless it changes the kind of number."""
     members = list(declared.members)
     is_same_kind = len(members) == 1 and torch.can_cast(found, members[0])
-    return f".to({members[0]}) would fit." if is_same_kind else None
+    return f".to({members[0]}) would match." if is_same_kind else None

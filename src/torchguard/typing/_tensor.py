@@ -1,4 +1,4 @@
-"""`Tensor[dtype, shape, device, requires_grad]`: a tensor of that kind, for `@tensorcheck` and for the reader."""
+"""The annotation `Tensor[dtype, shape, device, requires_grad]`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,14 @@ from torchguard.typing._dtypes import TensorKind, dtype_of, is_dtype_name
 from torchguard.typing._spec import TensorSpec
 
 if TYPE_CHECKING:
-    # To a static checker, `Tensor[float32_t, ("batch",)]` is a `torch.Tensor` with a remark it need not read.
+    # To a static checker, `Tensor[float32_t, ("batch",)]` is a `torch.Tensor` with metadata, as `Annotated` has.
     from typing import Annotated as Tensor
 else:
 
     class Tensor:
-        """A tensor of a dtype, a shape and, if given, on a device and with or without a gradient.
+        """A tensor of a dtype and a shape; optionally on a device, and with or without `requires_grad`.
 
-        A dim is a size, a name (which has one size in all of a call), `Dim.attribute`, `Broadcast`, or once `...`.
+        A dim is a size, a name (which has one size throughout a call), `Dim.attribute`, `Broadcast`, or once `...`.
 
         >>> from torchguard.typing import Dim, Tensor, float32_t
         >>> Tensor[float32_t, ("batch", ..., Dim.hidden)]
@@ -97,7 +97,7 @@ def _grad_of(requires_grad: Any) -> bool | None:
 
 
 def _written(part: Any) -> str:
-    """As the user wrote it."""
+    """The source text of a part."""
     if part is ...:
         return "..."
     if isinstance(part, tuple):

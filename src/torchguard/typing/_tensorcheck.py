@@ -1,4 +1,4 @@
-"""`@tensorcheck`: a function is held to its annotations in eager mode, and records NaN and Inf of what it returns."""
+"""`@tensorcheck`: validates annotations in eager mode, and records NaN and Inf of returned tensors."""
 
 import functools
 import inspect
@@ -13,11 +13,11 @@ from torch.compiler import is_compiling
 
 from torchguard._channel.config import get_config
 from torchguard._torch.tracing import constant_in_graphs, is_jit_tracing
-from torchguard.checks import place_of
+from torchguard.checks import location_id
 from torchguard.exceptions import AnnotationError, InvalidReturnTypeError, ValidationWarning
 from torchguard.locations._tracked import location_of
 from torchguard.typing._contract import Contract
-from torchguard.typing._detection import Spots, codes_to_detect, detect, flags_at, spots_of
+from torchguard.typing._detection import ReturnLayout, codes_to_detect, detect, flags_at, layout_of
 from torchguard.typing._hints import names_around
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,11 +28,11 @@ def tensorcheck(function: F, *, auto_detect: bool | Iterable[int] | None = True)
 @overload
 def tensorcheck(function: None = None, *, auto_detect: bool | Iterable[int] | None = True) -> Callable[[F], F]: ...
 def tensorcheck(function: Any = None, *, auto_detect: bool | Iterable[int] | None = True) -> Any:
-    """Hold a function to its tensor annotations, and record NaN and Inf of what it returns in the flags it returns.
+    """Validate the tensor annotations of a function, and record NaN and Inf of returned tensors in the returned flags.
 
-    Arguments and return are validated in eager mode, against `Tensor[...]` and jaxtyping annotations alike; a mismatch
-    raises a `ValidationError`. Under `torch.compile` nothing is validated and nothing of it is left in the graph;
-    NaN and Inf are recorded there as well.
+    In eager mode, arguments and returned values are validated against `Tensor[...]` and jaxtyping annotations; a
+    violation raises a `ValidationError`. Under `torch.compile` nothing is validated, and the graph contains no trace of
+    the validation; NaN and Inf are recorded there as well.
 
     Args:
         auto_detect: True for NaN and Inf, False for neither, or a set: `{err.NAN}`.
@@ -68,7 +68,7 @@ def _checked(function: Any, codes: frozenset[int], must_find: bool, frame: types
     contract = Contract(function, names_around(inspect.unwrap(function), frame))
     terms = contract.terms
     checked = _validated(function, contract) if terms.say_something else function
-    has_no_flags = not terms.unresolved and not spots_of(terms.returned).may_have_flags
+    has_no_flags = not terms.unresolved and not layout_of(terms.returned).may_have_flags
     return _recording(checked, contract, codes, must_find) if codes and (must_find or not has_no_flags) else checked
 
 
@@ -91,16 +91,16 @@ def _recording(
     function: Callable[..., Any], contract: Contract, codes: frozenset[int], must_find: bool
 ) -> Callable[..., Any]:
     @constant_in_graphs
-    def spots() -> Spots:
-        return spots_of(contract.complete(strictly=False).returned)
+    def layout() -> ReturnLayout:
+        return layout_of(contract.complete(strictly=False).returned)
 
     @functools.wraps(function)
     def recording(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        known = spots()
+        known = layout()
         found = flags_at(result, known)
         if found is not None:
-            return detect(result, *found, known, codes, _place(args, contract.name))
+            return detect(result, *found, known, codes, _location(args, contract.name))
         if must_find and not is_compiling():
             _miss_flags(contract.name)
         return result
@@ -122,15 +122,15 @@ def _require_function(function: Any) -> None:
         raise AnnotationError(f"tensorcheck: {function.__qualname__} is async. Decorate the function it awaits.")
 
 
-def _place(args: tuple[Any, ...], name: str) -> int:
-    """A tracked module is a place; anything else goes by the name of the function."""
+def _location(args: tuple[Any, ...], name: str) -> int:
+    """The location of a method of a tracked module is that module; otherwise the name of the function."""
     owner = args[0] if args else None
-    is_place = isinstance(owner, nn.Module) and location_of(owner) is not None
-    return place_of(owner if is_place else name)
+    is_tracked = isinstance(owner, nn.Module) and location_of(owner) is not None
+    return location_id(owner if is_tracked else name)
 
 
 def _miss_flags(name: str) -> None:
-    told = f"{name}: auto_detect names codes, but there are no flags among what is returned. Return (..., f)."
+    message = f"{name}: auto_detect names codes, but the returned value contains no flags. Return (..., f)."
     if get_config().strict_validation:
-        raise InvalidReturnTypeError(told, name, "return")
-    warnings.warn(told, ValidationWarning, stacklevel=4)
+        raise InvalidReturnTypeError(message, name, "return")
+    warnings.warn(message, ValidationWarning, stacklevel=4)

@@ -1,4 +1,4 @@
-"""jaxtyping's annotations, read as our own: `Float[Tensor, "batch seq {self.hidden}"]`."""
+"""jaxtyping annotations, converted to `TensorSpec`: `Float[Tensor, "batch seq {self.hidden}"]`."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ _ALL_DTYPES = frozenset(dtype for dtype in vars(torch).values() if isinstance(dt
 
 
 def is_jaxtyped(annotation: Any) -> bool:
-    """Whether it is an annotation of jaxtyping's for a torch tensor."""
+    """Whether it is a jaxtyping annotation for torch tensors."""
     if not (isinstance(annotation, type) and issubclass(annotation, AbstractArray)):
         return False
     kinds = get_args(annotation.array_type) or (annotation.array_type,)
@@ -43,27 +43,27 @@ def _dtype_of(annotation: Any) -> DType | None:
 
 
 def _dim_of(word: str) -> DimSpec | RestSpec:
-    """One word of a jaxtyping shape: marks, and perhaps `name=` for the reader, before what it is about."""
-    marks, rest = "", word
+    """One word of a jaxtyping shape: modifiers, optionally `name=` as documentation, then the dimension."""
+    modifiers, rest = "", word
     while rest and rest != "..." and (rest[0] in "#*_?" or rest.count("=") == 1):
         if rest[0] in "#*_?":
-            marks, rest = marks + rest[0], rest[1:]
+            modifiers, rest = modifiers + rest[0], rest[1:]
         else:
             rest = rest.split("=")[1]
-    if "?" in marks:
+    if "?" in modifiers:
         raise AnnotationError(f"{word!r} is for the leaves of a PyTree, which @tensorcheck does not read.")
-    if rest == "..." or ("*" in marks and "_" in marks):
+    if rest == "..." or ("*" in modifiers and "_" in modifiers):
         return RestSpec()
-    if "_" in marks:
+    if "_" in modifiers:
         return AnySize()
-    if "*" in marks:
-        return NamedRest(rest, "#" in marks)
+    if "*" in modifiers:
+        return NamedRest(rest, "#" in modifiers)
     dim = Exact(int(rest)) if rest.isdecimal() else Named(rest) if rest.isidentifier() else _formula_of(rest)
-    return OneOr(dim) if "#" in marks else dim
+    return OneOr(dim) if "#" in modifiers else dim
 
 
 def _formula_of(word: str) -> Formula:
-    """An expression over names, which stand for sizes, and over what is in braces, where names are arguments."""
+    """An expression over dimension names, and over expressions in braces, whose names are arguments."""
     slots = iter(range(word.count("{")))
     try:
         inner = [compile(part.strip(), word, "eval") for part in _BRACES.findall(word)]

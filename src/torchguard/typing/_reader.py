@@ -1,4 +1,4 @@
-"""From an annotation to what has to be looked at."""
+"""Conversion of annotations to trees of nodes."""
 
 import collections.abc
 import dataclasses
@@ -10,20 +10,20 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from torchguard.exceptions import AnnotationError
 from torchguard.typing._dtypes import TensorKind
 from torchguard.typing._hints import fields_of
-from torchguard.typing._jaxtyped import is_jaxtyped, spec_of_jaxtyped
+from torchguard.typing._jaxtyping import is_jaxtyped, spec_of_jaxtyped
 from torchguard.typing._nodes import Each, EachValue, Fields, Items, Node, OneOf
 from torchguard.typing._spec import TensorSpec
 
 _WRAPPERS = (Annotated, typing.Final, typing.Required, typing.NotRequired)
-# What is in them comes later, or is used up by looking.
-_OUT_OF_SIGHT = (collections.abc.Iterable, collections.abc.Awaitable, collections.abc.Callable, type, typing.ClassVar)
+# Their contents come later, or would be consumed by a check.
+_OPAQUE = (collections.abc.Iterable, collections.abc.Awaitable, collections.abc.Callable, type, typing.ClassVar)
 
 
 class Reader:
-    """Reads annotations.
+    """Converts annotations to nodes.
 
     Args:
-        local: names at the place of definition, for fields that are text.
+        local: names of the defining scope, to resolve fields whose annotations are strings.
     """
 
     def __init__(self, local: Mapping[str, Any]) -> None:
@@ -33,14 +33,14 @@ class Reader:
         self._above: list[Fields] = []
 
     def read(self, annotation: Any) -> Node | None:
-        """What to look at under an annotation, None if no tensor is declared there."""
+        """The node of an annotation, None if it declares no tensor."""
         if isinstance(annotation, TensorKind):
             return annotation.spec or TensorSpec(annotation.dtype.name, annotation.dtype)
         if is_jaxtyped(annotation):
             return spec_of_jaxtyped(annotation)
         if _is_of_another_copy(annotation):
-            told = "was made when torchguard was imported before: this @tensorcheck cannot read it"
-            raise AnnotationError(f"{annotation!r} {told}. Import torchguard.typing where it is written again.")
+            reason = "stems from an earlier import of torchguard, so this @tensorcheck cannot read it"
+            raise AnnotationError(f"{annotation!r} {reason}. Import torchguard.typing again where it is written.")
         if isinstance(annotation, TypeVar):
             return self.read(self._variables.get(annotation, annotation.__bound__))
         if isinstance(annotation, typing.NewType):
@@ -49,7 +49,7 @@ class Reader:
             return self._alias(annotation)
         origin, args = get_origin(annotation), get_args(annotation)
         node = (self._holder(origin, args) if args else None) or self._fields(origin or annotation, args)
-        if node is None and not _is_out_of_sight(origin) and _declares_a_tensor(annotation):
+        if node is None and not _is_opaque(origin) and _declares_a_tensor(annotation):
             raise AnnotationError(f"{annotation!r} holds tensors in a way @tensorcheck does not look into.")
         return node
 
@@ -76,14 +76,14 @@ class Reader:
         return None
 
     def _alias(self, alias: Any) -> Node | None:
-        """`type X = ...`, whose value is worked out when it is asked for."""
+        """`type X = ...`, whose value is evaluated on access."""
         if any(alias is other for other in self._aliases):
             raise AnnotationError(f"{alias!r} is defined by itself, which @tensorcheck does not follow.")
         self._aliases.append(alias)
         try:
             return self.read(alias.__value__)
         except NameError as error:
-            raise AnnotationError(f"{alias!r} cannot be looked up: {error}.") from error
+            raise AnnotationError(f"{alias!r} cannot be resolved: {error}.") from error
         finally:
             self._aliases.pop()
 
@@ -113,15 +113,15 @@ def _is_of_another_copy(annotation: Any) -> bool:
     return (kind.__module__, kind.__qualname__) == (TensorKind.__module__, TensorKind.__qualname__)
 
 
-def _is_out_of_sight(origin: Any) -> bool:
-    if origin in _OUT_OF_SIGHT:
+def _is_opaque(origin: Any) -> bool:
+    if origin in _OPAQUE:
         return True
     kinds = (collections.abc.Iterator, collections.abc.Awaitable, collections.abc.AsyncIterable)
     return isinstance(origin, type) and issubclass(origin, kinds)
 
 
 def _declares_a_tensor(annotation: Any) -> bool:
-    """Whether a tensor is declared somewhere under it, also where nobody would expect one."""
+    """Whether an annotation declares a tensor anywhere, also in unexpected positions."""
     if isinstance(annotation, TensorKind) or is_jaxtyped(annotation):
         return True
     if isinstance(annotation, (tuple, list)):
