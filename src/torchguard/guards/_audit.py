@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchguard._graphs.source_lines import own_place, places_of
+from torchguard._graphs.source_lines import lines_of_stack, user_line
 from torchguard._torch.events import HERE, Built, install, is_explaining, raise_instead, require
 from torchguard._torch.guards import Guards, as_in_a_call
 from torchguard._torch.tensors import any_autocast, grad_mode
@@ -252,7 +252,7 @@ class _Shadow:
             type=one.type if one else guard.type,
             function=self.function,
             compile_id=self.compile_id,
-            line=str(own_place(places_of(stack))) if stack else guard.line,
+            line=str(user_line(lines_of_stack(stack))) if stack else guard.line,
             then=one.then if one else "",
             now=failure.now or failure.why or guard.code,
             calls=call - self.last_held,

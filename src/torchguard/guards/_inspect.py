@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchguard._graphs.source_lines import Place, own_place, places_of
+from torchguard._graphs.source_lines import SourceLine, lines_of_stack, user_line
 from torchguard._torch import dynamo
 from torchguard._torch import events as events_of_torch
 from torchguard._torch.events import Broken, Built, Missed
@@ -89,7 +89,7 @@ class GraphBreak:
     line: int
     reason: str
     hints: tuple[str, ...]
-    stack: tuple[Place, ...]
+    stack: tuple[SourceLine, ...]
     compile_ids: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -227,8 +227,8 @@ def _where(code: types.CodeType) -> dict[str, Any]:
 
 
 def _graph_break(broken: Broken) -> GraphBreak:
-    stack = places_of(broken.stack)
-    own = own_place(stack)
+    stack = lines_of_stack(broken.stack)
+    own = user_line(stack)
     explained = [f"{title}: {_in_a_line(text)}" for title, text in _EXPLAINED.findall(broken.reason)]
     hints = dict.fromkeys(_in_a_line(hint) for hint in _HINT.findall(broken.reason))
     reason = "; then ".join(explained) or _in_a_line(broken.reason)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard._graphs.source_lines import Place, own_place, places_of
+from torchguard._graphs.source_lines import SourceLine, lines_of_stack, user_line
 from torchguard._torch.guards import Guards, Leaf, Stack, children_of, leaves_of
 
 _LONGEST = 120
@@ -25,7 +25,7 @@ class Guard:
     type: str
     code: str
     line: str
-    stack: tuple[Place, ...] = ()
+    stack: tuple[SourceLine, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.type} {self.code}" + (f"  ({self.line})" if self.line else "")
@@ -70,8 +70,8 @@ def _node(manager: Any, stacks: Stacks) -> Node:
 
 
 def _located(guard: Guard, stacks: Stacks) -> Guard:
-    stack = places_of(stacks.get((guard.source, guard.type)) or stacks.get((guard.source, "")) or ())
-    return replace(guard, line=str(own_place(stack)), stack=stack) if stack else guard
+    stack = lines_of_stack(stacks.get((guard.source, guard.type)) or stacks.get((guard.source, "")) or ())
+    return replace(guard, line=str(user_line(stack)), stack=stack) if stack else guard
 
 
 def failures_of(guards: Guards, f_locals: dict[str, Any]) -> list[Failure]:
