@@ -1,4 +1,4 @@
-"""What was compiled, guarded and broken, as data."""
+"""What Dynamo compiled in a block, as data: frames, guards, recompiles and graph breaks."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ def test_a_frame_has_its_guards_as_a_tree():
     assert not seen.recompiles
 
 
-def test_a_guard_has_the_users_own_line_and_the_way_into_torch():
+def test_a_guard_has_the_users_source_line_and_the_stack_into_torch():
     with inspect() as seen:
         compiled(Net())(torch.ones(2, 3))
     guard = next(g for g in seen.frames[0].guards.all_guards() if g.type == "TENSOR_MATCH" and g.source == "L['x']")
@@ -66,12 +66,12 @@ def test_a_guard_has_the_users_own_line_and_the_way_into_torch():
     assert "linear.py" in guard.stack[-1].file
 
 
-def test_a_hit_is_not_seen():
+def test_a_cache_hit_is_not_recorded():
     net = compiled(Net())
     net(torch.ones(2, 3))
     with inspect() as seen:
         net(torch.ones(2, 3))
-    assert (seen.frames, seen.graph_breaks, seen.given_up) == ([], [], [])
+    assert (seen.frames, seen.graph_breaks, seen.not_compiled) == ([], [], [])
 
 
 def test_a_recompile_has_all_failing_guards_of_everything_before():
@@ -85,22 +85,22 @@ def test_a_recompile_has_all_failing_guards_of_everything_before():
     (frame,) = seen.recompiles
     assert frame.cache_size == 3
     assert len(frame.recompiled_for) == 2
-    for miss in frame.recompiled_for:
-        types = {failure.guard.type for failure in miss.failures}
+    for entry in frame.recompiled_for:
+        types = {failure.guard.type for failure in entry.failures}
         assert {"TENSOR_MATCH", "EQUALS_MATCH", "TRUE_MATCH"} <= types
     assert "L['self'].k == 2, but it is 5" in str(seen)
     assert "dtype mismatch" in str(seen)
 
 
-def test_what_another_backend_compiled_is_told_as_such():
+def test_an_entry_of_another_backend_is_marked_as_such():
     def fn(x):
         return x + 1
 
     compiled(fn)(torch.ones(2))
     with inspect() as seen:
         compiled(fn, backend="aot_eager")(torch.ones(2))
-    (miss,) = seen.frames[0].recompiled_for
-    assert miss.is_of_another_backend
+    (entry,) = seen.frames[0].recompiled_for
+    assert entry.is_of_another_backend
     assert "another backend" in str(seen)
     assert seen.recompiles == []
 
@@ -113,7 +113,7 @@ class Scale:
         return x * self.by
 
 
-def test_a_recompile_since_an_object_is_gone_says_which():
+def test_a_recompile_because_an_object_was_deallocated_says_which():
     net = nn.Sequential(nn.Identity())
     net[0].forward = Scale(2)
     c = compiled(net)
@@ -121,11 +121,11 @@ def test_a_recompile_since_an_object_is_gone_says_which():
     net[0].forward = Scale(3)
     with inspect() as seen:
         assert torch.equal(c(torch.ones(2, 3)), torch.full((2, 3), 3.0))
-    (miss,) = seen.recompiles[0].recompiled_for
-    assert "forward got deallocated" in str(miss)
+    (entry,) = seen.recompiles[0].recompiled_for
+    assert "forward got deallocated" in str(entry)
 
 
-def test_a_graph_break_has_the_users_line_and_a_reason():
+def test_a_graph_break_has_the_users_source_line_and_a_reason():
     with inspect() as seen:
         compiled(broken_in_the_middle)(torch.ones(2))
     (graph_break,) = seen.graph_breaks
@@ -136,7 +136,7 @@ def test_a_graph_break_has_the_users_line_and_a_reason():
     assert graph_break.compile_ids == (seen.frames[0].compile_id,)
 
 
-def test_what_comes_after_a_break_is_a_frame_of_its_own():
+def test_the_code_after_a_break_is_a_frame_of_its_own():
     with inspect() as seen:
         compiled(broken_in_the_middle)(torch.ones(2))
     assert seen.frames[0].function == "broken_in_the_middle"
@@ -158,7 +158,7 @@ def test_several_breaks():
     assert "branching" in seen.graph_breaks[1].reason
 
 
-def test_a_break_in_a_called_function_is_one_place_though_it_ends_two_graphs():
+def test_a_break_in_a_called_function_is_one_break_that_ends_two_graphs():
     def called(x):
         y = x + 1
         torch._dynamo.graph_break()  # here
@@ -171,7 +171,7 @@ def test_a_break_in_a_called_function_is_one_place_though_it_ends_two_graphs():
         compiled(fn)(torch.ones(2))
     (graph_break,) = seen.graph_breaks
     assert graph_break.line == line_of(called, "# here")
-    assert [place.line for place in graph_break.stack] == [line_of(fn, "# there"), line_of(called, "# here")]
+    assert [line.line for line in graph_break.stack] == [line_of(fn, "# there"), line_of(called, "# here")]
     assert len(graph_break.compile_ids) == 2
 
 
@@ -199,15 +199,15 @@ def test_a_break_in_a_loop_leaves_the_function_uncompiled():
     assert "loop" in seen.graph_breaks[0].reason
 
 
-def test_at_the_recompile_limit_it_is_given_up(caplog):
+def test_past_the_recompile_limit_a_call_is_not_compiled(caplog):
     net = compiled(Net())
     with torch._dynamo.config.patch(recompile_limit=1), caplog.at_level(logging.CRITICAL), inspect() as seen:
         net(torch.ones(2, 3))
         net(torch.ones(4, 3))
     assert len(seen.frames) == 1
-    (given_up,) = seen.given_up
-    assert given_up.function == "Net.forward"
-    assert "size mismatch" in str(given_up)
+    (not_compiled,) = seen.not_compiled
+    assert not_compiled.function == "Net.forward"
+    assert "size mismatch" in str(not_compiled)
     assert "not compiled" in str(seen)
 
 
@@ -228,7 +228,7 @@ def test_json():
 def test_the_terminal_view():
     with inspect() as seen:
         compiled(broken_in_the_middle)(torch.ones(2))
-    assert str(seen).startswith("2 compiled, 0 again, 1 graph breaks\n")
+    assert str(seen).startswith("2 compiled, 0 recompiled, 1 graph breaks\n")
     assert f"graph break at {__file__}:" in str(seen)
     tree = seen.frames[0].tree().splitlines()
     assert tree[0] == "L"
@@ -263,7 +263,7 @@ def test_blocks_in_blocks():
     assert outer.frames[1].compile_id == inner.frames[0].compile_id
 
 
-def test_an_error_in_the_block_goes_out_and_what_was_seen_is_there():
+def test_an_error_in_the_block_propagates_and_the_record_stays():
     with pytest.raises(KeyError), inspect() as seen:  # noqa: PT012
         compiled(broken_in_the_middle)(torch.ones(2))
         raise KeyError
@@ -283,7 +283,7 @@ def test_no_logger_is_touched_and_nothing_is_printed(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_other_threads_are_seen():
+def test_other_threads_are_recorded():
     with inspect() as seen:
         threads = [threading.Thread(target=compiled(Net()), args=(torch.ones(i + 1, 3),)) for i in range(3)]
         for thread in threads:
@@ -356,7 +356,7 @@ def test_an_inspector_runs_the_model_as_often_as_asked():
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has one cache for all before 2.13")
-def test_an_inspector_leaves_what_is_compiled_already_alone():
+def test_an_inspector_does_not_touch_cached_entries():
     model = Net()
     net = compiled(model)
     net(torch.ones(2, 3))
@@ -366,7 +366,7 @@ def test_an_inspector_leaves_what_is_compiled_already_alone():
     assert seen.frames == []
 
 
-def test_an_inspector_of_what_is_compiled_already():
+def test_an_inspector_of_a_compiled_model():
     model = Net()
     net = compiled(model)
     net(torch.ones(2, 3))

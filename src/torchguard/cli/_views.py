@@ -289,7 +289,7 @@ def recompiles(facts: Facts, limit: int = 30) -> Iterator[RenderableType]:
         yield plain(f"{frame['compile_id']}  {frame['function']} ({_where(frame)})")
         yield from _misses(frame["recompiled_for"])
     yield from _left_out(again, limit)
-    for frame in _of_script(facts["given_up"]):
+    for frame in _of_script(facts["not_compiled"]):
         yield plain(
             f"{frame['compile_id']}  {frame['function']} ({_where(frame)}) was not compiled any more:", "yellow"
         )
