@@ -28,10 +28,10 @@ def compiled(fn, **options):
 def test_a_call_that_matches_an_entry_has_no_reasons():
     net = compiled(Net())
     net(torch.ones(2, 3))
-    found = why(net, torch.ones(2, 3))
-    assert not found
-    assert found.reasons == ()
-    assert str(found) == "This call matches a cached entry: it would not recompile."
+    answer = why(net, torch.ones(2, 3))
+    assert not answer
+    assert answer.reasons == ()
+    assert str(answer) == "This call matches a cached entry: it would not recompile."
 
 
 @pytest.mark.parametrize("make", [Net, lambda: torch.sin], ids=["module", "function"])
@@ -45,9 +45,9 @@ def test_an_entry_of_another_backend_does_not_match(make):
     one(torch.ones(2, 3))
     assert not why(one, torch.ones(2, 3))
     assert not why(torch.compile(double, backend="eager"), torch.ones(2, 3))
-    found = why(other, torch.ones(2, 3))
-    assert found
-    assert "there is no cached entry yet" in str(found)
+    answer = why(other, torch.ones(2, 3))
+    assert answer
+    assert "there is no cached entry yet" in str(answer)
     other(torch.ones(2, 3))
     assert not why(other, torch.ones(2, 3))
 
@@ -124,12 +124,12 @@ class TestLimits:
 
     def answer(self, net, size, compiles):
         """The answer, after checking that it is what happens."""
-        found = why(net, torch.ones(size))
+        answer = why(net, torch.ones(size))
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         net(torch.ones(size))
         compiled_now = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
-        assert bool(found) == (compiled_now == 1) == compiles
-        return found
+        assert bool(answer) == (compiled_now == 1) == compiles
+        return answer
 
     @pytest.fixture(autouse=True)
     def quiet(self, caplog):
@@ -142,16 +142,16 @@ class TestLimits:
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=2))
             net = compiled(self.fn, dynamic=False, **options)
             self.sizes(net, 2, 3)
-            found = self.answer(net, 4, compiles=False)
-        assert found.limit_reached
-        assert "runs eagerly" in str(found)
-        assert "size mismatch" in str(found)
+            answer = self.answer(net, 4, compiles=False)
+        assert answer.limit_reached
+        assert "runs eagerly" in str(answer)
+        assert "size mismatch" in str(answer)
 
     def test_reached_by_another_backend(self):
         self.sizes(compiled(self.fn, dynamic=False), *range(2, 10))
-        found = self.answer(torch.compile(self.fn, backend="aot_eager", dynamic=False), 3, compiles=False)
-        assert found.limit_reached
-        assert "runs eagerly" in str(found)
+        answer = self.answer(torch.compile(self.fn, backend="aot_eager", dynamic=False), 3, compiles=False)
+        assert answer.limit_reached
+        assert "runs eagerly" in str(answer)
 
     @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has one cache for all before 2.13")
     def test_reached_by_another_cache_does_not_count(self):
@@ -175,9 +175,9 @@ class TestStances:
     @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
     def test_nothing_is_compiled(self, net, stance):
         with torch.compiler.set_stance(stance):
-            found = why(net, torch.ones(3))
-        assert not found
-        assert f"'{stance}' this call runs eagerly" in str(found)
+            answer = why(net, torch.ones(3))
+        assert not answer
+        assert f"'{stance}' this call runs eagerly" in str(answer)
 
     def test_a_call_that_raises(self, net):
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -192,10 +192,10 @@ class TestStances:
 
 
 def test_before_the_first_call_there_is_no_entry():
-    found = why(compiled(Net()), torch.ones(2, 3))
-    assert found
-    assert "would compile" in str(found)
-    assert found.reasons == ()
+    answer = why(compiled(Net()), torch.ones(2, 3))
+    assert answer
+    assert "would compile" in str(answer)
+    assert answer.reasons == ()
 
 
 def test_all_reasons_are_listed_not_only_the_first():
@@ -203,10 +203,10 @@ def test_all_reasons_are_listed_not_only_the_first():
     net = compiled(model)
     net(torch.ones(2, 3))
     model.k = 5
-    found = why(net, torch.ones(2, 3, dtype=torch.float64, requires_grad=True), flag=False)
-    types = [reason.failure.guard.type for reason in found.reasons]
+    answer = why(net, torch.ones(2, 3, dtype=torch.float64, requires_grad=True), flag=False)
+    types = [reason.failure.guard.type for reason in answer.reasons]
     assert {"TENSOR_MATCH", "EQUALS_MATCH", "TRUE_MATCH"} <= set(types)
-    assert "L['self'].k == 2, but it is 5" in str(found)
+    assert "L['self'].k == 2, but it is 5" in str(answer)
 
 
 def test_why_runs_nothing_and_compiles_nothing():
@@ -239,8 +239,8 @@ def test_advice_about_tensors(change, advice):
     net = compiled(lambda x: x + 1, dynamic=False)
     x = torch.ones(2, 3)
     net(x)
-    found = why(net, change(x))
-    assert advice in " ".join(reason.advice for reason in found.reasons)
+    answer = why(net, change(x))
+    assert advice in " ".join(reason.advice for reason in answer.reasons)
 
 
 SCALE = 2
@@ -258,34 +258,34 @@ def test_advice_about_values_that_are_no_tensors():
 
     net = compiled(fn)
     net(torch.ones(2), [1, 2], call)
-    found = why(net, torch.ones(2), [1], lambda x: x)
-    advice = " ".join(reason.advice for reason in found.reasons)
+    answer = why(net, torch.ones(2), [1], lambda x: x)
+    advice = " ".join(reason.advice for reason in answer.reasons)
     assert "items has other items" in advice
     assert "create it once" in advice
     SCALE = 3
     power = 3
-    found = why(net, torch.ones(2), [1, 2], call)
+    answer = why(net, torch.ones(2), [1, 2], call)
     SCALE = 2
-    assert "make it an argument" in " ".join(reason.advice for reason in found.reasons)
-    assert len(found.reasons) == 2
+    assert "make it an argument" in " ".join(reason.advice for reason in answer.reasons)
+    assert len(answer.reasons) == 2
 
 
 def test_grad_mode():
     net = compiled(Net())
     net(torch.ones(2, 3))
     with torch.no_grad():
-        found = why(net, torch.ones(2, 3))
-    assert [reason.failure.guard.type for reason in found.reasons] == ["GLOBAL_STATE"]
-    assert "Grad mode" in found.reasons[0].advice
+        answer = why(net, torch.ones(2, 3))
+    assert [reason.failure.guard.type for reason in answer.reasons] == ["GLOBAL_STATE"]
+    assert "Grad mode" in answer.reasons[0].advice
 
 
 def test_every_entry_has_its_reasons():
     net = compiled(Net(), dynamic=False)
     net(torch.ones(2, 3))
     net(torch.ones(4, 3))
-    found = why(net, torch.ones(5, 3))
-    assert found.cache_size == 2
-    assert {reason.compile_id for reason in found.reasons} == {"0/0", "0/1"}
+    answer = why(net, torch.ones(5, 3))
+    assert answer.cache_size == 2
+    assert {reason.compile_id for reason in answer.reasons} == {"0/0", "0/1"}
 
 
 def test_a_module_of_torchs_own_and_a_method():
@@ -319,9 +319,9 @@ def test_a_variable_that_is_not_set_yet():
 
         net = compiled(fn)
         net(torch.ones(2), 0)
-        found = why(net, torch.ones(2), 0)
+        answer = why(net, torch.ones(2), 0)
         later = None
-        return found, later
+        return answer, later
 
     assert not make()[0]
 
@@ -330,18 +330,18 @@ def test_past_the_recompile_limit_the_call_runs_eagerly():
     net = compiled(lambda x, text: x + len(text))
     for i in range(torch._dynamo.config.recompile_limit + 1):
         net(torch.ones(2), "a" * i)
-    found = why(net, torch.ones(2), "b" * 30)
-    assert found.limit_reached
-    assert not found
-    assert "runs eagerly" in str(found)
+    answer = why(net, torch.ones(2), "b" * 30)
+    assert answer.limit_reached
+    assert not answer
+    assert "runs eagerly" in str(answer)
 
 
 def test_a_size_out_of_range_is_named():
     net = compiled(lambda x: x + 1, dynamic=True)
     net(torch.ones(4))
-    found = why(net, torch.ones(1))
-    assert "size()[0]" in str(found)
-    assert "mark_dynamic" in found.reasons[0].advice
+    answer = why(net, torch.ones(1))
+    assert "size()[0]" in str(answer)
+    assert "mark_dynamic" in answer.reasons[0].advice
 
 
 def test_an_attribute_that_is_gone():

@@ -106,7 +106,9 @@ class _PerGuard(Filter):
         self.text, self.keeps = text, keeps
 
     def _decide(self, entries: list[FilterEntry], candidates: list[bool]) -> list[bool]:
-        return [is_open and self._decide_one(entry) for entry, is_open in zip(entries, candidates, strict=True)]
+        return [
+            is_candidate and self._decide_one(entry) for entry, is_candidate in zip(entries, candidates, strict=True)
+        ]
 
     def _decide_one(self, entry: FilterEntry) -> bool:
         try:
@@ -140,7 +142,7 @@ class _AllGuards(Filter):
                 "Return one bool per guard, in their order."
             )
         kept = [_exact_bool(self, answer, entry) for answer, entry in zip(answers, entries, strict=True)]
-        return [keep and is_open for keep, is_open in zip(kept, candidates, strict=True)]
+        return [keep and is_candidate for keep, is_candidate in zip(kept, candidates, strict=True)]
 
     def _where(self, entries: list[FilterEntry]) -> str:
         """The guard it raises for, found by calling it again with one guard at a time."""
@@ -156,7 +158,7 @@ class _AllGuards(Filter):
 
 
 def _except(candidates: list[bool], kept: list[bool]) -> list[bool]:
-    return [is_open and not keep for is_open, keep in zip(candidates, kept, strict=True)]
+    return [is_candidate and not keep for is_candidate, keep in zip(candidates, kept, strict=True)]
 
 
 def _label(entry: FilterEntry) -> str:
