@@ -1,7 +1,7 @@
-"""The pytest fixture.
+"""The pytest plugin: the fixture `expect_no_recompile`.
 
-Every run of pytest loads this, before any conftest: it is no part of the package, which would come with it, and imports
-that only where the fixture is used.
+Pytest imports this module in every run, before any conftest. It stands outside the package, and imports torchguard only
+when the fixture is used, so that a run without it does not import torch.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture
 def expect_no_recompile() -> Callable[..., AbstractContextManager[Any]]:
-    """`with expect_no_recompile(): ...` fails the test if something is compiled again in the block."""
-    from torchguard.guards._inspect import expect_no_recompile
+    """`with expect_no_recompile(): ...` fails the test if Dynamo recompiles in the block."""
+    from torchguard.guards import expect_no_recompile
 
     return expect_no_recompile

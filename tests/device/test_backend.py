@@ -319,7 +319,9 @@ def test_decompositions_make_the_graph_that_is_checked_and_keep_the_lines():
         backend = mock_backend(Device(deny="aten.*", decompositions=decompositions))
         torch.compile(lambda x: norm(x).relu(), backend=backend)(torch.randn(3, 16))
         found = backend.report().violations
-        assert all(one.place is not None and one.place.file == __file__ for one in found if one.graph == "forward")
+        assert all(
+            one.source_line is not None and one.source_line.file == __file__ for one in found if one.graph == "forward"
+        )
         return {violation.op for violation in found if violation.graph == "forward"}
 
     assert "aten.native_layer_norm.default" in checked("none")

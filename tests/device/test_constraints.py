@@ -17,8 +17,8 @@ def test_double_precision_is_refused_by_default():
     assert (violation.code, violation.op) == ("TGD102", "aten._to_copy.default")
     assert violation.message == "float64 activations, chip has float32, float16, bfloat16"
     assert violation.remedy == "convert to float32: .to(torch.float32)"
-    assert violation.place.file == __file__
-    assert "x.double()" in violation.place.text
+    assert violation.source_line.file == __file__
+    assert "x.double()" in violation.source_line.text
 
 
 def test_a_view_of_another_dtype_hides_nothing():

@@ -296,9 +296,9 @@ def test_what_is_alive_at_the_peak_is_named_with_its_line():
     plan = backend.report().memory[0]
     by_name = {live.name: live for live in plan.at_peak}
     assert by_name["one.weight"].bytes == 8 * 32 * 4
-    made = [live for live in plan.at_peak if live.place is not None]
+    made = [live for live in plan.at_peak if live.source_line is not None]
     assert made
-    assert all(live.place.file == __file__ for live in made)
+    assert all(live.source_line.file == __file__ for live in made)
     assert "bytes at" in str(plan)
     assert list(plan.at_peak) == sorted(plan.at_peak, key=lambda live: -live.bytes)
 

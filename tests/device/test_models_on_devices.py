@@ -100,7 +100,7 @@ def test_strict_names_what_forward_and_backward_lack_before_the_forward_runs(nam
     error = raised.value.inner_exception
     assert isinstance(error, DeviceRejectionError)
     assert {one.graph for one in error.violations} == {"forward", "backward"}
-    assert all(one.place is not None for one in error.violations)
+    assert all(one.source_line is not None for one in error.violations)
 
 
 def test_strict_passes_a_model_that_fits(name):

@@ -67,7 +67,7 @@ def test_an_op_that_is_missing_splits_the_graph_and_its_tensors_move():
         (4 * 32 * 4, "to the device"),
     ]
     assert report.transfer_bytes == 2 * 4 * 32 * 4
-    assert all("nn.functional.gelu(self.one(x))" in one.place.text for one in report.transfers)
+    assert all("nn.functional.gelu(self.one(x))" in one.source_line.text for one in report.transfers)
 
 
 def test_what_fits_is_one_partition_and_moves_nothing():

@@ -1,4 +1,4 @@
-"""A filter makes compiled code blind to changes. The audit is not."""
+"""Audits: they find changes that filtered guards no longer notice."""
 
 import gc
 import threading
@@ -14,7 +14,7 @@ from torchguard.guards._compile import compile
 from torchguard.guards._filters import keep_portable, keep_tensors, skip_all, skip_globals, skip_inbuilt_nn_modules
 from torchguard.guards._why import why
 
-# Before torch 2.13, filters on one function share what was compiled: here each test starts anew.
+# Before torch 2.13, filters on one function share a cache; each test resets it.
 pytestmark = pytest.mark.filterwarnings("ignore::torchguard.exceptions.GuardWarning")
 
 FACTOR = 2
@@ -46,19 +46,19 @@ def factor():
 
 
 def audited(fn, filter, backend="eager", fullgraph=True, **settings):
-    watch = audit(filter, **settings)
-    return compile(fn, filter=watch, backend=backend, fullgraph=fullgraph), watch
+    auditor = audit(filter, **settings)
+    return compile(fn, filter=auditor, backend=backend, fullgraph=fullgraph), auditor
 
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_a_stale_result_is_told_of(factor, backend):
-    fn, watch = audited(scaled, skip_globals(), backend=backend, every=1)
+def test_a_stale_result_is_recorded(factor, backend):
+    fn, auditor = audited(scaled, skip_globals(), backend=backend, every=1)
     x = torch.ones(2)
     assert fn(x).tolist() == [2, 2]
     factor(3)
-    assert fn(x).tolist() == [2, 2]  # stale: nobody looks at the global any more
-    (violation,) = watch.report().violations
+    assert fn(x).tolist() == [2, 2]  # stale: no guard checks the global any more
+    (violation,) = auditor.report().violations
     assert violation.type == "EQUALS_MATCH" or "MATCH" in violation.type
     assert "FACTOR" in violation.name
     assert (violation.then, violation.now, violation.calls) == ("2", "3", 1)
@@ -66,14 +66,14 @@ def test_a_stale_result_is_told_of(factor, backend):
     assert "return x * FACTOR" in violation.line
 
 
-def test_recompiling_heals(factor):
-    fn, watch = audited(scaled, skip_globals(), every=1, action="recompile")
+def test_recompiling_gives_the_new_result(factor):
+    fn, auditor = audited(scaled, skip_globals(), every=1, action="recompile")
     x = torch.ones(2)
     fn(x)
     factor(3)
     assert fn(x).tolist() == [3, 3]
     assert fn(x).tolist() == [3, 3]
-    assert len(watch.report().violations) == 1
+    assert len(auditor.report().violations) == 1
 
 
 def test_raising_comes_before_a_stale_result(factor):
@@ -88,11 +88,11 @@ def test_raising_comes_before_a_stale_result(factor):
 
 
 @pytest.mark.parametrize(("answer", "result"), [(None, 2), (False, 3)])
-def test_an_action_of_ones_own(factor, answer, result):
-    told = []
+def test_a_custom_action(factor, answer, result):
+    found = []
 
     def act(violations):
-        told.extend(violations)
+        found.extend(violations)
         return answer
 
     fn, _ = audited(scaled, skip_globals(), every=1, action=act)
@@ -100,10 +100,10 @@ def test_an_action_of_ones_own(factor, answer, result):
     fn(x)
     factor(3)
     assert fn(x).item() == result
-    assert [violation.now for violation in told] == ["3"]
+    assert [violation.now for violation in found] == ["3"]
 
 
-def test_an_action_that_raises_is_heard(factor):
+def test_an_action_may_raise(factor):
     def act(violations):
         raise RuntimeError("stop here")
 
@@ -124,61 +124,61 @@ def test_a_stale_call_that_runs_eagerly_leaves_no_error_for_later(factor):
     assert fn(torch.ones(2)).tolist() == [2, 2]
 
 
-def test_it_looks_at_every_so_manieth_call(factor):
-    fn, watch = audited(scaled, skip_globals(), every=10)
+def test_it_checks_every_tenth_call(factor):
+    fn, auditor = audited(scaled, skip_globals(), every=10)
     x = torch.ones(1)
     fn(x)
     for _ in range(30):
         fn(x)
-    report = watch.report()
+    report = auditor.report()
     assert (report.calls, report.checks) == (30, 3)
     factor(3)
     for _ in range(10):
         fn(x)
-    (violation,) = watch.report().violations
+    (violation,) = auditor.report().violations
     assert 1 <= violation.calls <= 10
 
 
-def test_a_budget_sets_how_often_it_looks():
-    fn, watch = audited(scaled, skip_globals(), budget=0.001)
+def test_a_budget_sets_how_often_it_checks():
+    fn, auditor = audited(scaled, skip_globals(), budget=0.001)
     x = torch.ones(1)
     for _ in range(200):
         fn(x)
-    assert 1 <= watch.report().checks < 100
+    assert 1 <= auditor.report().checks < 100
 
 
-def test_train_and_eval_are_seen_at_once():
+def test_train_and_eval_are_noticed_at_once():
     model = Net().eval()
-    net, watch = audited(model, skip_inbuilt_nn_modules(), every=1000)
+    net, auditor = audited(model, skip_inbuilt_nn_modules(), every=1000)
     x = torch.randn(2, 3)
     want = net(x)
     assert torch.equal(net(x), want)
     model.train()
     net(x)
-    names = [violation.name for violation in watch.report().violations]
+    names = [violation.name for violation in auditor.report().violations]
     assert any("drop" in name and "training" in name for name in names)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
-def test_grad_mode_and_autocast_are_seen_at_once(mode):
-    call, watch = audited(lambda x: x @ x, skip_all(), every=1000)
+def test_grad_mode_and_autocast_are_noticed_at_once(mode):
+    call, auditor = audited(lambda x: x @ x, skip_all(), every=1000)
     x = torch.ones(2, 2)
     call(x)
     call(x)
     with mode():
         call(x)
-    assert "GLOBAL_STATE" in [violation.type for violation in watch.report().violations]
+    assert "GLOBAL_STATE" in [violation.type for violation in auditor.report().violations]
 
 
 def test_the_wrong_branch_under_dynamic_shapes():
     def fn(x):
         return x + 1 if x.shape[0] > 4 else x - 1
 
-    call, watch = audited(lambda x: fn(x), skip_all(), every=1, fullgraph=True)
+    call, auditor = audited(lambda x: fn(x), skip_all(), every=1, fullgraph=True)
     assert call(torch.zeros(8))[0] == 1
     assert call(torch.zeros(2))[0] == 1  # stale
-    assert any(violation.type == "TENSOR_MATCH" for violation in watch.report().violations)
-    call, watch = audited(fn, keep_tensors(), every=1, fullgraph=True, action="recompile")
+    assert any(violation.type == "TENSOR_MATCH" for violation in auditor.report().violations)
+    call, auditor = audited(fn, keep_tensors(), every=1, fullgraph=True, action="recompile")
     x = torch.zeros(8)
     torch._dynamo.mark_dynamic(x, 0)
     call(x)
@@ -191,11 +191,11 @@ def test_frames_behind_a_graph_break(factor):
         torch._dynamo.graph_break()
         return x * FACTOR
 
-    call, watch = audited(fn, skip_globals(), every=1, fullgraph=False)
+    call, auditor = audited(fn, skip_globals(), every=1, fullgraph=False)
     call(torch.ones(1))
     factor(5)
     call(torch.ones(1))
-    (violation,) = watch.report().violations
+    (violation,) = auditor.report().violations
     assert "resume" in violation.function
     assert violation.now == "5"
 
@@ -206,29 +206,29 @@ def test_closures():
     def fn(x):
         return x**power
 
-    call, watch = audited(fn, keep_portable(), every=1)
+    call, auditor = audited(fn, keep_portable(), every=1)
     call(torch.full((1,), 3.0))
     power = 3
     assert call(torch.full((1,), 3.0)).item() == 9  # stale
-    (violation,) = watch.report().violations
+    (violation,) = auditor.report().violations
     assert (violation.then, violation.now) == ("2", "3")
 
 
-def test_several_violations_are_all_told():
+def test_all_violations_are_reported():
     model = Net().eval()
-    net, watch = audited(model, keep_portable(), every=1)
+    net, auditor = audited(model, keep_portable(), every=1)
     x = torch.randn(2, 3)
     net(x)
     model.k, model.drop.p = 3, 0.25
     model.drop.train()
     net(x)
-    names = [violation.name for violation in watch.report().violations]
+    names = [violation.name for violation in auditor.report().violations]
     assert "self.k" in names
     assert sum("drop" in name for name in names) >= 1
 
 
 def test_threads():
-    fn, watch = audited(scaled, skip_globals(), every=5)
+    fn, auditor = audited(scaled, skip_globals(), every=5)
     x = torch.ones(1)
     fn(x)
     found = []
@@ -242,21 +242,21 @@ def test_threads():
     for thread in threads:
         thread.join()
     assert set(found) == {2}
-    assert watch.report().calls >= 400
+    assert auditor.report().calls >= 400
 
 
 def test_nothing_is_kept_alive():
     model = Net().eval()
-    net, watch = audited(model, skip_inbuilt_nn_modules(), every=1)
+    net, auditor = audited(model, skip_inbuilt_nn_modules(), every=1)
     net(torch.randn(2, 3))
     net(torch.randn(2, 3))
     there = weakref.ref(model)
-    calls = watch.report().calls
+    calls = auditor.report().calls
     del net, model
     torch._dynamo.reset()
     gc.collect()
     assert there() is None
-    assert watch.report().calls == calls
+    assert auditor.report().calls == calls
 
 
 def test_train_is_noticed_whatever_self_is_called():
@@ -265,20 +265,20 @@ def test_train_is_noticed_whatever_self_is_called():
             return this.drop(this.layer(x))
 
     model = Odd().eval()
-    net, watch = audited(model, skip_inbuilt_nn_modules(), every=1000)
+    net, auditor = audited(model, skip_inbuilt_nn_modules(), every=1000)
     net(torch.randn(2, 3))
     model.train()
     net(torch.randn(2, 3))
-    assert watch.report().violations
+    assert auditor.report().violations
 
 
-def test_the_line_is_the_users_where_torch_reads_the_value():
+def test_where_torch_reads_the_value_the_line_is_still_the_users():
     model = Net().train()
-    net, watch = audited(model, skip_inbuilt_nn_modules(), every=1)
+    net, auditor = audited(model, skip_inbuilt_nn_modules(), every=1)
     net(torch.randn(2, 3))
     model.drop.p = 0.25
     net(torch.randn(2, 3))
-    (violation,) = watch.report().violations
+    (violation,) = auditor.report().violations
     assert violation.line.startswith(__file__)
     assert "self.drop" in violation.line
 
@@ -286,8 +286,8 @@ def test_the_line_is_the_users_where_torch_reads_the_value():
 def test_an_audit_that_knows_the_model_does_not_keep_it_alive():
     def there():
         model, seen = Net().eval(), []
-        watch = audit(skip_inbuilt_nn_modules(), every=1, action=lambda violations: seen.append((model, violations)))
-        compile(model, filter=watch, backend="eager")(torch.randn(2, 3))
+        auditor = audit(skip_inbuilt_nn_modules(), every=1, action=lambda violations: seen.append((model, violations)))
+        compile(model, filter=auditor, backend="eager")(torch.randn(2, 3))
         return weakref.ref(model)
 
     model = there()
@@ -295,50 +295,50 @@ def test_an_audit_that_knows_the_model_does_not_keep_it_alive():
     assert model() is None
 
 
-def test_asking_why_is_no_call():
-    fn, watch = audited(scaled, skip_globals(), every=1)
+def test_why_does_not_count_as_a_call():
+    fn, auditor = audited(scaled, skip_globals(), every=1)
     fn(torch.ones(1))
-    before = watch.report().calls
+    before = auditor.report().calls
     assert not why(fn, torch.ones(1))
-    assert watch.report().calls == before
+    assert auditor.report().calls == before
 
 
-def test_a_filter_that_drops_nothing_is_not_looked_at():
+def test_a_filter_that_drops_nothing_is_not_audited():
     def keep(entries):
         return [True for _ in entries]
 
-    fn, watch = audited(scaled, keep, every=1)
+    fn, auditor = audited(scaled, keep, every=1)
     fn(torch.ones(1))
     fn(torch.ones(1))
-    assert watch.report().calls == 0
+    assert auditor.report().calls == 0
 
 
-def test_the_report_in_words(factor):
-    fn, watch = audited(scaled, skip_globals(), every=1)
+def test_the_report_as_text(factor):
+    fn, auditor = audited(scaled, skip_globals(), every=1)
     fn(torch.ones(1))
     factor(7)
     fn(torch.ones(1))
-    text = str(watch.report())
+    text = str(auditor.report())
     assert "1 violations" in text
     assert "2 became 7" in text
-    assert repr(watch) == "audit(skip_globals(), every=1, action='record')"
+    assert repr(auditor) == "audit(skip_globals(), every=1, action='record')"
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"every": 0}, "every is 0"),
         ({"every": True}, "every is True"),
-        ({"action": "heal"}, "action is 'heal'"),
+        ({"action": "repair"}, "action is 'repair'"),
         ({"budget": 2.0}, "budget is 2.0"),
     ],
 )
-def test_bad_input(settings, told):
-    with pytest.raises(GuardError, match=told):
+def test_bad_input(settings, message):
+    with pytest.raises(GuardError, match=message):
         audit(skip_globals(), **settings)
 
 
-def test_a_torch_without_a_private_name_is_told_of_in_words(monkeypatch):
+def test_a_torch_without_a_private_name_is_refused_with_that_name(monkeypatch):
     monkeypatch.delattr("torch._dynamo.guards._get_closure_vars")
     with pytest.raises(GuardError, match=r"has no _get_closure_vars.*Filters work without"):
         audit(skip_globals())

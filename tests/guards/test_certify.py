@@ -1,4 +1,4 @@
-"""What a filter does to correctness, shown; and the filter that does none."""
+"""How a filter affects results, and the filter that does no harm."""
 
 import contextlib
 import gc
@@ -10,12 +10,12 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from torchguard.exceptions import GuardError
-from torchguard.guards._certify import FINE, HARMFUL, MISSED, NOT_EXERCISED, NOT_POSSIBLE, STALE, certify
+from torchguard.guards._certify import CORRECT, EAGER_FAILS, HARMFUL, NOT_EXERCISED, STALE, UNGUARDED, certify
 from torchguard.guards._compile import compile
 from torchguard.guards._filters import keep_all, keep_portable, skip_all, skip_globals, skip_inbuilt_nn_modules
 from torchguard.guards._suggest import suggest
 
-# Before torch 2.13, filters on one function share what was compiled: here each test starts anew.
+# Before torch 2.13, filters on one function share a cache; each test resets it.
 pytestmark = pytest.mark.filterwarnings("ignore::torchguard.exceptions.GuardWarning")
 
 LIMIT = 3
@@ -37,10 +37,10 @@ def results(certificate):
     return {outcome.change: outcome.result for outcome in certificate.outcomes}
 
 
-def test_without_dropped_guards_all_is_fine_but_late_hooks():
+def test_without_dropped_guards_all_is_correct_but_late_hooks():
     found = results(certify(Net(), torch.randn(3, 4), keep_all()))
-    assert found.pop("a late forward hook") in (FINE, MISSED)
-    assert set(found.values()) <= {FINE, NOT_POSSIBLE}
+    assert found.pop("a late forward hook") in (CORRECT, UNGUARDED)
+    assert set(found.values()) <= {CORRECT, EAGER_FAILS}
 
 
 def test_dropout_after_eval_is_harmful():
@@ -87,7 +87,7 @@ def test_shapes_strides_dtypes_and_state():
     assert {"other strides", "another dtype", "requires_grad", "no_grad", "autocast"} <= set(found)
 
 
-def test_changes_of_ones_own():
+def test_custom_changes():
     model = Net().eval()
 
     @contextlib.contextmanager
@@ -133,7 +133,7 @@ def test_arguments_gradients_and_the_random_state_are_left_as_they_were():
 
     x, state = torch.zeros(3), torch.get_rng_state()
     found = results(certify(fn, x, keep_all()))
-    assert MISSED not in found.values()
+    assert UNGUARDED not in found.values()
     assert not x.any()
     assert torch.equal(torch.get_rng_state(), state)
     model = nn.Linear(3, 3)
@@ -157,13 +157,13 @@ def test_nothing_to_suggest_for_what_is_not_compiled():
         suggest(lambda x: None, torch.randn(3))
 
 
-def test_a_model_that_fails_is_told_of():
-    with pytest.raises(GuardError, match="fails before anything is changed"):
+def test_a_model_that_fails_is_refused():
+    with pytest.raises(GuardError, match="fails before any change"):
         certify(nn.Linear(3, 3), torch.randn(2, 4), skip_all())
 
 
 class Named(nn.Module):
-    """With a text, and a share, on which its result depends."""
+    """Its result depends on a string and on a probability."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ def test_the_suggested_filter_saves_and_does_no_harm():
     compiled = eval(found.code, {"guards": __import__("torchguard.guards", fromlist=["x"]), "model": model})
     torch.testing.assert_close(compiled(x), model(x))
     model.train()
-    assert (compiled(x) == LIMIT).any()  # what Dropout left out: it is at work
+    assert (compiled(x) == LIMIT).any()  # the zeros of Dropout: it is active
     assert "less)" in str(found)
 
 

@@ -1,4 +1,4 @@
-"""`compile`: torch.compile with a filter, what is no longer noticed with one, and the traps it avoids."""
+"""`compile`: torch.compile with a filter, what it no longer notices, and the pitfalls it avoids."""
 
 import warnings
 
@@ -51,8 +51,8 @@ def backend():
     return Counting()
 
 
-class Asked:
-    """A filter in torch's form that notes how often it is asked, and keeps all."""
+class CountingFilter:
+    """A filter in torch's form that counts its calls, and keeps all."""
 
     def __init__(self):
         self.times = 0
@@ -100,7 +100,7 @@ def dropping(filter, backend="eager"):
     return model, compiled
 
 
-# What no longer is noticed, filter by filter
+# What is no longer noticed, filter by filter
 
 
 def test_all_guards_kept_everything_is_noticed(monkeypatch):
@@ -191,7 +191,7 @@ def test_without_any_guard_the_first_graph_runs_for_every_call(backend):
     assert backend.graphs == 1
 
 
-# The examples of the guide, as functions in torch's form, and as filters of ours
+# The examples of the guide, as functions in torch's form and as filters
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_filter_in_a_line_is_the_function_of_many(monkeypatch, function, filte
     fn(X)
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
     assert fn(X)[0, 0] == 2
-    torch.testing.assert_close(fn(X.double()), 5 * X.double())  # the tensor is guarded: compiled anew
+    torch.testing.assert_close(fn(X.double()), 5 * X.double())  # the tensor is guarded: recompiled
 
 
 def test_what_is_dropped_can_be_printed():
@@ -291,7 +291,7 @@ def test_dynamo_optimize_takes_a_filter_too(monkeypatch):
     assert fn(X)[0, 0] == 2
 
 
-def test_fail_on_recompile_tells_of_kept_guards_only(monkeypatch):
+def test_fail_on_recompile_notices_kept_guards_only(monkeypatch):
     fn = compile(scale, filter=skip_globals(), backend="eager")
     fn(X)
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -322,7 +322,7 @@ def test_other_hooks_go_to_dynamo_optimize():
     assert failed[0].orig_code is scale.__code__
 
 
-# The traps
+# The pitfalls
 
 
 def test_torch_takes_the_filter_out_of_the_options_it_is_given():
@@ -332,35 +332,35 @@ def test_torch_takes_the_filter_out_of_the_options_it_is_given():
 
 
 def test_options_are_left_alone_and_can_be_used_again():
-    asked = Asked()
-    options = {"guard_filter_fn": asked}
+    counting = CountingFilter()
+    options = {"guard_filter_fn": counting}
     for fn in (lambda x: x + 1, lambda x: x + 2):
         compile(fn, backend="eager", options=options)(X)
-    assert asked.times == 2
-    assert options == {"guard_filter_fn": asked}
+    assert counting.times == 2
+    assert options == {"guard_filter_fn": counting}
 
 
 def test_a_decorator_can_be_used_again():
-    asked = Asked()
-    decorate = compile(filter=asked, backend="eager")
+    counting = CountingFilter()
+    decorate = compile(filter=counting, backend="eager")
     for fn in (lambda x: x + 1, lambda x: x + 2):
         decorate(fn)(X)
-    assert asked.times == 2
+    assert counting.times == 2
 
 
 def test_as_a_decorator():
-    asked = Asked()
+    counting = CountingFilter()
 
-    @compile(filter=asked, backend="eager", fullgraph=True)
+    @compile(filter=counting, backend="eager", fullgraph=True)
     def triple(x):
         return x * 3
 
     torch.testing.assert_close(triple(X), 3 * X)
-    assert asked.times == 1
+    assert counting.times == 1
     assert triple.__name__ == "triple"
 
 
-def test_two_filters_on_one_function_do_not_see_each_others_graphs(monkeypatch):
+def test_two_filters_on_one_function_do_not_share_graphs(monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         careless = compile(scale, filter=skip_globals(), backend="eager")
@@ -372,30 +372,30 @@ def test_two_filters_on_one_function_do_not_see_each_others_graphs(monkeypatch):
     assert careful(X)[0, 0] == (5 if can_isolate else 2)
 
 
-def test_without_a_filter_of_its_own_a_function_does_not_see_filtered_graphs_either(monkeypatch):
+def test_plain_torch_compile_does_not_use_filtered_graphs_either(monkeypatch):
     compile(scale, filter=skip_globals(), backend="eager")(X)
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
     assert torch.compile(scale, backend="eager")(X)[0, 0] == (5 if can_isolate else 2)
 
 
-def test_torch_compile_alone_mixes_two_filters_up():
-    first, second = Asked(), Asked()
+def test_torch_compile_alone_mixes_up_two_filters():
+    first, second = CountingFilter(), CountingFilter()
     torch.compile(double, backend="eager", options={"guard_filter_fn": first})(X)
     torch.compile(double, backend="eager", options={"guard_filter_fn": second})(X)
     assert (first.times, second.times) == (1, 0)
 
 
 def test_graphs_of_plain_torch_compile_are_used_while_their_guards_hold():
-    asked = Asked()
+    counting = CountingFilter()
     torch.compile(double, backend="eager")(X)
-    fn = compile(double, filter=asked, backend="eager")
+    fn = compile(double, filter=counting, backend="eager")
     fn(X)
-    assert asked.times == 0
+    assert counting.times == 0
     fn(X.double())
-    assert asked.times == 1
+    assert counting.times == 1
 
 
-def test_where_torch_cannot_keep_two_filters_apart_there_is_a_warning(monkeypatch):
+def test_where_two_filters_share_a_cache_there_is_a_warning(monkeypatch):
     monkeypatch.setattr(_compile, "_isolates_recompiles", lambda: False)
     first = skip_globals()
     compile(add_if_given, filter=first, backend="eager")
@@ -409,27 +409,27 @@ def test_where_torch_cannot_keep_two_filters_apart_there_is_a_warning(monkeypatc
         compile(Scale(), backend="eager")
 
 
-def test_mode_and_options_are_refused_in_words():
+def test_mode_and_options_are_refused():
     with pytest.raises(GuardError, match=r"mode='max-autotune' and options.*list_mode_options"):
         compile(double, filter=skip_all(), mode="max-autotune", options={"max_autotune": True})
 
 
-def test_two_filters_at_once_are_refused_in_words():
+def test_two_filters_at_once_are_refused():
     with pytest.raises(GuardError, match="Combine them with & and pass filter="):
         compile(double, filter=skip_all(), options={"guard_filter_fn": skip_all()})
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"])
 def test_a_mode_goes_with_a_filter_and_sets_what_it_sets_alone(mode):
-    asked = Asked()
-    with_filter, alone = compile(double, filter=asked, mode=mode), torch.compile(double, mode=mode)
+    counting = CountingFilter()
+    with_filter, alone = compile(double, filter=counting, mode=mode), torch.compile(double, mode=mode)
     assert with_filter.get_compiler_config() == alone.get_compiler_config()
 
 
 def test_a_mode_with_a_filter_runs():
-    asked = Asked()
-    torch.testing.assert_close(compile(double, filter=asked, mode="reduce-overhead")(X), 2 * X)
-    assert asked.times == 1
+    counting = CountingFilter()
+    torch.testing.assert_close(compile(double, filter=counting, mode="reduce-overhead")(X), 2 * X)
+    assert counting.times == 1
 
 
 def test_a_mode_without_a_filter_is_torchs():
@@ -441,7 +441,7 @@ def test_the_default_mode_goes_with_any_backend(backend):
     assert backend.graphs == 1
 
 
-def test_another_mode_with_another_backend_is_refused_in_words(backend):
+def test_another_mode_with_another_backend_is_refused(backend):
     for other in ("eager", backend):
         with pytest.raises(GuardError, match="with the backend 'inductor' only"):
             compile(double, filter=keep_all(), mode="max-autotune", backend=other)
@@ -492,15 +492,15 @@ def test_a_function_in_torchs_form_is_wrapped_so_that_its_errors_read_well():
     def short(entries):
         return [True]
 
-    with pytest.raises(FilterError, match=r"by_function\(short\) returned 1 answers"):
+    with pytest.raises(FilterError, match=r"by_function\(short\) returned 1 bools"):
         compile(double, filter=short, backend="eager")(X)
 
 
-def test_so_is_one_inside_of_options():
+def test_so_is_one_inside_options():
     def short(entries):
         return [True]
 
-    with pytest.raises(FilterError, match=r"by_function\(short\) returned 1 answers"):
+    with pytest.raises(FilterError, match=r"by_function\(short\) returned 1 bools"):
         compile(double, options={"guard_filter_fn": short}, backend="eager")(X)
 
 
@@ -525,6 +525,6 @@ def test_a_module_stays_a_module():
 
 def test_the_guards_of_a_call_can_be_explained():
     found = entries(double, torch.ones(2))
-    told = skip_all().explain(found)
-    assert len(told.dropped) == len(found) > 0
-    assert any(guard.type == "TENSOR_MATCH" and guard.name == "x" for guard in told.dropped)
+    explanation = skip_all().explain(found)
+    assert len(explanation.dropped) == len(found) > 0
+    assert any(guard.type == "TENSOR_MATCH" and guard.name == "x" for guard in explanation.dropped)

@@ -1,4 +1,4 @@
-"""What guards cost a call, source by source."""
+"""How long guards take in a call, source by source."""
 
 import re
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchguard.exceptions import GuardError
-from torchguard.guards._cost import Cost, Share, cost
+from torchguard.guards._cost import Cost, CostNode, cost
 
 
 @pytest.fixture(autouse=True)
@@ -33,20 +33,20 @@ def compiled(fn, **options):
     return torch.compile(fn, **{"backend": "eager", "dynamic": False, **options})
 
 
-def test_shares_add_up():
+def test_self_times_sum_to_the_total():
     net = compiled(Uneven(4))
     x = torch.ones(2, 3)
     net(x)
     found = cost(net, x)
     assert 0 < found.hot == found.tree.microseconds
-    assert found.in_place is not None
-    assert found.in_place > 0
-    assert sum(own for _, own in found.tree.lines()) == pytest.approx(found.hot)
-    for share in found.tree.subtrees():
-        assert sum(part.microseconds for part in share.parts) <= share.microseconds * (1 + 1e-9)
+    assert found.profiled is not None
+    assert found.profiled > 0
+    assert sum(own for _, own in found.tree.self_times()) == pytest.approx(found.hot)
+    for node in found.tree.subtrees():
+        assert sum(child.microseconds for child in node.children) <= node.microseconds * (1 + 1e-9)
 
 
-def test_the_dearest_subtree_is_the_huge_list(guards_for_a_clock):
+def test_the_most_expensive_subtree_is_the_long_list(guards_for_a_clock):
     net = compiled(Uneven(60))
     x = torch.ones(2, 3)
     net(x)
@@ -56,8 +56,8 @@ def test_the_dearest_subtree_is_the_huge_list(guards_for_a_clock):
     assert many > small * 5
 
 
-def test_the_dearest_come_first():
-    found = Cost(3.0, None, Share("L", 3.0, (Share("L['x']", 0.5, ()), Share("L['y z']", 2.0, ()))))
+def test_the_most_expensive_come_first():
+    found = Cost(3.0, None, CostNode("L", 3.0, (CostNode("L['x']", 0.5, ()), CostNode("L['y z']", 2.0, ()))))
     assert found.by_source() == [("L", 3.0), ("L['y z']", 2.0), ("L['x']", 0.5)]
     assert str(found).splitlines()[0] == "guards: 3.0 us hot"
     assert found.to_flamegraph() == "L 500\nL;L['x'] 500\nL;L['yz'] 2000"
@@ -77,7 +77,7 @@ def test_the_flame_graph_parses():
     assert total == pytest.approx(found.hot * 1e3, rel=0.05)
 
 
-def test_it_is_called_as_often_as_told_and_compiles_nothing():
+def test_it_makes_the_given_number_of_calls_and_compiles_nothing():
     ran = []
 
     def counted(graph, inputs):
@@ -87,9 +87,9 @@ def test_it_is_called_as_often_as_told_and_compiles_nothing():
     x = torch.ones(2)
     net(x)
     torch._dynamo.utils.counters.clear()
-    assert cost(net, x, calls=3).in_place is not None
+    assert cost(net, x, calls=3).profiled is not None
     assert len(ran) == 4
-    assert cost(net, x, calls=0).in_place is None
+    assert cost(net, x, calls=0).profiled is None
     assert len(ran) == 4
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
@@ -110,7 +110,7 @@ def test_a_function_with_graph_breaks_and_one_compiled_in_place():
 
     net = compiled(fn)
     net(torch.ones(2))
-    assert cost(net, torch.ones(2)).in_place
+    assert cost(net, torch.ones(2)).profiled
     model = Uneven(2)
     model.compile(backend="eager")
     model(torch.ones(2, 3))
@@ -146,9 +146,9 @@ def test_bad_input():
     with pytest.raises(GuardError, match="Call it once before"):
         cost(net, torch.ones(2, 3))
     net(torch.ones(2, 3))
-    with pytest.raises(GuardError, match="nothing compiled fits"):
+    with pytest.raises(GuardError, match="no cached entry matches"):
         cost(net, torch.ones(4, 3))
-    with pytest.raises(GuardError, match="do not fit"):
+    with pytest.raises(GuardError, match="do not match the signature"):
         cost(net, 1, 2, 3)
     with pytest.raises(GuardError, match="calls is -1"):
         cost(net, torch.ones(2, 3), calls=-1)

@@ -1,4 +1,4 @@
-"""Holding code to what was compiled."""
+"""`expect_no_recompile`: tests that fail when Dynamo recompiles."""
 
 import logging
 import subprocess
@@ -36,7 +36,7 @@ def test_a_recompile_is_an_error_with_all_failing_guards_and_advice():
     text = str(error.value)
     assert "Net.forward" in text
     assert __file__ in text
-    assert "was compiled again" in text
+    assert "was recompiled" in text
     assert "L['self'].k == 2, but it is 5" in text
     assert "size mismatch at index 0" in text
     assert "mark_dynamic(x, 0)" in text
@@ -50,7 +50,7 @@ def test_the_first_compilation_is_allowed():
         net(torch.ones(2, 3))
 
 
-def test_but_not_a_second_one_in_the_same_block():
+def test_a_second_compilation_in_the_same_block_is_an_error():
     net = compiled(Net())
     with pytest.raises(RecompileError, match="size mismatch"), expect_no_recompile():
         _ = net(torch.ones(2, 3)), net(torch.ones(4, 3))
@@ -68,7 +68,7 @@ def test_declared_inputs_are_compiled_for_first():
 
 def test_after_declared_inputs_nothing_may_be_compiled():
     net = compiled(Net())
-    with pytest.raises(RecompileError, match="compiled again"), expect_no_recompile(net, [(torch.ones(2, 3),)]):
+    with pytest.raises(RecompileError, match="was recompiled"), expect_no_recompile(net, [(torch.ones(2, 3),)]):
         net(torch.ones(4, 3))
     other = compiled(lambda x: x + 1)
     with pytest.raises(RecompileError, match="for the first time"), expect_no_recompile(net, [(torch.ones(2, 3),)]):
@@ -97,14 +97,14 @@ def test_a_function_with_graph_breaks():
         net(torch.ones(3))
 
 
-def test_what_another_backend_leaves_no_room_for_is_told():
+def test_a_limit_reached_by_another_backend_is_an_error():
     def fn(x):
         return x + 1
 
     for size in range(2, 10):
         compiled(fn)(torch.ones(size))
     other = compiled(fn, backend="aot_eager")
-    with pytest.raises(RecompileError, match="ran as it is"), expect_no_recompile(other):
+    with pytest.raises(RecompileError, match="ran eagerly"), expect_no_recompile(other):
         other(torch.ones(2))
 
 
@@ -123,7 +123,7 @@ def test_at_the_recompile_limit(caplog):
     with (
         torch._dynamo.config.patch(recompile_limit=1),
         caplog.at_level(logging.CRITICAL),
-        pytest.raises(RecompileError, match="was not compiled again"),
+        pytest.raises(RecompileError, match="was not recompiled"),
         expect_no_recompile(),
     ):
         net(torch.ones(4, 3))
@@ -161,11 +161,11 @@ def double(x):
 
 net = torch.compile(double, backend="eager", dynamic=False)
 
-def test_fits(expect_no_recompile):
+def test_matches(expect_no_recompile):
     with expect_no_recompile(net, [torch.ones(2)]):
         net(torch.ones(2))
 
-def test_does_not_fit(expect_no_recompile):
+def test_recompiles(expect_no_recompile):
     with expect_no_recompile():
         net(torch.ones(3))
 """

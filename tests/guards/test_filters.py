@@ -1,4 +1,4 @@
-"""Guard filters: what they keep, how they combine, what they say of themselves, and what is said of bad ones."""
+"""Filters: what they keep, how they combine, their `repr` and explanation, and the errors of bad ones."""
 
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ def branches_on_shape(x):
 
 
 def entries_of(fn, *args, **options):
-    """The guards of a call, as Dynamo shows them."""
+    """The guards of a call, as Dynamo passes them to a filter."""
     seen = []
 
     def keep(entries):
@@ -101,11 +101,11 @@ def kept_names(filter, entries):
     return {name for name, _ in kept(filter, entries)}
 
 
-# The named filters
+# Predefined filters
 
 
 @pytest.mark.parametrize(
-    ("ours", "torchs"),
+    ("filter", "torchs"),
     [
         (skip_inbuilt_nn_modules(), torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe),
         (skip_nn_modules(), torch.compiler.skip_guard_on_all_nn_modules_unsafe),
@@ -120,8 +120,8 @@ def kept_names(filter, entries):
     ],
     ids=lambda one: repr(one) if isinstance(one, Filter) else "torch",
 )
-def test_named_filters_decide_as_torchs_helpers_do(ours, torchs, entries):
-    assert ours(entries) == torchs(entries)
+def test_named_filters_decide_as_torchs_helpers_do(filter, torchs, entries):
+    assert filter(entries) == torchs(entries)
 
 
 def test_all_are_kept_by_keep_all_and_none_by_skip_all(entries):
@@ -174,7 +174,7 @@ def test_by_derived_type():
     assert not kept(of_type("NONE_MATCH"), entries)
 
 
-def test_by_name_with_globs_in_which_brackets_stand_for_themselves():
+def test_by_name_with_globs_in_which_brackets_are_literal():
     entries = SUBJECTS["module"]()
     parameters = {"self._modules['linear']._parameters['bias']", "self._modules['linear']._parameters['weight']"}
     assert kept_names(named("self._modules['linear']._parameters[*]"), entries) == parameters
@@ -227,7 +227,7 @@ def test_state_is_what_has_no_name(entries):
 
 
 def test_each_guard_has_a_source_and_sources_agree_with_torch(entries):
-    assert all(from_source(*_filters.KINDS)(entries))
+    assert all(from_source(*_filters.SOURCE_KINDS)(entries))
     assert from_source("global")(entries) == (~skip_globals())(entries)
     assert from_source("module")(entries) == (~skip_nn_modules())(entries)
 
@@ -247,7 +247,7 @@ def test_by_a_function_in_torchs_form(entries):
     )
 
 
-def test_the_right_side_is_only_asked_about_what_the_left_side_leaves_open():
+def test_the_right_side_decides_only_what_the_left_side_leaves_undecided():
     entries = SUBJECTS["module"]()
     large = with_value(lambda tensor: tensor.dim() > 1)
     assert kept_names(of_type("TENSOR_MATCH") & large, entries) == {
@@ -390,7 +390,7 @@ def test_an_explanation_has_what_is_kept_and_what_is_dropped(entries):
     assert len(explanation.kept) + len(explanation.dropped) == len(entries)
 
 
-def test_an_explanation_reads_well():
+def test_an_explanation_as_text():
     explanation = skip_globals().explain(SUBJECTS["globals"]())
     lines = str(explanation).splitlines()
     kept, dropped = len(explanation.kept), len(explanation.dropped)
@@ -492,14 +492,14 @@ def loses_the_tensor(entries):
 
 
 BAD = {
-    first_three: r"by_function\(first_three\) returned 3 answers for \d+ guards: the first without one is guard",
-    too_many: r"by_function\(too_many\) returned \d+ answers for \d+ guards\. Return one bool a guard",
+    first_three: r"by_function\(first_three\) returned 3 bools for \d+ guards: the first without one is guard",
+    too_many: r"by_function\(too_many\) returned \d+ bools for \d+ guards\. Return one bool per guard",
     nothing: r"by_function\(nothing\) returned NoneType\. Return a list",
     generated: r"by_function\(generated\) returned generator\. Return a list",
-    ones: r"by_function\(ones\) answered 1 \(int\) for guard \w+ \(\w+\)\. Answer True",
+    ones: r"by_function\(ones\) returned 1 \(int\) for guard \w+ \(\w+\)\. Return exactly True",
     shape_of_all: r"by_function\(shape_of_all\) raised AttributeError at guard factor \(CONSTANT_MATCH\): 'int' object",
-    raises_together: r"by_function\(raises_together\) raised KeyError at \d+ guards, at none of them alone: 'missing'",
-    loses_the_tensor: r"answered Tensor\(float32, \(2,\), cpu\) \(Tensor\) for guard x \(TENSOR_MATCH\)",
+    raises_together: r"by_function\(raises_together\) raised KeyError at all \d+ guards together: 'missing'",
+    loses_the_tensor: r"returned Tensor\(float32, \(2,\), cpu\) \(Tensor\) for guard x \(TENSOR_MATCH\)",
 }
 
 
@@ -519,9 +519,9 @@ def test_a_predicate_that_raises_is_named_together_with_the_guard():
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
-def test_a_predicate_has_to_answer_with_a_bool():
+def test_a_predicate_has_to_return_a_bool():
     with pytest.raises(
-        FilterError, match=r"answered Tensor\(bool, \(2, 4\), cpu\) \(Tensor\) for guard x \(TENSOR_MATCH\)"
+        FilterError, match=r"returned Tensor\(bool, \(2, 4\), cpu\) \(Tensor\) for guard x \(TENSOR_MATCH\)"
     ):
         with_value(lambda value: value == 1)(SUBJECTS["free variable"]())
 

@@ -1,4 +1,4 @@
-"""What was compiled, guarded and broken, as data."""
+"""What Dynamo compiled in a block, as data: frames, guards, recompiles and graph breaks."""
 
 import json
 import logging
@@ -41,9 +41,9 @@ def broken_in_the_middle(x):
 
 
 def test_a_frame_has_its_guards_as_a_tree():
-    with inspect() as seen:
+    with inspect() as inspection:
         compiled(Net())(torch.ones(2, 3))
-    (frame,) = seen.frames
+    (frame,) = inspection.frames
     assert (frame.function, frame.file, frame.cache_size) == ("Net.forward", __file__, 1)
     assert frame.line == Net.forward.__code__.co_firstlineno
     assert frame.seconds is not None
@@ -52,26 +52,28 @@ def test_a_frame_has_its_guards_as_a_tree():
     by_source = {(guard.source, guard.type): guard for guard in frame.guards.all_guards()}
     assert by_source["L['self'].k", "EQUALS_MATCH"].code == "L['self'].k == 2"
     assert len(list(frame.guards.all_guards())) == frame.guard_count > 10
-    assert not seen.graph_breaks
-    assert not seen.recompiles
+    assert not inspection.graph_breaks
+    assert not inspection.recompiles
 
 
-def test_a_guard_has_the_users_own_line_and_the_way_into_torch():
-    with inspect() as seen:
+def test_a_guard_has_the_users_source_line_and_the_stack_into_torch():
+    with inspect() as inspection:
         compiled(Net())(torch.ones(2, 3))
-    guard = next(g for g in seen.frames[0].guards.all_guards() if g.type == "TENSOR_MATCH" and g.source == "L['x']")
+    guard = next(
+        g for g in inspection.frames[0].guards.all_guards() if g.type == "TENSOR_MATCH" and g.source == "L['x']"
+    )
     line = line_of(Net.forward, "self.layer(x)")
     assert f"{__file__}:{line} in forward" in guard.line
     assert guard.stack[0].line == line
     assert "linear.py" in guard.stack[-1].file
 
 
-def test_a_hit_is_not_seen():
+def test_a_cache_hit_is_not_recorded():
     net = compiled(Net())
     net(torch.ones(2, 3))
-    with inspect() as seen:
+    with inspect() as inspection:
         net(torch.ones(2, 3))
-    assert (seen.frames, seen.graph_breaks, seen.given_up) == ([], [], [])
+    assert (inspection.frames, inspection.graph_breaks, inspection.not_compiled) == ([], [], [])
 
 
 def test_a_recompile_has_all_failing_guards_of_everything_before():
@@ -80,29 +82,29 @@ def test_a_recompile_has_all_failing_guards_of_everything_before():
     net(torch.ones(2, 3))
     net(torch.ones(4, 3))
     model.k = 5
-    with inspect() as seen:
+    with inspect() as inspection:
         net(torch.ones(2, 3, dtype=torch.float64), flag=False)
-    (frame,) = seen.recompiles
+    (frame,) = inspection.recompiles
     assert frame.cache_size == 3
     assert len(frame.recompiled_for) == 2
-    for miss in frame.recompiled_for:
-        types = {failure.guard.type for failure in miss.failures}
+    for entry in frame.recompiled_for:
+        types = {failure.guard.type for failure in entry.failures}
         assert {"TENSOR_MATCH", "EQUALS_MATCH", "TRUE_MATCH"} <= types
-    assert "L['self'].k == 2, but it is 5" in str(seen)
-    assert "dtype mismatch" in str(seen)
+    assert "L['self'].k == 2, but it is 5" in str(inspection)
+    assert "dtype mismatch" in str(inspection)
 
 
-def test_what_another_backend_compiled_is_told_as_such():
+def test_an_entry_of_another_backend_is_marked_as_such():
     def fn(x):
         return x + 1
 
     compiled(fn)(torch.ones(2))
-    with inspect() as seen:
+    with inspect() as inspection:
         compiled(fn, backend="aot_eager")(torch.ones(2))
-    (miss,) = seen.frames[0].recompiled_for
-    assert miss.is_of_another_backend
-    assert "another backend" in str(seen)
-    assert seen.recompiles == []
+    (entry,) = inspection.frames[0].recompiled_for
+    assert entry.is_of_another_backend
+    assert "another backend" in str(inspection)
+    assert inspection.recompiles == []
 
 
 class Scale:
@@ -113,35 +115,35 @@ class Scale:
         return x * self.by
 
 
-def test_a_recompile_since_an_object_is_gone_says_which():
+def test_a_recompile_because_an_object_was_deallocated_says_which():
     net = nn.Sequential(nn.Identity())
     net[0].forward = Scale(2)
     c = compiled(net)
     c(torch.ones(2, 3))
     net[0].forward = Scale(3)
-    with inspect() as seen:
+    with inspect() as inspection:
         assert torch.equal(c(torch.ones(2, 3)), torch.full((2, 3), 3.0))
-    (miss,) = seen.recompiles[0].recompiled_for
-    assert "forward got deallocated" in str(miss)
+    (entry,) = inspection.recompiles[0].recompiled_for
+    assert "forward got deallocated" in str(entry)
 
 
-def test_a_graph_break_has_the_users_line_and_a_reason():
-    with inspect() as seen:
+def test_a_graph_break_has_the_users_source_line_and_a_reason():
+    with inspect() as inspection:
         compiled(broken_in_the_middle)(torch.ones(2))
-    (graph_break,) = seen.graph_breaks
+    (graph_break,) = inspection.graph_breaks
     assert (graph_break.file, graph_break.line) == (__file__, line_of(broken_in_the_middle, "# here"))
     assert "User-inserted graph break" in graph_break.reason
     assert any("Remove" in hint for hint in graph_break.hints)
     assert "\n" not in graph_break.reason
-    assert graph_break.compile_ids == (seen.frames[0].compile_id,)
+    assert graph_break.compile_ids == (inspection.frames[0].compile_id,)
 
 
-def test_what_comes_after_a_break_is_a_frame_of_its_own():
-    with inspect() as seen:
+def test_the_code_after_a_break_is_a_frame_of_its_own():
+    with inspect() as inspection:
         compiled(broken_in_the_middle)(torch.ones(2))
-    assert seen.frames[0].function == "broken_in_the_middle"
-    assert "resume_in_broken_in_the_middle" in seen.frames[1].function
-    assert all(frame.seconds is not None for frame in seen.frames)
+    assert inspection.frames[0].function == "broken_in_the_middle"
+    assert "resume_in_broken_in_the_middle" in inspection.frames[1].function
+    assert all(frame.seconds is not None for frame in inspection.frames)
 
 
 def test_several_breaks():
@@ -152,13 +154,13 @@ def test_several_breaks():
             y = y * 2
         return y
 
-    with inspect() as seen:
+    with inspect() as inspection:
         compiled(fn)(torch.ones(2))
-    assert [b.line for b in seen.graph_breaks] == [line_of(fn, "# first"), line_of(fn, "# second")]
-    assert "branching" in seen.graph_breaks[1].reason
+    assert [b.line for b in inspection.graph_breaks] == [line_of(fn, "# first"), line_of(fn, "# second")]
+    assert "branching" in inspection.graph_breaks[1].reason
 
 
-def test_a_break_in_a_called_function_is_one_place_though_it_ends_two_graphs():
+def test_a_break_in_a_called_function_is_one_break_that_ends_two_graphs():
     def called(x):
         y = x + 1
         torch._dynamo.graph_break()  # here
@@ -167,11 +169,11 @@ def test_a_break_in_a_called_function_is_one_place_though_it_ends_two_graphs():
     def fn(x):
         return called(x * 2) + 1  # there
 
-    with inspect() as seen:
+    with inspect() as inspection:
         compiled(fn)(torch.ones(2))
-    (graph_break,) = seen.graph_breaks
+    (graph_break,) = inspection.graph_breaks
     assert graph_break.line == line_of(called, "# here")
-    assert [place.line for place in graph_break.stack] == [line_of(fn, "# there"), line_of(called, "# here")]
+    assert [line.line for line in graph_break.stack] == [line_of(fn, "# there"), line_of(called, "# here")]
     assert len(graph_break.compile_ids) == 2
 
 
@@ -179,9 +181,9 @@ def test_a_break_inside_torchs_code_is_at_the_line_that_called_it():
     def fn(x):
         return nn.utils.rnn.unpad_sequence(x, torch.tensor([2, 1]))  # here
 
-    with inspect() as seen:
+    with inspect() as inspection:
         compiled(fn)(torch.ones(2, 2))
-    graph_break = seen.graph_breaks[0]
+    graph_break = inspection.graph_breaks[0]
     assert (graph_break.file, graph_break.line) == (__file__, line_of(fn, "# here"))
     assert "rnn.py" in graph_break.stack[-1].file
 
@@ -193,44 +195,44 @@ def test_a_break_in_a_loop_leaves_the_function_uncompiled():
             torch._dynamo.graph_break()
         return x
 
-    with inspect() as seen:
+    with inspect() as inspection:
         compiled(fn)(torch.ones(2))
-    assert seen.frames == []
-    assert "loop" in seen.graph_breaks[0].reason
+    assert inspection.frames == []
+    assert "loop" in inspection.graph_breaks[0].reason
 
 
-def test_at_the_recompile_limit_it_is_given_up(caplog):
+def test_past_the_recompile_limit_a_call_is_not_compiled(caplog):
     net = compiled(Net())
-    with torch._dynamo.config.patch(recompile_limit=1), caplog.at_level(logging.CRITICAL), inspect() as seen:
+    with torch._dynamo.config.patch(recompile_limit=1), caplog.at_level(logging.CRITICAL), inspect() as inspection:
         net(torch.ones(2, 3))
         net(torch.ones(4, 3))
-    assert len(seen.frames) == 1
-    (given_up,) = seen.given_up
-    assert given_up.function == "Net.forward"
-    assert "size mismatch" in str(given_up)
-    assert "not compiled" in str(seen)
+    assert len(inspection.frames) == 1
+    (not_compiled,) = inspection.not_compiled
+    assert not_compiled.function == "Net.forward"
+    assert "size mismatch" in str(not_compiled)
+    assert "not compiled" in str(inspection)
 
 
 def test_json():
     net = compiled(Net())
-    with inspect() as seen:
+    with inspect() as inspection:
         net(torch.ones(2, 3))
         net(torch.ones(4, 3))
         compiled(broken_in_the_middle)(torch.ones(2))
-    read = json.loads(seen.to_json(indent=1))
-    assert read == json.loads(json.dumps(seen.to_dict()))
-    assert [frame["compile_id"] for frame in read["frames"]] == [frame.compile_id for frame in seen.frames]
+    read = json.loads(inspection.to_json(indent=1))
+    assert read == json.loads(json.dumps(inspection.to_dict()))
+    assert [frame["compile_id"] for frame in read["frames"]] == [frame.compile_id for frame in inspection.frames]
     assert read["frames"][1]["recompiled_for"][0]["failures"][0]["guard"]["source"] == "L['x']"
-    assert read["graph_breaks"][0]["line"] == seen.graph_breaks[0].line
-    assert read["frames"][0]["guard_count"] == seen.frames[0].guard_count
+    assert read["graph_breaks"][0]["line"] == inspection.graph_breaks[0].line
+    assert read["frames"][0]["guard_count"] == inspection.frames[0].guard_count
 
 
 def test_the_terminal_view():
-    with inspect() as seen:
+    with inspect() as inspection:
         compiled(broken_in_the_middle)(torch.ones(2))
-    assert str(seen).startswith("2 compiled, 0 again, 1 graph breaks\n")
-    assert f"graph break at {__file__}:" in str(seen)
-    tree = seen.frames[0].tree().splitlines()
+    assert str(inspection).startswith("2 compiled, 0 recompiled, 1 graph breaks\n")
+    assert f"graph break at {__file__}:" in str(inspection)
+    tree = inspection.frames[0].tree().splitlines()
     assert tree[0] == "L"
     assert "  L['x']" in tree
     assert any(line.startswith("    - TENSOR_MATCH") for line in tree)
@@ -245,11 +247,11 @@ def test_nothing_is_reset_and_nothing_is_run_but_the_block():
     net = compiled(Net(), backend=counted)
     net(torch.ones(2, 3))
     code = Net.forward.__code__
-    with inspect() as seen:
+    with inspect() as inspection:
         net(torch.ones(4, 3))
         net(torch.ones(2, 3))
     assert len(ran) == 3
-    assert len(seen.frames) == 1
+    assert len(inspection.frames) == 1
     assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(code)) == 2
 
 
@@ -263,13 +265,13 @@ def test_blocks_in_blocks():
     assert outer.frames[1].compile_id == inner.frames[0].compile_id
 
 
-def test_an_error_in_the_block_goes_out_and_what_was_seen_is_there():
-    with pytest.raises(KeyError), inspect() as seen:  # noqa: PT012
+def test_an_error_in_the_block_propagates_and_the_record_stays():
+    with pytest.raises(KeyError), inspect() as inspection:  # noqa: PT012
         compiled(broken_in_the_middle)(torch.ones(2))
         raise KeyError
-    assert len(seen.frames) == 2
+    assert len(inspection.frames) == 2
     compiled(lambda x: x + 1)(torch.ones(2))
-    assert len(seen.frames) == 2
+    assert len(inspection.frames) == 2
 
 
 def test_no_logger_is_touched_and_nothing_is_printed(capfd):
@@ -283,23 +285,23 @@ def test_no_logger_is_touched_and_nothing_is_printed(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_other_threads_are_seen():
-    with inspect() as seen:
+def test_other_threads_are_recorded():
+    with inspect() as inspection:
         threads = [threading.Thread(target=compiled(Net()), args=(torch.ones(i + 1, 3),)) for i in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert {frame.function for frame in seen.frames} == {"Net.forward"}
-    assert len(seen.frames) == 3
+    assert {frame.function for frame in inspection.frames} == {"Net.forward"}
+    assert len(inspection.frames) == 3
 
 
 def test_times_after_a_reset_are_not_mixed_up():
-    with inspect() as seen:
+    with inspect() as inspection:
         compiled(lambda x: x + 1)(torch.ones(2))
         torch.compiler.reset()
         compiled(lambda x: x + 2, backend="aot_eager")(torch.ones(2))
-    first, second = seen.frames
+    first, second = inspection.frames
     assert first.compile_id == second.compile_id
     assert first.seconds != second.seconds
 
@@ -308,19 +310,19 @@ def test_more_frames_than_torch_keeps_metrics_of():
     def fn(x):
         return x + 1
 
-    with inspect() as seen:
+    with inspect() as inspection:
         for i in range(70):
             code = fn.__code__.replace(co_name=f"fn_{i}")
             compiled(types.FunctionType(code, globals()))(torch.ones(2))
-    assert len(seen.frames) == 70
-    assert all(frame.seconds is not None for frame in seen.frames)
+    assert len(inspection.frames) == 70
+    assert all(frame.seconds is not None for frame in inspection.frames)
 
 
 def test_inductor():
-    with inspect() as seen:
+    with inspect() as inspection:
         compiled(Net(), backend="inductor")(torch.ones(2, 3))
-    assert seen.frames[0].function == "Net.forward"
-    assert not seen.graph_breaks
+    assert inspection.frames[0].function == "Net.forward"
+    assert not inspection.graph_breaks
 
 
 def test_a_real_model():
@@ -328,13 +330,13 @@ def test_a_real_model():
     size = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
     model = transformers.BertModel(transformers.BertConfig(vocab_size=20, **size)).eval()
     net = compiled(model)
-    with torch.no_grad(), inspect() as seen:
+    with torch.no_grad(), inspect() as inspection:
         net(torch.ones(1, 4, dtype=torch.int64))
         net(torch.ones(1, 5, dtype=torch.int64))
-    assert len(seen.recompiles) == len(seen.frames) / 2
-    assert "size mismatch" in str(seen.recompiles[0])
-    assert sum(frame.guard_count for frame in seen.frames) > 500
-    assert json.loads(seen.to_json())
+    assert len(inspection.recompiles) == len(inspection.frames) / 2
+    assert "size mismatch" in str(inspection.recompiles[0])
+    assert sum(frame.guard_count for frame in inspection.frames) > 500
+    assert json.loads(inspection.to_json())
 
 
 def test_an_inspector_runs_the_model_as_often_as_asked():
@@ -346,9 +348,9 @@ def test_an_inspector_runs_the_model_as_often_as_asked():
     inspector = GuardInspector(Net(), backend=counted, dynamic=False)
     assert ran == []
     assert inspector.cached() == []
-    seen = inspector.run(torch.ones(2, 3))
+    inspection = inspector.run(torch.ones(2, 3))
     assert len(ran) == 1
-    assert len(seen.frames) == 1
+    assert len(inspection.frames) == 1
     assert inspector.run(torch.ones(2, 3)).frames == []
     assert inspector.run(torch.ones(5, 3)).frames[0].recompiled_for
     assert len(inspector.cached()) == 2
@@ -356,17 +358,17 @@ def test_an_inspector_runs_the_model_as_often_as_asked():
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has one cache for all before 2.13")
-def test_an_inspector_leaves_what_is_compiled_already_alone():
+def test_an_inspector_does_not_touch_cached_entries():
     model = Net()
     net = compiled(model)
     net(torch.ones(2, 3))
     GuardInspector(model, dynamic=False).run(torch.ones(4, 3))
-    with inspect() as seen:
+    with inspect() as inspection:
         net(torch.ones(2, 3))
-    assert seen.frames == []
+    assert inspection.frames == []
 
 
-def test_an_inspector_of_what_is_compiled_already():
+def test_an_inspector_of_a_compiled_model():
     model = Net()
     net = compiled(model)
     net(torch.ones(2, 3))

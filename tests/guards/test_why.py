@@ -1,4 +1,4 @@
-"""Would it recompile, and why: all reasons, without running anything."""
+"""Whether a call would recompile, and why: all reasons, without running anything."""
 
 import contextlib
 import functools
@@ -25,17 +25,17 @@ def compiled(fn, **options):
     return torch.compile(fn, backend="eager", **options)
 
 
-def test_a_call_that_fits_has_no_reasons():
+def test_a_call_that_matches_an_entry_has_no_reasons():
     net = compiled(Net())
     net(torch.ones(2, 3))
-    told = why(net, torch.ones(2, 3))
-    assert not told
-    assert told.reasons == ()
-    assert str(told) == "This call runs what is compiled."
+    answer = why(net, torch.ones(2, 3))
+    assert not answer
+    assert answer.reasons == ()
+    assert str(answer) == "This call matches a cached entry: it would not recompile."
 
 
 @pytest.mark.parametrize("make", [Net, lambda: torch.sin], ids=["module", "function"])
-def test_what_is_compiled_for_another_backend_does_not_fit(make):
+def test_an_entry_of_another_backend_does_not_match(make):
     model = make()
 
     def double(x):
@@ -45,14 +45,14 @@ def test_what_is_compiled_for_another_backend_does_not_fit(make):
     one(torch.ones(2, 3))
     assert not why(one, torch.ones(2, 3))
     assert not why(torch.compile(double, backend="eager"), torch.ones(2, 3))
-    told = why(other, torch.ones(2, 3))
-    assert told
-    assert "Nothing is compiled" in str(told)
+    answer = why(other, torch.ones(2, 3))
+    assert answer
+    assert "there is no cached entry yet" in str(answer)
     other(torch.ones(2, 3))
     assert not why(other, torch.ones(2, 3))
 
 
-def test_what_was_compiled_for_an_object_that_is_gone_does_not_count():
+def test_an_entry_compiled_for_a_deallocated_object_does_not_count():
     net = nn.Sequential(nn.Identity())
     net[0].forward = functools.partial(torch.mul, torch.ones(()))
     c = compiled(net)
@@ -61,7 +61,7 @@ def test_what_was_compiled_for_an_object_that_is_gone_does_not_count():
     assert why(c, torch.ones(2, 3)).recompiles
 
 
-def test_of_a_module_too():
+def test_an_entry_of_another_backend_does_not_match_a_module_either():
     model = Net()
     compiled(model)(torch.ones(2, 3))
     assert why(torch.compile(model, backend="aot_eager"), torch.ones(2, 3))
@@ -71,7 +71,7 @@ def test_of_a_module_too():
     assert not why(model, torch.ones(2, 3))
 
 
-def test_a_backend_of_ones_own_is_told_from_another():
+def test_custom_backends_are_told_apart():
     def one(graph, inputs):
         return graph.forward
 
@@ -103,7 +103,7 @@ def test_a_module_whose_forward_is_compiled(make):
 
 
 @pytest.mark.parametrize("wrap", [torch.no_grad(), lambda fn: functools.wraps(fn)(lambda *args: fn(*args))])
-def test_what_a_decorator_made_of_it_is_refused(wrap):
+def test_a_decorated_compiled_function_is_refused(wrap):
     """It may change the arguments, or the state they are called in."""
     with pytest.raises(GuardError, match="not what a decorator made of it"):
         why(wrap(compiled(lambda x: x + 1)), torch.ones(2))
@@ -122,47 +122,47 @@ class TestLimits:
     def fn(self, x):
         return x + 1
 
-    def told(self, net, size, compiles):
-        """What is told, which is what happens."""
-        told = why(net, torch.ones(size))
+    def answer(self, net, size, compiles):
+        """The answer, after checking that it is what happens."""
+        answer = why(net, torch.ones(size))
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         net(torch.ones(size))
         compiled_now = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
-        assert bool(told) == (compiled_now == 1) == compiles
-        return told
+        assert bool(answer) == (compiled_now == 1) == compiles
+        return answer
 
     @pytest.fixture(autouse=True)
     def quiet(self, caplog):
-        caplog.set_level("CRITICAL")  # torch warns of a limit that is hit
+        caplog.set_level("CRITICAL")  # torch warns of a limit that is reached
 
-    def test_of_its_own(self):
+    def test_of_the_function(self):
         options = {"recompile_limit": 2} if torch.__version__ >= "2.13" else {}
         with contextlib.ExitStack() as stack:
             if not options:
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=2))
             net = compiled(self.fn, dynamic=False, **options)
             self.sizes(net, 2, 3)
-            told = self.told(net, 4, compiles=False)
-        assert told.gave_up
-        assert "runs eagerly" in str(told)
-        assert "size mismatch" in str(told)
+            answer = self.answer(net, 4, compiles=False)
+        assert answer.limit_reached
+        assert "runs eagerly" in str(answer)
+        assert "size mismatch" in str(answer)
 
     def test_reached_by_another_backend(self):
         self.sizes(compiled(self.fn, dynamic=False), *range(2, 10))
-        told = self.told(torch.compile(self.fn, backend="aot_eager", dynamic=False), 3, compiles=False)
-        assert told.gave_up
-        assert "runs eagerly" in str(told)
+        answer = self.answer(torch.compile(self.fn, backend="aot_eager", dynamic=False), 3, compiles=False)
+        assert answer.limit_reached
+        assert "runs eagerly" in str(answer)
 
     @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has one cache for all before 2.13")
-    def test_reached_by_others_does_not_count(self):
+    def test_reached_by_another_cache_does_not_count(self):
         self.sizes(compiled(self.fn, dynamic=False), *range(2, 10))
-        self.told(guards_compile(self.fn, backend="eager", dynamic=False), 30, compiles=True)
+        self.answer(guards_compile(self.fn, backend="eager", dynamic=False), 30, compiles=True)
 
-    def test_of_all_together(self):
+    def test_of_all_entries_together(self):
         net = compiled(self.fn, dynamic=False)
         with torch._dynamo.config.patch(accumulated_recompile_limit=2):
             self.sizes(net, 2, 3)
-            self.told(net, 4, compiles=False)
+            self.answer(net, 4, compiles=False)
 
 
 class TestStances:
@@ -175,14 +175,14 @@ class TestStances:
     @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
     def test_nothing_is_compiled(self, net, stance):
         with torch.compiler.set_stance(stance):
-            told = why(net, torch.ones(3))
-        assert not told
-        assert f"'{stance}' this call runs eagerly" in str(told)
+            answer = why(net, torch.ones(3))
+        assert not answer
+        assert f"'{stance}' this call runs eagerly" in str(answer)
 
     def test_a_call_that_raises(self, net):
         with torch.compiler.set_stance("fail_on_recompile"):
             assert "this call raises" in str(why(net, torch.ones(3)))
-            assert not why(net, torch.ones(2)).instead
+            assert not why(net, torch.ones(2)).fallback
 
     def test_another_backend(self, net):
         with torch.compiler.set_stance("default", force_backend="aot_eager"):
@@ -191,25 +191,25 @@ class TestStances:
             assert not why(net, torch.ones(2))
 
 
-def test_before_the_first_call_nothing_is_compiled():
-    told = why(compiled(Net()), torch.ones(2, 3))
-    assert told
-    assert "would compile" in str(told)
-    assert told.reasons == ()
+def test_before_the_first_call_there_is_no_entry():
+    answer = why(compiled(Net()), torch.ones(2, 3))
+    assert answer
+    assert "would compile" in str(answer)
+    assert answer.reasons == ()
 
 
-def test_all_reasons_are_told_not_only_the_first():
+def test_all_reasons_are_listed_not_only_the_first():
     model = Net()
     net = compiled(model)
     net(torch.ones(2, 3))
     model.k = 5
-    told = why(net, torch.ones(2, 3, dtype=torch.float64, requires_grad=True), flag=False)
-    types = [reason.failure.guard.type for reason in told.reasons]
+    answer = why(net, torch.ones(2, 3, dtype=torch.float64, requires_grad=True), flag=False)
+    types = [reason.failure.guard.type for reason in answer.reasons]
     assert {"TENSOR_MATCH", "EQUALS_MATCH", "TRUE_MATCH"} <= set(types)
-    assert "L['self'].k == 2, but it is 5" in str(told)
+    assert "L['self'].k == 2, but it is 5" in str(answer)
 
 
-def test_asking_runs_nothing_and_compiles_nothing():
+def test_why_runs_nothing_and_compiles_nothing():
     ran = []
 
     def fn(x):
@@ -239,14 +239,14 @@ def test_advice_about_tensors(change, advice):
     net = compiled(lambda x: x + 1, dynamic=False)
     x = torch.ones(2, 3)
     net(x)
-    told = why(net, change(x))
-    assert advice in " ".join(reason.advice for reason in told.reasons)
+    answer = why(net, change(x))
+    assert advice in " ".join(reason.advice for reason in answer.reasons)
 
 
 SCALE = 2
 
 
-def test_advice_about_what_is_no_tensor():
+def test_advice_about_values_that_are_no_tensors():
     global SCALE
     power = 2
 
@@ -258,34 +258,34 @@ def test_advice_about_what_is_no_tensor():
 
     net = compiled(fn)
     net(torch.ones(2), [1, 2], call)
-    told = why(net, torch.ones(2), [1], lambda x: x)
-    advice = " ".join(reason.advice for reason in told.reasons)
+    answer = why(net, torch.ones(2), [1], lambda x: x)
+    advice = " ".join(reason.advice for reason in answer.reasons)
     assert "items has other items" in advice
-    assert "make it once" in advice
+    assert "create it once" in advice
     SCALE = 3
     power = 3
-    told = why(net, torch.ones(2), [1, 2], call)
+    answer = why(net, torch.ones(2), [1, 2], call)
     SCALE = 2
-    assert "make it an argument" in " ".join(reason.advice for reason in told.reasons)
-    assert len(told.reasons) == 2
+    assert "make it an argument" in " ".join(reason.advice for reason in answer.reasons)
+    assert len(answer.reasons) == 2
 
 
 def test_grad_mode():
     net = compiled(Net())
     net(torch.ones(2, 3))
     with torch.no_grad():
-        told = why(net, torch.ones(2, 3))
-    assert [reason.failure.guard.type for reason in told.reasons] == ["GLOBAL_STATE"]
-    assert "Grad mode" in told.reasons[0].advice
+        answer = why(net, torch.ones(2, 3))
+    assert [reason.failure.guard.type for reason in answer.reasons] == ["GLOBAL_STATE"]
+    assert "Grad mode" in answer.reasons[0].advice
 
 
 def test_every_entry_has_its_reasons():
     net = compiled(Net(), dynamic=False)
     net(torch.ones(2, 3))
     net(torch.ones(4, 3))
-    told = why(net, torch.ones(5, 3))
-    assert told.entries == 2
-    assert {reason.compile_id for reason in told.reasons} == {"0/0", "0/1"}
+    answer = why(net, torch.ones(5, 3))
+    assert answer.cache_size == 2
+    assert {reason.compile_id for reason in answer.reasons} == {"0/0", "0/1"}
 
 
 def test_a_module_of_torchs_own_and_a_method():
@@ -319,29 +319,29 @@ def test_a_variable_that_is_not_set_yet():
 
         net = compiled(fn)
         net(torch.ones(2), 0)
-        told = why(net, torch.ones(2), 0)
+        answer = why(net, torch.ones(2), 0)
         later = None
-        return told, later
+        return answer, later
 
     assert not make()[0]
 
 
-def test_dynamo_gives_up_in_the_end():
+def test_past_the_recompile_limit_the_call_runs_eagerly():
     net = compiled(lambda x, text: x + len(text))
     for i in range(torch._dynamo.config.recompile_limit + 1):
         net(torch.ones(2), "a" * i)
-    told = why(net, torch.ones(2), "b" * 30)
-    assert told.gave_up
-    assert not told
-    assert "runs eagerly" in str(told)
+    answer = why(net, torch.ones(2), "b" * 30)
+    assert answer.limit_reached
+    assert not answer
+    assert "runs eagerly" in str(answer)
 
 
 def test_a_size_out_of_range_is_named():
     net = compiled(lambda x: x + 1, dynamic=True)
     net(torch.ones(4))
-    told = why(net, torch.ones(1))
-    assert "size()[0]" in str(told)
-    assert "mark_dynamic" in told.reasons[0].advice
+    answer = why(net, torch.ones(1))
+    assert "size()[0]" in str(answer)
+    assert "mark_dynamic" in answer.reasons[0].advice
 
 
 def test_an_attribute_that_is_gone():
@@ -355,5 +355,5 @@ def test_an_attribute_that_is_gone():
 def test_bad_input():
     with pytest.raises(GuardError, match="is not compiled"):
         why(Net(), torch.ones(2, 3))
-    with pytest.raises(GuardError, match="do not fit"):
+    with pytest.raises(GuardError, match="do not match the signature"):
         why(compiled(Net()), 1, 2, 3, 4)

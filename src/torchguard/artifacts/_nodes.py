@@ -1,12 +1,12 @@
 """A graph as data: what each node does, what it gives, and which line of whose module it comes from."""
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from torchguard._graphs.source_lines import lines_of_trace
 from torchguard._torch.nodes import hint as hint_of
 from torchguard._torch.nodes import keep_source, position_of, source_of
 from torchguard.artifacts._schema import SCHEMA_VERSION
@@ -14,7 +14,6 @@ from torchguard.artifacts._schema import SCHEMA_VERSION
 _LONGEST = 500
 # Of all arguments of a node: what is cut short cannot be read back, and a node may take thousands of others.
 _LONGEST_ARGS = 1 << 16
-_PLACE = re.compile(r'File "(.*)", line (\d+), in (.*)\n\s*(.*)')
 
 
 def graph_to_data(graph: fx.GraphModule, name: str, kind: str) -> dict[str, Any]:
@@ -66,9 +65,8 @@ def _node(node: fx.Node, prefix: str) -> dict[str, Any]:
             found["position"] = position
     elif node.op != "output":
         found["args"] = f"{node.args} {node.kwargs or ''}".strip()[:_LONGEST_ARGS]
-    if place := _PLACE.findall(node.meta.get("stack_trace") or ""):
-        file, line, function, text = place[-1]
-        found["source"] = {"file": file, "line": int(line), "function": function, "text": text.strip()}
+    if lines := lines_of_trace(node.meta.get("stack_trace") or ""):
+        found["source"] = dict(vars(lines[-1]))
     modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if modules:
         found["modules"] = [{"path": str(path), "type": _type_name(kind)} for path, kind in modules.values()]

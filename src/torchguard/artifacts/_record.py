@@ -30,7 +30,7 @@ from torchguard.artifacts._nodes import copy_of, graph_to_data
 from torchguard.artifacts._safe_io import in_a_line
 from torchguard.artifacts._schema import SCHEMA_VERSION
 from torchguard.artifacts._write import Writer
-from torchguard.guards._inspect import Frame, GraphBreak
+from torchguard.guards._inspect import CompiledFrame, GraphBreak
 from torchguard.guards._tree import Guard
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def to_json(data: dict[str, Any], indent: int | None = 1) -> str:
     return json.dumps(data, indent=indent, default=str)
 
 
-def guards_to_data(frame: Frame) -> dict[str, Any]:
+def guards_to_data(frame: CompiledFrame) -> dict[str, Any]:
     guards = [_guard(guard) for guard in frame.guards.all_guards()]
     return {"schema": SCHEMA_VERSION, "count": len(guards), "guards": guards}
 
@@ -82,7 +82,7 @@ def _guard(guard: Guard) -> dict[str, str]:
     return {"source": guard.source, "type": guard.type, "code": guard.code, "line": guard.line}
 
 
-def recompiles_to_data(frame: Frame | None, breaks: Sequence[GraphBreak]) -> dict[str, Any]:
+def recompiles_to_data(frame: CompiledFrame | None, breaks: Sequence[GraphBreak]) -> dict[str, Any]:
     return {
         "schema": SCHEMA_VERSION,
         "recompiled_for": [
@@ -98,7 +98,7 @@ def recompiles_to_data(frame: Frame | None, breaks: Sequence[GraphBreak]) -> dic
                 "line": one.line,
                 "reason": one.reason,
                 "hints": list(one.hints),
-                "stack": [vars(place) for place in one.stack],
+                "stack": [vars(line) for line in one.stack],
             }
             for one in breaks
         ],
@@ -283,7 +283,7 @@ class Recording:
                 self.publish()
 
     @_never_raising
-    def add_frame(self, frame: Frame | None, breaks: Sequence[GraphBreak]) -> None:
+    def add_frame(self, frame: CompiledFrame | None, breaks: Sequence[GraphBreak]) -> None:
         """The guards that were built for it, why it was compiled again, and where its graph breaks."""
         if frame is not None:
             self._add("guards.json", lambda: to_json(guards_to_data(frame), indent=None))

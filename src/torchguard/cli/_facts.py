@@ -19,21 +19,23 @@ def of_inspection(seen: "Inspection", with_guards: bool = False) -> Facts:
     for told, frame in zip(found["frames"], seen.frames, strict=True):
         told["guards"] = [asdict(guard) for guard in frame.guards.all_guards()] if with_guards else None
         told["recompiled_for"] = [_miss(miss.compile_id, miss.failures) for miss in frame.recompiled_for]
-    for told, given_up in zip(found["given_up"], seen.given_up, strict=True):
-        told["recompiled_for"] = [_miss(miss.compile_id, miss.failures) for miss in given_up.recompiled_for]
+    for told, not_compiled in zip(found["not_compiled"], seen.not_compiled, strict=True):
+        told["recompiled_for"] = [_miss(miss.compile_id, miss.failures) for miss in not_compiled.recompiled_for]
     return {**found, "guard_kinds": dict(kinds)}
 
 
 def of_artifact(artifact: "Artifact") -> Facts:
     """The one compilation that an artifact is about."""
-    from torchguard.guards._tree import Failure, Guard
+    from torchguard.guards._tree import Guard, GuardFailure
 
     manifest = artifact.manifest()
     own = {name for name, about in manifest["files"].items() if "attached_as" not in about}
     guards = artifact.read_json("guards.json") if "guards.json" in own else {"count": 0, "guards": []}
     again = artifact.read_json("recompiles.json") if "recompiles.json" in own else {}
     misses = [
-        _miss(miss["compile_id"], [Failure(Guard(**_told(f["guard"])), f["now"], f["why"]) for f in miss["failures"]])
+        _miss(
+            miss["compile_id"], [GuardFailure(Guard(**_told(f["guard"])), f["now"], f["why"]) for f in miss["failures"]]
+        )
         for miss in again.get("recompiled_for", ())
     ]
     frame = {
@@ -47,13 +49,13 @@ def of_artifact(artifact: "Artifact") -> Facts:
     return {
         "frames": [frame],
         "graph_breaks": again.get("graph_breaks", []),
-        "given_up": [],
+        "not_compiled": [],
         "guard_kinds": dict(kinds),
     }
 
 
 def of_cost(cost: "Cost") -> Facts:
-    return {"hot_us": cost.hot, "in_place_us": cost.in_place, "by_source": cost.by_source()}
+    return {"hot_us": cost.hot, "in_place_us": cost.profiled, "by_source": cost.by_source()}
 
 
 def _told(guard: Mapping[str, Any]) -> dict[str, Any]:

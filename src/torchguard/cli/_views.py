@@ -55,11 +55,11 @@ def without_ours(report: "DeviceReport") -> "DeviceReport":
 
 def _theirs(violations: Iterable["Violation"]) -> Iterator["Violation"]:
     for one in violations:
-        if one.place is None or not is_in_package(one.place.file):
+        if one.source_line is None or not is_in_package(one.source_line.file):
             yield one
-        elif not is_ours(one.place.file, one.place.function):
+        elif not is_ours(one.source_line.file, one.source_line.function):
             # An op of torch's own modules, as in a bare Sequential: no line of the user's leads to it.
-            yield replace(one, place=None)
+            yield replace(one, source_line=None)
 
 
 _HOME = os.getcwd()  # where the command was started: a script may go elsewhere
@@ -177,8 +177,8 @@ def violation(one: "Violation") -> Iterator[RenderableType]:
     yield plain(f"{one.code} ", "red").append_text(line)
     if one.condition:
         yield _under(f"needs {one.condition}")
-    if one.place:
-        yield _under(f"{place(one.place.file, one.place.line)}  {one.place.text}", "dim")
+    if one.source_line:
+        yield _under(f"{place(one.source_line.file, one.source_line.line)}  {one.source_line.text}", "dim")
     elif one.modules:
         yield _under(f"in module {some(one.modules)}", "dim")
     if one.remedy:
@@ -289,7 +289,7 @@ def recompiles(facts: Facts, limit: int = 30) -> Iterator[RenderableType]:
         yield plain(f"{frame['compile_id']}  {frame['function']} ({_where(frame)})")
         yield from _misses(frame["recompiled_for"])
     yield from _left_out(again, limit)
-    for frame in _of_script(facts["given_up"]):
+    for frame in _of_script(facts["not_compiled"]):
         yield plain(
             f"{frame['compile_id']}  {frame['function']} ({_where(frame)}) was not compiled any more:", "yellow"
         )
@@ -381,7 +381,7 @@ def memory(plan: Mapping[str, Any], graph: str, encoding: str = "utf-8") -> Iter
     lines = chart(list(plan["curve"].values()), ascii_only="utf" not in encoding.lower())
     yield Padding(plain("\n".join(lines)), (0, 0, 0, 2), expand=False)
     alive = plan["at_peak"][:_LARGEST]
-    rows = [(bytes_shown(one["bytes"]), one["name"], _line_of(one["place"])) for one in alive]
+    rows = [(bytes_shown(one["bytes"]), one["name"], _line_of(one["source_line"])) for one in alive]
     yield table(("ALIVE", "TENSOR", "WHERE"), rows, right=("ALIVE",))
     if rest := plan["at_peak"][_LARGEST:]:
         yield plain(f"... and {len(rest)} more, {bytes_shown(sum(one['bytes'] for one in rest))}", "dim")

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchguard._graphs.source_lines import caller_line
 from torchguard._torch import fakes, ops, pytrees
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
 from torchguard.compiled._leaves import LeafType, cotangent_type, is_there
 from torchguard.compiled._listing import Line, lines_of, listing_of
 from torchguard.compiled._nesting import nest_of
-from torchguard.compiled._purity import Watch, name_of, user_line
+from torchguard.compiled._purity import Watch, name_of
 from torchguard.compiled._trace import program_of
 from torchguard.exceptions import CompileError, TorchGuardError
 
@@ -41,7 +42,7 @@ class Var:
 
     def __bool__(self) -> bool:
         raise CompileError(
-            f"{self._builder.name}: at {user_line()}: a variable has no value to branch on. Use torch.where."
+            f"{self._builder.name}: at {caller_line().short}: a variable has no value to branch on. Use torch.where."
         )
 
     def __iter__(self) -> Any:
@@ -71,7 +72,9 @@ class _Recorder(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if ops.schema_of(func).is_mutable:
-            raise self.error(user_line(), f"{name_of(func)} changes a variable in place", "Use the out-of-place form")
+            raise self.error(
+                caller_line().short, f"{name_of(func)} changes a variable in place", "Use the out-of-place form"
+            )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._builder.record(func, args, kwargs or {}, result)
         return result
@@ -166,7 +169,7 @@ class Builder:
         for part in parts:
             if isinstance(part, Var) and part._builder is not self:
                 raise CompileError(
-                    f"{self.name}: at {user_line()}: a variable belongs to the builder {part._builder.name}."
+                    f"{self.name}: at {caller_line().short}: a variable belongs to the builder {part._builder.name}."
                 )
         given = pytrees.unflatten([part._value if isinstance(part, Var) else part for part in parts], structure)
         try:
@@ -176,7 +179,7 @@ class Builder:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             said = str(error).strip().splitlines()[0]
-            raise CompileError(f"{self.name}: at {user_line()}: {type(error).__name__}: {said}") from error
+            raise CompileError(f"{self.name}: at {caller_line().short}: {type(error).__name__}: {said}") from error
         found, structure = pytrees.flatten(result)
         return pytrees.unflatten([Var(self, part) if isinstance(part, Tensor) else part for part in found], structure)
 
@@ -189,7 +192,7 @@ class Builder:
             [self._known[id(p)][1] if isinstance(p, Tensor) else p for p in parts], structure
         )
         node = self.graph.create_node("call_function", func, args, kwargs, name=name_of(func).split(".")[1])
-        node.meta["val"], node.stack_trace = result, user_line()
+        node.meta["val"], node.stack_trace = result, caller_line().short
         if isinstance(result, Tensor):
             self._known[id(result)] = result, node
             return

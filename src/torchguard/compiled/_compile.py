@@ -7,12 +7,12 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from torchguard._graphs.source_lines import definition_line
 from torchguard._torch.fakes import one_at_a_time
 from torchguard._torch.pytrees import flatten
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
@@ -220,7 +220,7 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
 def _line_of(f: Any) -> str:
     """Where a function is defined, or the `forward` of a module."""
     code = getattr(f.forward if isinstance(f, nn.Module) else f, "__code__", None)
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}" if code else _name_of(f)
+    return definition_line(code).short if code else _name_of(f)
 
 
 def _name_of(f: Any) -> str:

@@ -1,8 +1,6 @@
 """What a function may not do if it is to be compiled: noticed while it is traced, operation by operation."""
 
 import sys
-import sysconfig
-import traceback
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,12 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.traceback import set_stack_trace
 
+from torchguard._graphs.source_lines import caller_line, error_line
 from torchguard._torch import fakes, nodes, ops, pytrees
 from torchguard._torch import tensors as tensors_of_torch
 from torchguard.exceptions import ImpureFunctionError
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _AUTOGRAD_FUNCTION = str(Path("torch", "autograd", "function.py"))
-_STANDARD = sysconfig.get_paths()["stdlib"]
 _LITERALS = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 # These change running statistics, and their schema does not say so.
 _RUNNING_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
@@ -77,7 +74,7 @@ class Watch(fakes.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        where = user_line() if self._finds_lines else nodes.current_line()
+        where = caller_line().short if self._finds_lines else nodes.current_line()
         set_stack_trace([where])
         has_own_rule = in_autograd_function()
         self.has_own_rules = self.has_own_rules or has_own_rule
@@ -168,9 +165,11 @@ class _Calls(fakes.TorchFunctionMode):
         if ops.sets_grad_mode(func) and not in_autograd_function():
             self._watch.grad_is_off = not args[0]
         elif func in _READERS and not fakes.is_fake(args[0]):
-            raise self._watch.hidden(user_line(), f"Tensor.{func.__name__}")
+            raise self._watch.hidden(caller_line().short, f"Tensor.{func.__name__}")
         elif func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
-            raise self._watch.error(user_line(), "the data of a tensor are replaced", "Use the new tensor itself")
+            raise self._watch.error(
+                caller_line().short, "the data of a tensor are replaced", "Use the new tensor itself"
+            )
         result = func(*args, **(kwargs or {}))
         if not (self._watch.pushes and self._watch.grad_is_off and _tensors(result)):
             return result
@@ -206,14 +205,6 @@ def name_of(func: Any) -> str:
     return ops.schema_of(func).name.replace("::", ".")
 
 
-def user_line() -> str:
-    """The innermost line on the stack that is neither torch's nor ours: `model.py:12 in forward`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not _is_the_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
 def in_autograd_function() -> bool:
     """Whether an `autograd.Function` is being run."""
     frame = sys._getframe(1)
@@ -224,17 +215,12 @@ def in_autograd_function() -> bool:
     return False
 
 
-def _is_the_users(file: str) -> bool:
-    is_standard = file.startswith(_STANDARD) and "site-packages" not in file
-    return not is_standard and not file.startswith(_NOT_THE_USERS)
-
-
 def line_of(error: BaseException) -> str:
     """The innermost line of the user's an error went through, or that of the node it was raised at."""
     if isinstance(noted := getattr(error, LINE, None), str):
         return noted
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_the_users(frame.filename)]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else "an unknown line"
+    line = error_line(error)
+    return line.short if line else "an unknown line"
 
 
 def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:

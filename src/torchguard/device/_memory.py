@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import fx
 
-from torchguard._graphs.source_lines import Place
+from torchguard._graphs.source_lines import SourceLine, source_line_of
 from torchguard._torch import nodes as nodes_of_torch
 from torchguard._torch import tensors
 from torchguard.device._values import Keys, Size, storage_keys, tensors_of, value_of
-from torchguard.device._violations import place_of
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class LiveTensor:
 
     name: str
     bytes: int
-    place: Place | None
+    source_line: SourceLine | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,10 @@ class MemoryPlan:
     def __str__(self) -> str:
         saved = f", {self.saved:,} bytes saved for backward" if self.saved else ""
         unknown = f", not counting {', '.join(self.unknown)}" if self.unknown else ""
-        live = (f"  {one.bytes:>15,}  {one.name}" + (f"  {one.place}" if one.place else "") for one in self.at_peak[:5])
+        live = (
+            f"  {one.bytes:>15,}  {one.name}" + (f"  {one.source_line}" if one.source_line else "")
+            for one in self.at_peak[:5]
+        )
         return "\n".join([f"peak {self.peak:,} bytes at {self.peak_node}{saved}{unknown}", *live])
 
 
@@ -180,7 +182,9 @@ def _plan(module: fx.GraphModule, storages: _Storages, names: Mapping[fx.Node, s
     peak_node = max(curve, key=lambda name: curve[name])
     at = [node.name for node in nodes].index(peak_node)
     live = [one for one in storages.values() if one.first <= at <= one.last]
-    shown = (LiveTensor(one.label or names.get(one.node, one.node.name), one.bytes, place_of(one.node)) for one in live)
+    shown = (
+        LiveTensor(one.label or names.get(one.node, one.node.name), one.bytes, source_line_of(one.node)) for one in live
+    )
     return MemoryPlan(
         curve[peak_node],
         peak_node,

@@ -8,10 +8,9 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from torchguard._graphs.source_lines import Place
+from torchguard._graphs.source_lines import SourceLine, source_line_of
 from torchguard.device._graph import Graph
 from torchguard.device._values import bytes_of, bytes_touched, storage_keys, tensors_of
-from torchguard.device._violations import place_of
 
 TO_HOST, TO_DEVICE = "to the host", "to the device"
 
@@ -33,7 +32,7 @@ class Transfer:
     tensor: str
     bytes: int
     direction: str
-    place: Place | None
+    source_line: SourceLine | None
 
 
 @dataclass(frozen=True)
@@ -99,5 +98,5 @@ def _transfers(graph: Graph, on_device: Mapping[fx.Node, bool]) -> list[Transfer
         _, node, by = max(uses, key=lambda use: bytes_of(use[0]))
         amount = bytes_touched([tensor for tensor, _, _ in uses])
         direction = TO_DEVICE if is_on_device else TO_HOST
-        found.append(Transfer(graph.name, graph.name_of(node), amount, direction, place_of(node, by)))
+        found.append(Transfer(graph.name, graph.name_of(node), amount, direction, source_line_of(node, by)))
     return found

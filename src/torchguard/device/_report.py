@@ -128,7 +128,7 @@ class DeviceReport:
 
     def by_line(self) -> dict[str, int]:
         """By the line in your code; those that have none are left out."""
-        places = ((one.place, len(one.nodes)) for one in self.violations if one.place)
+        places = ((one.source_line, len(one.nodes)) for one in self.violations if one.source_line)
         return _sums((f"{place.file}:{place.line}", count) for place, count in places)
 
     def to_dict(self, *, partitions: bool = True) -> dict[str, Any]:

@@ -3,17 +3,15 @@
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from torch import fx
 
-from torchguard._graphs.source_lines import Place, own_place
+from torchguard._graphs.source_lines import SourceLine
 
 # How Dynamo writes a path: L['self']._modules['layers']._modules['0'], or L['self'].layers[0].
 _ROOT = re.compile(r"^L\['\w+'\]")
 _ITEM = re.compile(r"(?:\._modules)?\[(?:'|\")?(\w+)(?:'|\")?\]")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Violation:
         code: of the rule, such as `TGD301`.
         graph: `forward`, `backward` or `inference`.
         op: what computes the tensor in question or takes it, such as `aten.mm.default`.
-        place: the line in your code.
+        source_line: the line in your code.
         remedy: what to do about it; empty if there is nothing simple.
         condition: what sizes that are symbols have to fulfil; empty if it is broken whatever they are.
         holds_now: whether the condition holds for the sizes at hand; others may follow without being compiled again.
@@ -37,7 +35,7 @@ class Violation:
     message: str
     graph: str
     op: str
-    place: Place | None
+    source_line: SourceLine | None
     remedy: str = ""
     condition: str = ""
     holds_now: bool = False
@@ -51,7 +49,7 @@ class Violation:
         what = f" ({some(self.tensors)})" if self.tensors else ""
         lines = [f"{self.code} {self.graph}: {self.op}: {self.message}{what}{needs}{times}"]
         where = [
-            *([f"at {self.place}"] if self.place else []),
+            *([f"at {self.source_line}"] if self.source_line else []),
             *([f"in module {some(self.modules)}"] if self.modules else []),
         ]
         lines += [f"    {', '.join(where)}"] if where else []
@@ -86,19 +84,8 @@ def some(names: tuple[str, ...]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def place_of(*nodes: fx.Node) -> Place | None:
-    """The line in the user's code of the first of these nodes that has one."""
-    return next((_place(trace) for node in nodes if (trace := node.meta.get("stack_trace"))), None)
-
-
 def module_of(node: fx.Node) -> str | None:
     """The path of the innermost module that a node is of, None if there is none."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = _ROOT.sub("", str(next(reversed(stack.values()))[0])) if stack else ""
     return _ITEM.sub(r".\1", path).lstrip(".") or None
-
-
-@lru_cache(maxsize=4096)
-def _place(stack_trace: str) -> Place | None:
-    frames = tuple(Place(file, int(line), name, text) for file, line, name, text in _FRAME.findall(stack_trace))
-    return own_place(frames) if frames else None

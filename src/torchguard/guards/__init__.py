@@ -1,7 +1,8 @@
-"""Dynamo's guards: filter them, audit what was dropped, inspect what is there, explain recompiles."""
+"""Dynamo's guards: inspect them, measure them, drop some by a filter and audit those, explain recompiles."""
 
-from torchguard.guards._audit import Audit, AuditReport, Violation, audit
-from torchguard.guards._certify import Certificate, certify
+from torchguard.exceptions import FilterError, GuardError, GuardWarning, RecompileError, StaleGuardError
+from torchguard.guards._audit import Audit, AuditReport, GuardViolation, audit
+from torchguard.guards._certify import GuardCertificate, certify
 from torchguard.guards._compile import compile, entries
 from torchguard.guards._cost import Cost, cost
 from torchguard.guards._filters import (
@@ -29,14 +30,19 @@ from torchguard.guards._why import Reason, Why, why
 __all__ = [
     "Audit",
     "AuditReport",
-    "Certificate",
     "Cost",
     "Filter",
+    "FilterError",
+    "GuardCertificate",
+    "GuardError",
     "GuardInspector",
+    "GuardViolation",
+    "GuardWarning",
     "Inspection",
     "Reason",
+    "RecompileError",
+    "StaleGuardError",
     "Suggestion",
-    "Violation",
     "Why",
     "aot_default",
     "audit",

@@ -1,4 +1,20 @@
-"""Dropped guards, watched: a shadow of all guards is looked at now and then."""
+"""Audits: checking dropped guards from time to time while the compiled code runs.
+
+Dynamo builds the tree of all guards, passes them to the filter, and builds a second tree of the guards that the filter
+keeps. An audit stores the first tree as a *shadow* and adds a callback to the second, which Dynamo calls once all kept
+guards of a call hold. In most calls the callback only counts. In every `every`-th call, and in the first call after a
+change of state that is cheap to see, it checks the shadow.
+
+Three properties of Dynamo shape the code:
+
+- The callback can only return True, to run the compiled code, or False, to recompile. Dynamo swallows an exception
+  raised in it. So an error is stored, the callback returns False, and the error is raised a moment later, when Dynamo
+  evaluates the guards once more to explain the recompile (`is_explaining`, `raise_instead`).
+- `why`, `cost` and `inspect` evaluate guard trees themselves, which calls the callback although the user called
+  nothing. They do so under `audits_paused`.
+- C++ owns the callback, and Python's garbage collector cannot see a cycle through it. So a shadow holds its audit
+  weakly, and text in place of values.
+"""
 
 import contextlib
 import math
@@ -9,51 +25,56 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchguard._graphs.source_lines import own_place, places_of
+from torchguard._graphs.source_lines import lines_of_stack, user_line
 from torchguard._torch.events import HERE, Built, install, is_explaining, raise_instead, require
 from torchguard._torch.guards import Guards, as_in_a_call
 from torchguard._torch.tensors import any_autocast, grad_mode
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._filters import Filter, by_function
-from torchguard.guards._tree import Failure, failures_of, shown
+from torchguard.guards._tree import GuardFailure, failures_of, format_value
 
-Action = str | Callable[["list[Violation]"], Any]
+Action = str | Callable[["list[GuardViolation]"], Any]
 ACTIONS = ("record", "recompile", "raise")
 
 
-class _Observing(threading.local):
-    off = False  # of the class: an attribute that is missing costs each call an exception
+class _ThreadState(threading.local):
+    is_paused = False  # a class attribute: a missing attribute would cost each call an exception
 
 
-_observing = _Observing()
+_thread = _ThreadState()
 _lock = threading.Lock()
-_unobserved = 0  # how often it is off, in any thread: asking for the thread's own costs each call
+_paused_threads = 0  # read first in each call: it is cheaper than the state of the thread
 
 
 @contextlib.contextmanager
-def unobserved() -> Iterator[None]:
-    """While trees are called by hand, no call of the user's is under way."""
-    before = _observing.off
-    _observe(False, by=1)
+def audits_paused() -> Iterator[None]:
+    """Evaluate guard trees in this thread without audits taking it for calls of the user."""
+    global _paused_threads
+    before = _thread.is_paused
+    with _lock:
+        _paused_threads += 1
+    _thread.is_paused = True
     try:
         yield
     finally:
-        _observe(not before, by=-1)
-
-
-def _observe(is_on: bool, by: int) -> None:
-    global _unobserved
-    with _lock:
-        _unobserved += by
-    _observing.off = not is_on
+        with _lock:
+            _paused_threads -= 1
+        _thread.is_paused = before
 
 
 @dataclass(frozen=True)
-class Violation:
-    """A dropped guard that does not hold any more: compiled code ran on an assumption that is no longer true.
+class GuardViolation:
+    """A dropped guard that no longer holds: compiled code ran although an assumption of it had become false.
 
-    `then` is the value when it was compiled, `now` the one it was found with, and `calls` how many calls, this one
-    included, may have gone wrong: those since it was last seen to hold.
+    Attributes:
+        name: what the guard is about, such as `self.training`.
+        type: of the guard, such as `EQUALS_MATCH`.
+        function: the compiled function.
+        compile_id: Dynamo's id of the compilation.
+        line: your source line that led to the guard.
+        then: the value when the function was compiled.
+        now: the value when the audit checked it.
+        calls: how many calls, this one included, may have returned stale results: those since the last clean check.
     """
 
     name: str
@@ -68,14 +89,21 @@ class Violation:
     def __str__(self) -> str:
         changed = f"{self.then} became {self.now}" if self.then and self.now else self.now or "no longer holds"
         where = f", from {self.line}" if self.line else ""
-        return f"{self.type} {self.name} in {self.function}: {changed} ({self.calls} calls{where})"
+        return f"{self.type} {self.name} in {self.function}: {changed} (calls affected: at most {self.calls}{where})"
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What an audit has seen."""
+    """What an audit found.
 
-    violations: tuple[Violation, ...]
+    Attributes:
+        violations: each once for each value it was found with.
+        calls: of all functions compiled with the audit.
+        checks: how many of these calls were checked.
+        dropped: how many guards the filter dropped.
+    """
+
+    violations: tuple[GuardViolation, ...]
     calls: int
     checks: int
     dropped: int
@@ -86,98 +114,99 @@ class AuditReport:
 
 
 class Audit:
-    """A filter that goes on looking at what it dropped. Give it to `guards.compile(filter=...)`."""
+    """A filter that checks the guards it dropped, made by `audit`. Pass it to `guards.compile(filter=...)`."""
 
     is_audit, told_by = True, HERE
 
     def __init__(self, filter: Filter, every: int, action: Action, budget: float | None) -> None:
         self.filter, self.every, self.action, self.budget = filter, every, action, budget
-        self._violations: dict[tuple[str, ...], Violation] = {}
+        self._violations: dict[tuple[str, ...], GuardViolation] = {}
         self._shadows: weakref.WeakSet[_Shadow] = weakref.WeakSet()
-        self._gone = [0, 0, 0]  # calls, checks and dropped guards of shadows whose compiled code is gone
+        self._finished = [0, 0, 0]  # calls, checks and dropped guards of compiled code that is gone
         self._lock = threading.RLock()
-        self._decided = threading.local()
+        self._thread = threading.local()
 
     def __repr__(self) -> str:
         return f"audit({self.filter!r}, every={self.every}, action={self.action!r})"
 
     def __call__(self, entries: Sequence[Any]) -> list[bool]:
         kept = self.filter(entries)
-        self._decided.dropped = [_Dropped(entry) for entry, keep in zip(entries, kept, strict=True) if not keep]
+        self._thread.dropped = [_DroppedGuard(entry) for entry, keep in zip(entries, kept, strict=True) if not keep]
         return kept
 
     def on_built(self, built: Built) -> None:
-        """Dynamo has built the guards that were kept; `built.full` has the others, too."""
-        if built.full is None or not self._decided.dropped:
+        """Add a shadow: Dynamo has built the tree of the kept guards, and `built.full` is the tree of all."""
+        if built.full is None or not self._thread.dropped:
             return
-        shadow = _Shadow(self, built, built.full, self._decided.dropped)
+        shadow = _Shadow(self, built, built.full, self._thread.dropped)
         self._shadows.add(shadow)
-        weakref.finalize(shadow, _add, self._gone, shadow.counts)
+        weakref.finalize(shadow, _add, self._finished, shadow.counts)
         built.guards.listen(shadow.on_call)
 
     def report(self) -> AuditReport:
+        """What was found so far."""
         with self._lock:
-            total = [*self._gone]
+            total = [*self._finished]
             for shadow in self._shadows:
                 _add(total, shadow.counts)
             return AuditReport(tuple(self._violations.values()), *total)
 
-    def found(self, violations: list[Violation]) -> bool:
-        """Tell of violations; whether the compiled code may run all the same. May raise."""
+    def on_violations(self, violations: list[GuardViolation]) -> bool:
+        """Record violations and take the action. Returns whether the compiled code may run; may raise."""
         with self._lock:
             for one in violations:
                 self._violations.setdefault((one.compile_id, one.function, one.name, one.type, one.now), one)
         if callable(self.action):
             return self.action(violations) is not False
         if self.action == "raise":
-            raise StaleGuardError("\n".join(["Compiled code rests on what is no longer true:", *map(str, violations)]))
+            raise StaleGuardError("\n".join(["Compiled code depends on what has changed:", *map(str, violations)]))
         return self.action == "record"
 
 
 class _Counts:
-    """Of one shadow: which call is to be looked at, how many come before it and it, looks, and dropped guards."""
+    """Of one shadow: the number of the next call to check, the calls until then, checks made, guards dropped."""
 
-    __slots__ = ("checks", "dropped", "due", "left")
+    __slots__ = ("checks", "dropped", "next_check", "remaining")
 
     def __init__(self, dropped: int) -> None:
-        self.due, self.left, self.checks, self.dropped = 1, 1, 0, dropped
+        self.next_check, self.remaining, self.checks, self.dropped = 1, 1, 0, dropped
 
     @property
     def calls(self) -> int:
-        return self.due - self.left
+        return self.next_check - self.remaining
 
 
 def _add(total: list[int], counts: _Counts) -> None:
     total[:] = total[0] + counts.calls, total[1] + counts.checks, total[2] + counts.dropped
 
 
-class _Dropped:
-    """What is kept of a guard that was dropped: text alone, so that nothing of the user's is kept alive."""
+class _DroppedGuard:
+    """A guard that was dropped, as text alone: nothing of the user's is kept alive."""
 
     def __init__(self, entry: Any) -> None:
         guard = entry.orig_guard
         self.name, self.type, self.source = entry.name, entry.guard_type, guard.name
-        self.then = shown(entry.value) if entry.has_value else ""
+        self.then = format_value(entry.value) if entry.has_value else ""
         self.derived = entry.derived_guard_types
 
 
 class _Shadow:
-    """All guards of one compiled frame, of which some were dropped."""
+    """The tree of all guards of one compiled frame, of which the filter dropped some."""
 
-    def __init__(self, audit: Audit, built: Built, full: Guards, dropped: list[_Dropped]) -> None:
-        # Held by Dynamo's guards, where the garbage collector sees no cycle: the audit may know the model.
+    def __init__(self, audit: Audit, built: Built, full: Guards, dropped: list[_DroppedGuard]) -> None:
         self.audit = weakref.ref(audit)
         self.full, self.compile_id = full, built.compile_id
-        # Where it is still a guard, no call with another grad mode or autocast comes by.
-        self.is_state_kept = built.guards.has_at_root("GLOBAL_STATE")
+        # Where the guard on grad mode and autocast is kept, Dynamo itself tells such calls apart.
+        self.is_state_guarded = built.guards.has_at_root("GLOBAL_STATE")
         self.function = getattr(built.code, "co_qualname", built.code.co_name)
-        self.owner = built.code.co_varnames[0] if built.code.co_argcount else ""  # a module, if this is a method of one
+        # Of a method this is the module, whatever it calls `self`.
+        self.first_argument = built.code.co_varnames[0] if built.code.co_argcount else ""
         self.dropped = {}
         for one in dropped:
             self.dropped.setdefault(one.source, []).append(one)
-        self.stacks = built.stacks()  # text alone, too
+        self.stacks = built.stacks()
         self.counts = _Counts(len(dropped))
-        self.last_held = 0  # the number of the last call for which all held
+        self.last_clean_call = 0
         self.allowed = True
         self.error: Exception | None = None
         self.state: tuple[bool, bool] | None = None
@@ -185,91 +214,93 @@ class _Shadow:
         self.started = time.perf_counter()
 
     def on_call(self, f_locals: dict[str, Any]) -> bool:
-        # Every call comes by here: what users change between calls, and can be seen at once, and hardly more.
+        # Every call runs this. It checks only what users change often and what is cheap to read.
         counts = self.counts
         if (
-            counts.left > 1
-            and getattr(f_locals.get(self.owner), "training", None) is self.training
-            and (self.is_state_kept or (grad_mode(), any_autocast()) == self.state)
-            and not (_unobserved and _observing.off)
+            counts.remaining > 1
+            and getattr(f_locals.get(self.first_argument), "training", None) is self.training
+            and (self.is_state_guarded or (grad_mode(), any_autocast()) == self.state)
+            and not (_paused_threads and _thread.is_paused)
         ):
-            counts.left -= 1
+            counts.remaining -= 1
             return True
-        return self._on_noted_call(f_locals)
+        return self._on_due_call(f_locals)
 
-    def _on_noted_call(self, f_locals: dict[str, Any]) -> bool:
-        if _observing.off:
+    def _on_due_call(self, f_locals: dict[str, Any]) -> bool:
+        if _thread.is_paused:
             return True
         if is_explaining():
             if self.error is not None:
                 raise_instead(self.error)
             return self.allowed
         start, audit = time.perf_counter(), self.audit()
-        if audit is None:  # nobody is left to be told
+        if audit is None:  # nobody can read its report
             return True
-        self.training = getattr(f_locals.get(self.owner), "training", None)
+        self.training = getattr(f_locals.get(self.first_argument), "training", None)
         self.state = (grad_mode(), any_autocast())
-        self.counts.left -= 1
+        self.counts.remaining -= 1
         with as_in_a_call():
-            held = self._look(f_locals, self.counts.calls, audit)
-        self._wait(self._pause(audit, start) if held or audit.action == "record" else 1)
+            is_clean = self._check(f_locals, self.counts.calls, audit)
+        self._schedule(self._interval(audit, start) if is_clean or audit.action == "record" else 1)
         return self.allowed
 
-    def _look(self, f_locals: dict[str, Any], call: int, audit: Audit) -> bool:
+    def _check(self, f_locals: dict[str, Any], call: int, audit: Audit) -> bool:
         """Whether all guards hold."""
         self.counts.checks += 1
         self.allowed, self.error = True, None
         if self.full.check(f_locals):
-            self.last_held = call
+            self.last_clean_call = call
             return True
         violations = [self._violation(failure, call) for failure in failures_of(self.full, f_locals)]
         try:
-            self.allowed = audit.found(violations)
-        except Exception as error:  # Dynamo would swallow it here, and does not where it recompiles
+            self.allowed = audit.on_violations(violations)
+        except Exception as error:  # Dynamo would swallow it here; it is raised while Dynamo explains the recompile
             self.allowed, self.error = False, error
         return False
 
-    def _wait(self, calls: int) -> None:
-        self.counts.due, self.counts.left = self.counts.calls + calls, calls
+    def _schedule(self, calls: int) -> None:
+        self.counts.next_check, self.counts.remaining = self.counts.calls + calls, calls
 
-    def _pause(self, audit: Audit, start: float) -> int:
-        """After how many calls to look again: as told, or so that looking takes a share of the time."""
+    def _interval(self, audit: Audit, start: float) -> int:
+        """Calls until the next check: `every`, or as many as keep checks within the budget."""
         if audit.budget is None:
             return audit.every
         now = time.perf_counter()
-        a_call = (now - self.started) / max(self.counts.calls - 1, 1)
-        return max(1, math.ceil((now - start) / (audit.budget * a_call)))
+        seconds_per_call = (now - self.started) / max(self.counts.calls - 1, 1)
+        return max(1, math.ceil((now - start) / (audit.budget * seconds_per_call)))
 
-    def _violation(self, failure: Failure, call: int) -> Violation:
+    def _violation(self, failure: GuardFailure, call: int) -> GuardViolation:
         guard = failure.guard
-        about = self.dropped.get(guard.source, [])
-        same_type = [one for one in about if guard.type == one.type or guard.type in one.derived]
-        about_value = [one for one in about if one.type != "TYPE_MATCH"]
-        one = next(iter(same_type or about_value or about), None)
+        candidates = self.dropped.get(guard.source, [])
+        same_type = [one for one in candidates if guard.type == one.type or guard.type in one.derived]
+        on_value = [one for one in candidates if one.type != "TYPE_MATCH"]
+        one = next(iter(same_type or on_value or candidates), None)
         stack = self.stacks.get((guard.source, one.type if one else "")) or self.stacks.get((guard.source, ""))
-        return Violation(
+        return GuardViolation(
             name=one.name if one else guard.source,
             type=one.type if one else guard.type,
             function=self.function,
             compile_id=self.compile_id,
-            line=str(own_place(places_of(stack))) if stack else guard.line,
+            line=str(user_line(lines_of_stack(stack))) if stack else guard.line,
             then=one.then if one else "",
             now=failure.now or failure.why or guard.code,
-            calls=call - self.last_held,
+            calls=call - self.last_clean_call,
         )
 
 
 def audit(filter: Any, every: int = 100, action: Action = "record", budget: float | None = None) -> Audit:
-    """A filter that tells when a guard it dropped would have failed.
+    """A filter that reports when a guard it dropped would have failed.
 
     Args:
-        filter: what to keep: a filter of ours, or any function torch takes as `guard_filter_fn`.
-        every: look at all guards in each so-manieth call, in the first one, and after `train`, `eval`, a change of grad
-            mode or autocast.
-        action: "record" for the report alone; "recompile", which heals; "raise" a StaleGuardError instead of running
-            stale code; or a function of the violations, which has Dynamo recompile by returning False.
-        budget: the share of the time that looking may take, such as 0.02: sets `every` by itself. What is between two
-            calls counts as time; seeing whether to look, half a microsecond a call, does not.
+        filter: which guards to keep: a `Filter`, or any function torch takes as `guard_filter_fn`.
+        every: check all guards on every `every`-th call, on the first one, and after `train`, `eval` or a change of
+            grad mode or autocast.
+        action: what happens when a dropped guard fails. "record" adds it to the report; "recompile" has Dynamo compile
+            for the new value; "raise" raises a `StaleGuardError` before the stale code runs. A function is called with
+            the violations, and has Dynamo recompile by returning False.
+        budget: the share of the running time that checks may take, such as 0.02; it replaces `every`. The running time
+            includes what happens between calls. Deciding whether to check takes half a microsecond per call, which is
+            not counted.
     """
     if not callable(action) and action not in ACTIONS:
         raise GuardError(f"audit: action is {action!r}. Give one of {', '.join(ACTIONS)}, or a function.")

@@ -1,4 +1,4 @@
-"""Which dropped guards matter: change what users change, and compare with eager mode."""
+"""Which dropped guards matter: apply common changes to a compiled model, and compare its results with eager mode."""
 
 import contextlib
 import functools
@@ -15,17 +15,23 @@ from torchguard._pytrees import mapped, parts_of
 from torchguard._torch import dynamo, settings
 from torchguard._torch.events import counting_builds
 from torchguard.exceptions import GuardError
-from torchguard.guards._audit import Violation, audit
+from torchguard.guards._audit import GuardViolation, audit
 from torchguard.guards._compile import compile
 from torchguard.guards._explain import describe
 from torchguard.guards._filters import Filter, by_function
-from torchguard.guards._perturb import Change, change_of_argument, change_of_cell, change_of_value, usual_changes
+from torchguard.guards._perturb import (
+    Perturbation,
+    common_perturbations,
+    perturb_argument,
+    perturb_closure,
+    perturb_value,
+)
 
 HARMFUL, HARMLESS, NOT_EXERCISED = "harmful", "harmless", "not exercised"
-FINE, STALE, MISSED, NOT_POSSIBLE = "fine", "stale", "missed by Dynamo as well", "not possible in eager mode"
-# So many values that guards are about are changed one by one.
+CORRECT, STALE, UNGUARDED, EAGER_FAILS = "correct", "stale", "stale without a filter, too", "fails in eager mode"
+# How many guarded values are changed, one at a time.
 _MOST_VALUES = 48
-# Dynamo compiles a function eight times, by default.
+# How many times a compiled model recompiles before it is compiled afresh: by default Dynamo's limit is eight.
 _MOST_BUILDS = 4
 
 Changes = Mapping[str, Callable[[], AbstractContextManager[Any]]]
@@ -33,7 +39,11 @@ Changes = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 
 @dataclass(frozen=True)
 class LabelledGuard:
-    """A dropped guard: harmful if it failed in a change with a wrong result, harmless if only in others."""
+    """A dropped guard.
+
+    Its label is "harmful" if it failed under a change with a stale result, "harmless" if it failed only under other
+    changes, and "not exercised" if it never failed.
+    """
 
     name: str
     type: str
@@ -42,8 +52,12 @@ class LabelledGuard:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a change, and which dropped guards did not hold then."""
+class ChangeOutcome:
+    """The result under one change, and the dropped guards, by name and type, that it violated.
+
+    The result is "correct" if it equals eager mode's, otherwise "stale"; "stale without a filter, too" if Dynamo's full
+    set of guards does not notice the change either; "fails in eager mode" if there is nothing to compare with.
+    """
 
     change: str
     result: str
@@ -51,12 +65,18 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """What a filter costs in correctness, as far as was tried."""
+class GuardCertificate:
+    """How a filter affects results, under the changes that were tried.
+
+    Attributes:
+        filter: its `repr`.
+        guards: the guards it drops, with labels.
+        outcomes: of the changes.
+    """
 
     filter: str
     guards: tuple[LabelledGuard, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ChangeOutcome, ...]
 
     def labelled(self, label: str) -> list[LabelledGuard]:
         return [guard for guard in self.guards if guard.label == label]
@@ -82,41 +102,43 @@ def certify(
     kwargs: Mapping[str, Any] | None = None,
     changes: Changes | None = None,
     backend: Any = "eager",
-) -> Certificate:
-    """Change the world in the ways users do, and tell which dropped guards led to wrong results.
+) -> GuardCertificate:
+    """Find out which of the guards that a filter drops lead to wrong results.
 
-    Each change is made after the model was compiled with the filter, the result compared with eager mode's, and the
-    change undone: `train` and `eval`, dtype, batch size, strides, `requires_grad`, grad mode, autocast, hooks, and
-    another value for each number or bool that a dropped guard is about (globals, closures, attributes).
+    The model is compiled with the filter. Then common changes are made one at a time, the result is compared with eager
+    mode's, and the change is undone: `train` and `eval`, dtype, batch size, strides, `requires_grad`, grad mode,
+    autocast, hooks, and another value for each number or bool that a dropped guard checks (globals, closures,
+    attributes).
 
     Args:
         inputs: the arguments of a call, as a tuple; or its only argument.
-        changes: changes of your own by name, as functions that return a context manager. It may give other arguments,
-            as a tuple.
+        changes: your own changes by name, each a function that returns a context manager. The context manager may
+            return other arguments for the call, as a tuple.
     """
     given = (inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
     filter = filter if isinstance(filter, Filter) else by_function(filter)
-    trial = _Trial(model, given, filter, backend)
-    own = [_own_change(name, made, given) for name, made in (changes or {}).items()]
+    trial = _FilterTrial(model, given, filter, backend)
+    own = [_own_perturbation(name, apply, given) for name, apply in (changes or {}).items()]
     with settings.without_limits():
-        everything = [*usual_changes(model, *given), *trial.changes_of_values(), *own]
+        everything = [*common_perturbations(model, *given), *trial.perturbations_of_values(), *own]
         outcomes = tuple(trial.outcome_of(change) for change in everything)
-    return Certificate(repr(filter), tuple(trial.labelled(outcomes)), outcomes)
+    return GuardCertificate(repr(filter), tuple(trial.labelled(outcomes)), outcomes)
 
 
-def _own_change(name: str, made: Callable[[], AbstractContextManager[Any]], given: Any) -> Change:
+def _own_perturbation(name: str, apply: Callable[[], AbstractContextManager[Any]], given: Any) -> Perturbation:
     @contextlib.contextmanager
     def with_arguments():
-        with made() as changed:
+        with apply() as changed:
             yield (changed, given[1]) if isinstance(changed, tuple) else given
 
-    return Change(name, with_arguments)
+    return Perturbation(name, with_arguments)
 
 
 class _Compiled:
-    """A compiled model that has seen the world as it is, and is made anew when it has seen too much else.
+    """A model compiled for the unchanged state, and compiled afresh after a number of recompiles.
 
-    What is compiled under a change stays beside the first, and guards tell them apart. With many, Dynamo gives up.
+    Entries compiled under a change stay in Dynamo's cache beside the first. With many of them, Dynamo would reach its
+    recompile limit.
     """
 
     def __init__(self, make: Callable[[], Any], run: Callable[[Any, Any], Any], given: Any) -> None:
@@ -125,12 +147,14 @@ class _Compiled:
         self._builds = 0
 
     def __call__(self) -> Any:
-        """What to call. It was called at least once, before anything was changed."""
+        """The compiled model, which was called at least once before any change."""
         if self._call is None or self._builds >= _MOST_BUILDS:
             self._call, self._builds = self._make(), 0
             result = self._run(self._call, self._given)
             if isinstance(result, Exception):
-                raise GuardError(f"certify: the model fails before anything is changed: {result}") from result
+                raise GuardError(
+                    f"certify: the model fails before any change: {type(result).__name__}: {result}"
+                ) from result
         return self._call
 
     def run(self, arguments: Any) -> Any:
@@ -140,84 +164,85 @@ class _Compiled:
         return result
 
 
-class _Trial:
-    """A model compiled with a filter, and without one, and run under changes."""
+class _FilterTrial:
+    """A model that is compiled with a filter and without one, and run under changes."""
 
     def __init__(self, model: Callable[..., Any], given: Any, filter: Filter, backend: Any) -> None:
         self.model, self.given, self.filter = model, given, filter
         self.entries: list[Any] = []
-        self.violations: list[Violation] = []
-        watch = audit(by_function(self._spied, repr(filter)), every=1, action=self.violations.extend)
-        self.filtered = _Compiled(lambda: compile(model, filter=watch, backend=backend), self._run, given)
+        self.violations: list[GuardViolation] = []
+        audited = audit(by_function(self._keep, repr(filter)), every=1, action=self.violations.extend)
+        self.filtered = _Compiled(lambda: compile(model, filter=audited, backend=backend), self._run, given)
         self.plain = _Compiled(lambda: compile(model, backend=backend), self._run, given)
 
-    def _spied(self, entries: Sequence[Any]) -> list[bool]:
+    def _keep(self, entries: Sequence[Any]) -> list[bool]:
+        """Decide as the filter does, and record what it drops."""
         kept = self.filter(entries)
         self.entries += [entry for entry, keep in zip(entries, kept, strict=True) if not keep]
         return kept
 
-    def changes_of_values(self) -> list[Change]:
-        """Another value for each number that a dropped guard is about; one for all layers of a list."""
+    def perturbations_of_values(self) -> list[Perturbation]:
+        """Another value for each number or bool that a dropped guard checks; only once for the layers of a list."""
         frame = dynamo.frame_of(self.filtered(), *self.given)
         if frame is None:
             return []
         compiled = dynamo.entries_of(frame.kept)
-        found: dict[str, Change] = {}
+        found: dict[str, Perturbation] = {}
         for entry in self.entries if compiled else ():
             source = entry.orig_guard.name
-            alike = re.sub(r"\d+", "*", source)
-            if alike in found or not entry.has_value or len(found) >= _MOST_VALUES:
+            pattern = re.sub(r"\d+", "*", source)
+            if pattern in found or not entry.has_value or len(found) >= _MOST_VALUES:
                 continue
             cell = frame.cells.get(source)
             if cell is not None:
-                change = change_of_cell(source, cell, self.given)
+                change = perturb_closure(source, cell, self.given)
             elif source in frame.arguments:
-                change = change_of_argument(self.model, frame.arguments[source], entry.value, self.given)
+                change = perturb_argument(self.model, frame.arguments[source], entry.value, self.given)
             else:
                 evaluate = functools.partial(compiled[0][1].value, f_locals=frame.f_locals)
-                change = change_of_value(source, entry.value, evaluate, self.given)
+                change = perturb_value(source, entry.value, evaluate, self.given)
             if change is not None:
-                found[alike] = change
+                found[pattern] = change
         return list(found.values())
 
-    def outcome_of(self, change: Change) -> Outcome:
+    def outcome_of(self, change: Perturbation) -> ChangeOutcome:
         self.filtered()
         self.violations.clear()
-        is_missed = False
-        with change.made() as arguments:
+        with change.apply() as arguments:
             want = self._run(self.model, arguments)
             if isinstance(want, Exception):
-                return Outcome(change.name, NOT_POSSIBLE, ())
+                return ChangeOutcome(change.name, EAGER_FAILS, ())
             is_stale = not _equal(self.filtered.run(arguments), want)
         violated = tuple({(one.name, one.type): None for one in self.violations})
-        if is_stale:
-            self.plain()
-            with change.made() as arguments:
-                is_missed = not _equal(self.plain.run(arguments), self._run(self.model, arguments))
-        return Outcome(change.name, (MISSED if is_missed else STALE) if is_stale else FINE, violated)
+        if not is_stale:
+            return ChangeOutcome(change.name, CORRECT, violated)
+        self.plain()
+        with change.apply() as arguments:
+            is_guarded = _equal(self.plain.run(arguments), self._run(self.model, arguments))
+        return ChangeOutcome(change.name, STALE if is_guarded else UNGUARDED, violated)
 
     def _run(self, call: Callable[..., Any], arguments: Any) -> Any:
-        """The result, or the exception; what a run leaves in arguments, parameters and buffers is undone."""
-        kept = _tensors_of(self.model)
+        """The result, or the exception. Changes that a run makes to arguments, parameters and buffers are undone."""
+        before = _tensors_of(self.model)
         args, kwargs = mapped(arguments, lambda z: z.detach().clone().requires_grad_(z.requires_grad))
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 return call(*args, **kwargs)
-        except Exception as error:  # a result like any other, to be compared
+        except Exception as error:  # a result to compare, like any other
             return error
         finally:
             with torch.no_grad():
-                for tensor, value in kept:
+                for tensor, value in before:
                     if not torch.equal(tensor, value):
                         tensor.copy_(value)
 
-    def labelled(self, outcomes: Sequence[Outcome]) -> list[LabelledGuard]:
+    def labelled(self, outcomes: Sequence[ChangeOutcome]) -> list[LabelledGuard]:
         harmful = {key for outcome in outcomes if outcome.result == STALE for key in outcome.violated}
         exercised = {key for outcome in outcomes for key in outcome.violated}
         found = {}
         for entry in self.entries:
-            # One of a number comes down to another of the same number: both failed.
+            # A guard may consist of guards of other types on the same value: if one of them failed, so did it.
             keys = {(entry.name, type) for type in (entry.guard_type, *entry.derived_guard_types)}
             label = HARMFUL if keys & harmful else HARMLESS if keys & exercised else NOT_EXERCISED
             found[entry.name, entry.guard_type] = LabelledGuard(
@@ -243,11 +268,11 @@ def _equal(one: Any, two: Any) -> bool:
         return same and all(a == b and _equal(x, y) for (a, x), (b, y) in zip(left, right, strict=True))
     if hasattr(one, "__array__") and hasattr(two, "__array__"):
         return _equal(torch.as_tensor(one), torch.as_tensor(two))
-    # What cannot be compared counts as equal if it is of one kind.
+    # Objects without `__eq__` count as equal if they have the same type.
     is_comparable = type(one).__eq__ is not object.__eq__
     return bool(one == two) if is_comparable else type(one) is type(two)
 
 
 def _equal_tensors(one: Tensor, two: Tensor) -> bool:
-    alike = one.dtype == two.dtype and one.shape == two.shape and one.requires_grad == two.requires_grad
-    return alike and torch.allclose(one.detach(), two.detach(), rtol=1e-4, atol=1e-5, equal_nan=True)
+    same = one.dtype == two.dtype and one.shape == two.shape and one.requires_grad == two.requires_grad
+    return same and torch.allclose(one.detach(), two.detach(), rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -1,4 +1,12 @@
-"""`torch.compile` with a guard filter, without the traps of passing one in its options."""
+"""`torch.compile` with a guard filter.
+
+Passing a filter in `torch.compile(options={"guard_filter_fn": ...})` has four pitfalls, which `compile` avoids:
+
+- torch removes the filter from the dict it is given, so that a second use of the same options has none;
+- two filters on one function share one cache: the second call uses what was compiled with the first filter;
+- torch refuses a `mode` together with options;
+- an exception in a filter surfaces as an internal error of Dynamo.
+"""
 
 import inspect
 import types
@@ -12,12 +20,12 @@ import torch
 from torchguard._torch import dynamo, guards, inductor
 from torchguard._torch.process import of_this_process
 from torchguard.exceptions import GuardError, GuardWarning
-from torchguard.guards._explain import Entry
+from torchguard.guards._explain import FilterEntry
 from torchguard.guards._filters import Filter, FilterFunction, by_function
 
 C = TypeVar("C", bound=Callable)
 
-# The filter each code was last compiled with, where torch cannot keep two apart.
+# The filter that each function was last compiled with. Used before torch 2.13, which has one cache for all filters.
 _last_filters: "weakref.WeakKeyDictionary[types.CodeType, weakref.ref[Any] | None]" = of_this_process(
     "filters", weakref.WeakKeyDictionary
 )
@@ -32,48 +40,47 @@ def compile(
 
 
 def compile(model: Any = None, *, filter: FilterFunction | None = None, **torch_compile_kwargs: Any) -> Any:
-    """`torch.compile(model, ...)` that keeps the guards `filter` keeps. Without a model, a decorator.
+    """`torch.compile(model, ...)` that keeps only the guards `filter` keeps. Without a model, a decorator.
 
-    What it compiles is its own: another filter on the same function has another cache, options may be used again,
-    and a `mode` goes with a filter. Only what plain `torch.compile` made of the function before is used as long as its
-    guards hold.
+    Each filter on a function has a cache of its own, options can be used again, and a `mode` works with a filter. An
+    entry that plain `torch.compile` cached for the function before is still used while its guards hold.
 
     Args:
-        filter: a `Filter`, a function in torch's form, or an audit.
-        torch_compile_kwargs: what else `torch.compile` takes.
+        filter: a `Filter`, a function that torch takes as `guard_filter_fn`, or an `Audit`.
+        torch_compile_kwargs: any other argument of `torch.compile`.
     """
-    filter, kwargs = _without_traps(filter, torch_compile_kwargs)
+    filter, kwargs = _split_arguments(filter, torch_compile_kwargs)
 
     def compile_one(model: Callable) -> Callable:
         if not _isolates_recompiles():
             _warn_of_shared_cache(model, filter)
-        # A new dict each time: torch takes the filter out of the one it is given.
+        # A new dict each time: torch removes the filter from the one it is given.
         options = {**kwargs["options"], "guard_filter_fn": filter} if filter is not None else kwargs["options"]
         return torch.compile(model, **{**kwargs, "options": options})
 
     return compile_one if model is None else compile_one(model)
 
 
-def entries(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Entry]:
-    """The guards of a call as a filter is shown them, for `Filter.explain`: it is compiled, and called once."""
-    found: list[Entry] = []
+def entries(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[FilterEntry]:
+    """The guards of a call as Dynamo passes them to a filter, for `Filter.explain`. Compiles and calls it once."""
+    found: list[FilterEntry] = []
 
-    def keep_and_note(shown: Sequence[Entry]) -> list[bool]:
-        found.extend(shown)
-        return [True] * len(shown)
+    def record(entries: Sequence[FilterEntry]) -> list[bool]:
+        found.extend(entries)
+        return [True] * len(entries)
 
-    compile(model, filter=keep_and_note, backend="eager")(*args, **kwargs)
+    compile(model, filter=record, backend="eager")(*args, **kwargs)
     return found
 
 
-def _without_traps(filter: Any, given: dict[str, Any]) -> tuple[FilterFunction | None, dict[str, Any]]:
-    """The filter, and what to pass to `torch.compile` beside it."""
+def _split_arguments(filter: Any, given: dict[str, Any]) -> tuple[FilterFunction | None, dict[str, Any]]:
+    """The filter, and the other arguments of `torch.compile`."""
     kwargs = dict(given)
     options, mode = kwargs.pop("options", None), kwargs.pop("mode", None)
     if mode is not None and options is not None:
         raise GuardError(
-            f"compile: torch takes a mode or options, and got mode={mode!r} and options. "
-            f"Leave the mode out and write what it stands for into the options: {guards.LIST_MODE_OPTIONS}()."
+            f"compile: torch takes either a mode or options, got mode={mode!r} and options. "
+            f"Leave the mode out and copy its settings into the options: {guards.LIST_MODE_OPTIONS}()."
         )
     options = None if options is None else dict(options)
     inside = options.pop("guard_filter_fn", None) if options else None
@@ -101,14 +108,14 @@ def _mode_to_options(mode: str, backend: object, dynamic: bool | None) -> dict[s
         return {}
     if (dynamo.default_backend() if backend is None else backend) != "inductor":
         raise GuardError(
-            f"compile: mode={mode!r} and filter= go together with the backend 'inductor' only. "
+            f"compile: mode={mode!r} and filter= can be combined with the backend 'inductor' only. "
             "Leave the mode out, or bind it to your backend: functools.partial(backend, mode=...)."
         )
     return inductor.mode_options(mode, dynamic)
 
 
 def _isolates_recompiles() -> bool:
-    """Whether this torch can keep apart what two calls of `torch.compile` make of one function: from 2.13 on."""
+    """Whether each call of `torch.compile` can have a cache of its own for one function: from torch 2.13 on."""
     return "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
@@ -117,11 +124,11 @@ def _warn_of_shared_cache(model: object, filter: object) -> None:
     code = getattr(inspect.unwrap(fn) if callable(fn) else fn, "__code__", None)
     if code is None:
         return
-    this = None if filter is None else weakref.ref(filter)  # it may know the model
+    this = None if filter is None else weakref.ref(filter)  # weak: a filter may hold the model
     if code in _last_filters and _last_filters[code] is not this:
         warnings.warn(
-            f"compile: {code.co_qualname} was compiled with another filter before, and torch {torch.__version__} keeps "
-            "one cache for both: what is there already is used, whichever filter made it. "
+            f"compile: {code.co_qualname} was compiled with another filter before, and torch {torch.__version__} has "
+            "one cache for both: entries are used whichever filter they were compiled with. "
             "Use torch 2.13, or compile a copy of the function.",
             GuardWarning,
             stacklevel=3,

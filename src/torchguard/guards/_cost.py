@@ -1,4 +1,4 @@
-"""What guards cost a call, source by source."""
+"""How long guards take in a call, source by source."""
 
 import statistics
 import time
@@ -11,63 +11,65 @@ import torch
 from torchguard._torch import dynamo
 from torchguard._torch.guards import Guards, children_of
 from torchguard.exceptions import GuardError
-from torchguard.guards._audit import unobserved
+from torchguard.guards._audit import audits_paused
 
 _LOOKUP = "TorchDynamo Cache Lookup"
-# A subtree that takes less than this share of the whole is not taken apart.
-_WORTH_A_LOOK = 0.02
+# A subtree that takes less than this share of the total is not decomposed any further.
+_SMALLEST_SHARE = 0.02
 
 
 @dataclass(frozen=True)
-class Share:
-    """The time of a source and all that starts from it, and its parts."""
+class CostNode:
+    """The time of a source, including all sources reached from it, which are its children."""
 
     source: str
     microseconds: float
-    parts: tuple["Share", ...]
+    children: tuple["CostNode", ...]
 
-    def subtrees(self) -> Iterator["Share"]:
+    def subtrees(self) -> Iterator["CostNode"]:
         yield self
-        for part in self.parts:
-            yield from part.subtrees()
+        for child in self.children:
+            yield from child.subtrees()
 
-    def lines(self, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Each source with its way from the root, and the time that is its own. They sum up to the whole."""
+    def self_times(self, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+        """The path of each source from the root, and its time without its children. They sum to the total."""
         path = (*above, self.source)
-        yield path, max(0.0, self.microseconds - sum(part.microseconds for part in self.parts))
-        for part in self.parts:
-            yield from part.lines(path)
+        yield path, max(0.0, self.microseconds - sum(child.microseconds for child in self.children))
+        for child in self.children:
+            yield from child.self_times(path)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Time a call spends on guards, in microseconds.
+    """The time a call spends on guards, in microseconds.
 
-    `hot` is that of checking the guards that fit, of its first frame, again and again. `in_place` is what the profiler
-    saw of a typical real call: all that is compiled for a frame until one fits, frames after graph breaks, memory that
-    is cold, and some of the profiler's own; None without a call.
+    Attributes:
+        hot: of checking, in a loop, the guards of the cached entry that matches the call's first frame.
+        profiled: of a typical real call, as the profiler measures it: the entries checked before one matches, frames
+            after graph breaks, cold memory, and some overhead of the profiler. None without a call.
+        tree: `hot` by source.
     """
 
     hot: float
-    in_place: float | None
-    tree: Share
+    profiled: float | None
+    tree: CostNode
 
     def by_source(self) -> list[tuple[str, float]]:
-        """The dearest sources first, each with all that starts from it."""
+        """The most expensive sources first, each including all sources reached from it."""
         found: dict[str, float] = {}
-        for share in self.tree.subtrees():
-            found[share.source] = max(share.microseconds, found.get(share.source, 0.0))
+        for node in self.tree.subtrees():
+            found[node.source] = max(node.microseconds, found.get(node.source, 0.0))
         return sorted(found.items(), key=lambda one: -one[1])
 
     def to_flamegraph(self) -> str:
-        """Folded stacks, with nanoseconds: for flamegraph.pl, speedscope and the like."""
-        lines = ((";".join(map(_without_separators, path)), round(own * 1e3)) for path, own in self.tree.lines())
+        """Folded stacks with nanoseconds, for flamegraph.pl, speedscope and similar tools."""
+        lines = ((";".join(map(_without_separators, path)), round(own * 1e3)) for path, own in self.tree.self_times())
         return "\n".join(f"{path} {own}" for path, own in lines if own)
 
     def __str__(self) -> str:
-        in_place = "" if self.in_place is None else f", {self.in_place:.1f} us in place"
-        dearest = [f"  {took:8.2f} us  {source}" for source, took in self.by_source()[:10]]
-        return "\n".join([f"guards: {self.hot:.1f} us hot{in_place}", *dearest])
+        profiled = "" if self.profiled is None else f", {self.profiled:.1f} us profiled"
+        largest = [f"  {took:8.2f} us  {source}" for source, took in self.by_source()[:10]]
+        return "\n".join([f"guards: {self.hot:.1f} us hot{profiled}", *largest])
 
 
 def _without_separators(source: str) -> str:
@@ -75,46 +77,50 @@ def _without_separators(source: str) -> str:
 
 
 def cost(compiled: Any, /, *args: Any, calls: int = 20, **kwargs: Any) -> Cost:
-    """What guards cost in a call like this. It is called `calls` times, to see them in place; 0 does without."""
+    """How long the guards of a call take.
+
+    Args:
+        calls: how many times to call it under the profiler, for `Cost.profiled`; 0 skips that.
+    """
     if isinstance(calls, bool) or not isinstance(calls, int) or calls < 0:
         raise GuardError(f"cost: calls is {calls!r}. Give a number of calls, 0 or more.")
     try:
         frame = dynamo.frame_of(compiled, args, kwargs)
     except TypeError as error:
-        raise GuardError(f"cost: these arguments do not fit: {error}.") from error
+        raise GuardError(f"cost: the arguments do not match the signature: {error}.") from error
     if frame is None:
         raise GuardError(f"cost: this {type(compiled).__name__} is not compiled. Give what torch.compile returned.")
-    with unobserved():
+    with audits_paused():
         entries = dynamo.entries_of(frame.kept)
-        fitting = next((guards for _, guards in entries if guards.check(frame.f_locals)), None)
-        if fitting is None:
-            raise GuardError("cost: nothing compiled fits this call. Call it once before.")
-        tree = _share(fitting, frame.f_locals)
-    return Cost(tree.microseconds, _in_place(compiled, args, kwargs, calls) if calls else None, tree)
+        matching = next((guards for _, guards in entries if guards.check(frame.f_locals)), None)
+        if matching is None:
+            raise GuardError("cost: no cached entry matches this call. Call it once before.")
+        tree = _cost_tree(matching, frame.f_locals)
+    return Cost(tree.microseconds, _profile(compiled, args, kwargs, calls) if calls else None, tree)
 
 
-def _share(guards: Guards, f_locals: dict[str, Any]) -> Share:
-    """The tree, taken apart: a subtree's time is what checking it adds to checking the way to it."""
-    whole = _time(guards, f_locals)
+def _cost_tree(guards: Guards, f_locals: dict[str, Any]) -> CostNode:
+    """Decompose the time of a tree. A subtree's time is what it adds to checking the path that leads to it."""
+    total = _time(guards, f_locals)
 
-    def taken_apart(manager: Any, way: frozenset[str], took: float) -> Share:
+    def decompose(manager: Any, path: frozenset[str], took: float) -> CostNode:
         source = manager.get_source()
-        # Some ways to a value have no name of their own: what they take is counted with where they start.
+        # Some managers have no source of their own: their time counts for the source they start from.
         named = [child for child in children_of(manager) if child.get_source() != source]
-        if not named or took < whole * _WORTH_A_LOOK:
-            return Share(source, took, ())
-        alone = _time(guards.part(way), f_locals)
-        added = [max(0.0, _time(guards.part(way | _sources(child)), f_locals) - alone) for child in named]
-        # Clocks are not exact: parts never take more than the whole.
+        if not named or took < total * _SMALLEST_SHARE:
+            return CostNode(source, took, ())
+        alone = _time(guards.part(path), f_locals)
+        added = [max(0.0, _time(guards.part(path | _sources(child)), f_locals) - alone) for child in named]
+        # Measurements are noisy: scale them so that children never take more than their parent.
         scale = min(1.0, took / (sum(added) or 1.0))
-        parts = zip(named, added, strict=True)
-        return Share(
+        children = zip(named, added, strict=True)
+        return CostNode(
             source,
             took,
-            tuple(taken_apart(child, way | {child.get_source()}, one * scale) for child, one in parts),
+            tuple(decompose(child, path | {child.get_source()}, one * scale) for child, one in children),
         )
 
-    return taken_apart(guards.root, frozenset({guards.root.get_source()}), whole)
+    return decompose(guards.root, frozenset({guards.root.get_source()}), total)
 
 
 def _sources(manager: Any) -> frozenset[str]:
@@ -123,7 +129,7 @@ def _sources(manager: Any) -> frozenset[str]:
 
 
 def _time(guards: Guards, f_locals: dict[str, Any]) -> float:
-    """Microseconds of a check: the least of some rounds, since anything else can only add to it."""
+    """Microseconds of a check: the least of five rounds, since any disturbance only adds time."""
     check, rounds = guards.root.check, []
     for _ in range(5):
         start = time.perf_counter()
@@ -133,13 +139,13 @@ def _time(guards: Guards, f_locals: dict[str, Any]) -> float:
     return min(rounds) / 20 * 1e6
 
 
-def _in_place(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any], calls: int) -> float | None:
-    # All events of one cycle are wanted anyway; torch warns where it is not said.
+def _profile(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any], calls: int) -> float | None:
+    # Without acc_events torch warns that events of earlier cycles are dropped; there is only one cycle.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         for _ in range(calls):
             compiled(*args, **kwargs)
-    seen = [event.cpu_time_total for event in profile.events() or () if event.name == _LOOKUP]
-    frames = len(seen) // calls  # in each call
-    each = [sum(seen[i * frames : (i + 1) * frames]) for i in range(calls)]
+    lookups = [event.cpu_time_total for event in profile.events() or () if event.name == _LOOKUP]
+    frames = len(lookups) // calls  # in each call
+    each = [sum(lookups[i * frames : (i + 1) * frames]) for i in range(calls)]
     return statistics.median(each) if frames else None

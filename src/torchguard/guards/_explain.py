@@ -1,4 +1,4 @@
-"""Guards in words, as Dynamo shows them to a filter."""
+"""The guards that Dynamo passes to a filter, and a readable account of what the filter keeps and drops."""
 
 import dataclasses
 import reprlib
@@ -8,14 +8,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from torchguard._torch import guards as guards_of_torch
+from torchguard._torch import guards as torch_guards
 
-_LINES_A_TYPE = 10
+_LINES_PER_TYPE = 10
 
 
 @runtime_checkable
-class Entry(Protocol):
-    """One guard, as Dynamo shows it to a filter."""
+class FilterEntry(Protocol):
+    """One guard, as Dynamo passes it to a filter: the interface of torch's `GuardFilterEntry`."""
 
     @property
     def name(self) -> str: ...
@@ -35,7 +35,7 @@ class Entry(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class GuardInfo:
-    """One guard in words. `sources` are the kinds of `from_source`; `value` is empty where there is none."""
+    """One guard as text. `sources` are kinds of `from_source`; `value` is empty if the guard has none."""
 
     name: str
     type: str
@@ -47,15 +47,14 @@ class GuardInfo:
         return f"{self.name or '(no name)'}{value} [{', '.join(self.sources)}]"
 
 
-def describe(entry: Entry) -> GuardInfo:
-    """A guard in words, as Dynamo shows it to a filter."""
-    value = one_line(entry.value) if entry.has_value else ""
-    return GuardInfo(entry.name, entry.guard_type, guards_of_torch.guard_sources(entry.orig_guard), value)
+def describe(entry: FilterEntry) -> GuardInfo:
+    value = short_repr(entry.value) if entry.has_value else ""
+    return GuardInfo(entry.name, entry.guard_type, torch_guards.guard_sources(entry.orig_guard), value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a filter makes of some guards. Its text has the counts first, then the guards, type by type."""
+    """What a filter keeps and drops. As text: the counts, then the guards, type by type."""
 
     filter: str
     kept: tuple[GuardInfo, ...]
@@ -76,13 +75,13 @@ def _section(title: str, guards: tuple[GuardInfo, ...]) -> Iterable[str]:
     for type, group in groupby(sorted(guards, key=type_of), key=type_of):
         lines = [str(guard) for guard in group]
         yield f"  {type} ({len(lines)})"
-        yield from (f"    {line}" for line in lines[:_LINES_A_TYPE])
-        if len(lines) > _LINES_A_TYPE:
-            yield f"    ... and {len(lines) - _LINES_A_TYPE} more"
+        yield from (f"    {line}" for line in lines[:_LINES_PER_TYPE])
+        if len(lines) > _LINES_PER_TYPE:
+            yield f"    ... and {len(lines) - _LINES_PER_TYPE} more"
 
 
-class _OneLine(reprlib.Repr):
-    """Short texts that never print a tensor's values, which may be on a device, nor a whole module."""
+class _ShortRepr(reprlib.Repr):
+    """A `repr` that prints neither the values of a tensor, which may be on a device, nor a whole module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +95,6 @@ class _OneLine(reprlib.Repr):
         return self.repr_dict(x, level) if isinstance(x, dict) else super().repr1(x, level)
 
 
-def one_line(value: object) -> str:
-    """A value in a line."""
-    return " ".join(_OneLine().repr(value).split())
+def short_repr(value: object) -> str:
+    """The `repr` of a value, shortened to one line."""
+    return " ".join(_ShortRepr().repr(value).split())

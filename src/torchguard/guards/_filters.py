@@ -1,7 +1,7 @@
-"""Which guards a compiled function keeps, in terms that can be combined, printed and asked for reasons.
+"""Filters: which guards a compiled function keeps. They combine, have a `repr` that is code, and explain themselves.
 
-A filter is what `torch.compile(options={"guard_filter_fn": ...})` takes. Every guard it drops is a change of the world
-that the compiled function no longer notices.
+A filter is a function that `torch.compile(options={"guard_filter_fn": ...})` takes. The compiled function no longer
+notices a change that only dropped guards check for.
 """
 
 import abc
@@ -12,39 +12,39 @@ from typing import Any
 
 import torch
 
-from torchguard._torch import guards as guards_of_torch
+from torchguard._torch import guards as torch_guards
 from torchguard.exceptions import FilterError
-from torchguard.guards._explain import Entry, Explanation, describe, one_line
+from torchguard.guards._explain import Explanation, FilterEntry, describe, short_repr
 
-KINDS = ("global", "local", "module", "closure", "state")
+SOURCE_KINDS = ("global", "local", "module", "closure", "state")
 
-# What torch drops with `caching_precompile`; its list is inside of a function.
+# What torch drops under `caching_precompile`. Torch has this list inside a function, where it cannot be imported.
 _NOT_PRECOMPILED = ("ID_MATCH", "CLOSURE_MATCH", "WEAKREF_ALIVE", "DICT_VERSION")
-_NOT_PRECOMPILED_WITHIN = ("ID_MATCH", "DICT_VERSION")
+_NOT_PRECOMPILED_DERIVED = ("ID_MATCH", "DICT_VERSION")
 
-FilterFunction = Callable[[Sequence[Entry]], Sequence[bool]]
+FilterFunction = Callable[[Sequence[FilterEntry]], Sequence[bool]]
 
 
 class Filter(abc.ABC):
-    """Says of each guard whether to keep it. `a & b` keeps what both keep, `a | b` what either does, `~a` the rest.
+    """Decides which guards to keep. `a & b` keeps what both keep, `a | b` what either keeps, `~a` what `a` drops.
 
-    As with `and` and `or`, the right side is only asked about what the left side leaves open.
+    As with `and` and `or`, the right side decides only on guards that the left side leaves undecided.
 
     >>> ~of_type("ID_MATCH") & ~from_source("global")
     ~of_type('ID_MATCH') & ~from_source('global')
     """
 
-    def __call__(self, entries: Sequence[Entry]) -> list[bool]:
+    def __call__(self, entries: Sequence[FilterEntry]) -> list[bool]:
         """True for each guard to keep."""
         entries = list(entries)
-        return self._answer(entries, [True] * len(entries))
+        return self._decide(entries, [True] * len(entries))
 
     @abc.abstractmethod
-    def _answer(self, entries: list[Entry], asked: list[bool]) -> list[bool]:
-        """True for each guard that is asked about and to be kept."""
+    def _decide(self, entries: list[FilterEntry], candidates: list[bool]) -> list[bool]:
+        """True for each candidate to keep. The other guards are decided already, and False in the result."""
 
-    def explain(self, entries: Sequence[Entry]) -> Explanation:
-        """What it makes of these guards, in words."""
+    def explain(self, entries: Sequence[FilterEntry]) -> Explanation:
+        """Which of these guards it keeps and which it drops, as readable text. `guards.entries` lists a call's."""
         entries = list(entries)
         guards = [(describe(entry), keep) for entry, keep in zip(entries, self(entries), strict=True)]
         return Explanation(
@@ -54,167 +54,176 @@ class Filter(abc.ABC):
         )
 
     def __and__(self, other: "Filter") -> "Filter":
-        return _Both(self, other) if isinstance(other, Filter) else NotImplemented
+        return _And(self, other) if isinstance(other, Filter) else NotImplemented
 
     def __or__(self, other: "Filter") -> "Filter":
-        return _Either(self, other) if isinstance(other, Filter) else NotImplemented
+        return _Or(self, other) if isinstance(other, Filter) else NotImplemented
 
     def __invert__(self) -> "Filter":
-        return _Opposite(self)
+        return _Not(self)
 
 
-class _Both(Filter):
+class _And(Filter):
     def __init__(self, left: Filter, right: Filter) -> None:
         self.left, self.right = left, right
 
-    def _answer(self, entries: list[Entry], asked: list[bool]) -> list[bool]:
-        return self.right._answer(entries, self.left._answer(entries, asked))
+    def _decide(self, entries: list[FilterEntry], candidates: list[bool]) -> list[bool]:
+        return self.right._decide(entries, self.left._decide(entries, candidates))
 
     def __repr__(self) -> str:
         sides = (self.left, self.right)
-        return " & ".join(f"({side!r})" if isinstance(side, _Either) else repr(side) for side in sides)
+        return " & ".join(f"({side!r})" if isinstance(side, _Or) else repr(side) for side in sides)
 
 
-class _Either(Filter):
+class _Or(Filter):
     def __init__(self, left: Filter, right: Filter) -> None:
         self.left, self.right = left, right
 
-    def _answer(self, entries: list[Entry], asked: list[bool]) -> list[bool]:
-        left = self.left._answer(entries, asked)
-        right = self.right._answer(entries, [ask and not kept for ask, kept in zip(asked, left, strict=True)])
+    def _decide(self, entries: list[FilterEntry], candidates: list[bool]) -> list[bool]:
+        left = self.left._decide(entries, candidates)
+        right = self.right._decide(entries, _except(candidates, left))
         return [one or other for one, other in zip(left, right, strict=True)]
 
     def __repr__(self) -> str:
         return f"{self.left!r} | {self.right!r}"
 
 
-class _Opposite(Filter):
+class _Not(Filter):
     def __init__(self, inner: Filter) -> None:
         self.inner = inner
 
-    def _answer(self, entries: list[Entry], asked: list[bool]) -> list[bool]:
-        return [ask and not kept for ask, kept in zip(asked, self.inner._answer(entries, asked), strict=True)]
+    def _decide(self, entries: list[FilterEntry], candidates: list[bool]) -> list[bool]:
+        return _except(candidates, self.inner._decide(entries, candidates))
 
     def __repr__(self) -> str:
-        return f"~({self.inner!r})" if isinstance(self.inner, _Both | _Either) else f"~{self.inner!r}"
+        return f"~({self.inner!r})" if isinstance(self.inner, _And | _Or) else f"~{self.inner!r}"
 
 
-class _Each(Filter):
-    """Decides guard by guard."""
+class _PerGuard(Filter):
+    """Decides on each guard by itself."""
 
-    def __init__(self, text: str, keeps: Callable[[Entry], bool]) -> None:
+    def __init__(self, text: str, keeps: Callable[[FilterEntry], bool]) -> None:
         self.text, self.keeps = text, keeps
 
-    def _answer(self, entries: list[Entry], asked: list[bool]) -> list[bool]:
-        return [ask and self._ask(entry) for entry, ask in zip(entries, asked, strict=True)]
+    def _decide(self, entries: list[FilterEntry], candidates: list[bool]) -> list[bool]:
+        return [
+            is_candidate and self._decide_one(entry) for entry, is_candidate in zip(entries, candidates, strict=True)
+        ]
 
-    def _ask(self, entry: Entry) -> bool:
+    def _decide_one(self, entry: FilterEntry) -> bool:
         try:
             answer = self.keeps(entry)
         except Exception as error:
-            raise _raised(self, error, _place(entry)) from error
+            raise _filter_error(self, error, _label(entry)) from error
         return _exact_bool(self, answer, entry)
 
     def __repr__(self) -> str:
         return self.text
 
 
-class _Whole(Filter):
-    """Decides by a function in torch's form, which may look at all guards at once: it is always shown all."""
+class _AllGuards(Filter):
+    """Decides by a function in torch's form. It may depend on all guards at once, so it is always given all."""
 
     def __init__(self, text: str, decide: FilterFunction) -> None:
         self.text, self.decide = text, decide
 
-    def _answer(self, entries: list[Entry], asked: list[bool]) -> list[bool]:
+    def _decide(self, entries: list[FilterEntry], candidates: list[bool]) -> list[bool]:
         try:
             answers = self.decide(list(entries))
         except FilterError:
             raise
         except Exception as error:
-            raise _raised(self, error, self._where(entries)) from error
+            raise _filter_error(self, error, self._where(entries)) from error
         if not isinstance(answers, Sequence):
-            raise FilterError(f"{self!r} returned {type(answers).__name__}. Return a list with one bool a guard.")
+            raise FilterError(f"{self!r} returned {type(answers).__name__}. Return a list with one bool per guard.")
         if len(answers) != len(entries):
             raise FilterError(
-                f"{self!r} returned {len(answers)} answers for {len(entries)} guards{_unanswered(answers, entries)}. "
-                "Return one bool a guard, in their order."
+                f"{self!r} returned {len(answers)} bools for {len(entries)} guards{_first_missing(answers, entries)}. "
+                "Return one bool per guard, in their order."
             )
-        return [
-            _exact_bool(self, answer, entry) and ask for answer, entry, ask in zip(answers, entries, asked, strict=True)
-        ]
+        kept = [_exact_bool(self, answer, entry) for answer, entry in zip(answers, entries, strict=True)]
+        return [keep and is_candidate for keep, is_candidate in zip(kept, candidates, strict=True)]
 
-    def _where(self, entries: list[Entry]) -> str:
-        """The guard it raises for, found by asking again about one at a time."""
+    def _where(self, entries: list[FilterEntry]) -> str:
+        """The guard it raises for, found by calling it again with one guard at a time."""
         for entry in entries:
             try:
                 self.decide([entry])
             except Exception:
-                return _place(entry)
-        return f"{len(entries)} guards, at none of them alone"
+                return _label(entry)
+        return f"all {len(entries)} guards together"
 
     def __repr__(self) -> str:
         return self.text
 
 
-def _place(entry: Entry) -> str:
+def _except(candidates: list[bool], kept: list[bool]) -> list[bool]:
+    return [is_candidate and not keep for is_candidate, keep in zip(candidates, kept, strict=True)]
+
+
+def _label(entry: FilterEntry) -> str:
     return f"guard {entry.name or 'without a name'} ({entry.guard_type})"
 
 
-def _raised(filter: Filter, error: Exception, where: str) -> FilterError:
+def _filter_error(filter: Filter, error: Exception, where: str) -> FilterError:
     return FilterError(f"{filter!r} raised {type(error).__name__} at {where}: {error}")
 
 
-def _exact_bool(filter: Filter, answer: object, entry: Entry) -> bool:
+def _exact_bool(filter: Filter, answer: object, entry: FilterEntry) -> bool:
     if answer is True or answer is False:
         return answer
     raise FilterError(
-        f"{filter!r} answered {one_line(answer)} ({type(answer).__name__}) for {_place(entry)}. "
-        "Answer True to keep it or False to drop it, not something like them."
+        f"{filter!r} returned {short_repr(answer)} ({type(answer).__name__}) for {_label(entry)}. "
+        "Return exactly True to keep the guard or False to drop it."
     )
 
 
-def _unanswered(answers: Sequence[object], entries: Sequence[Entry]) -> str:
-    return f": the first without one is {_place(entries[len(answers)])}" if len(answers) < len(entries) else ""
+def _first_missing(answers: Sequence[object], entries: Sequence[FilterEntry]) -> str:
+    return f": the first without one is {_label(entries[len(answers)])}" if len(answers) < len(entries) else ""
 
 
-# Building blocks: each keeps what it names, and drops the rest.
+# Building blocks: each keeps the guards it names, and drops the rest.
 
 
 def of_type(*types: str) -> Filter:
     """Keep guards of these types, such as "TENSOR_MATCH"."""
-    _check_known("of_type", "guard type", types, guards_of_torch.guard_types())
-    return _Each(_call("of_type", types), lambda entry: entry.guard_type in types)
+    _check_known("of_type", "guard type", types, torch_guards.guard_types())
+    return _PerGuard(_repr_of_call("of_type", types), lambda entry: entry.guard_type in types)
 
 
 def of_derived_type(*types: str) -> Filter:
-    """Keep guards that come down to one of these types: a "CONSTANT_MATCH" of None, say, to a "NONE_MATCH"."""
-    _check_known("of_derived_type", "guard type", types, guards_of_torch.guard_types())
+    """Keep guards that Dynamo implements by one of these types: a "CONSTANT_MATCH" of None by a "NONE_MATCH"."""
+    _check_known("of_derived_type", "guard type", types, torch_guards.guard_types())
     wanted = frozenset(types)
-    return _Each(_call("of_derived_type", types), lambda entry: not wanted.isdisjoint(entry.derived_guard_types))
+    return _PerGuard(
+        _repr_of_call("of_derived_type", types), lambda entry: not wanted.isdisjoint(entry.derived_guard_types)
+    )
 
 
 def named(*patterns: str) -> Filter:
-    """Keep guards whose whole name fits one of these, where `*` stands for any text and `?` for one character.
+    """Keep guards whose whole name matches one of these, where `*` matches any text and `?` one character.
 
     Names are Python expressions, with arguments by their name and globals in `G`: `x`, `self._modules['fc'].training`,
-    `G['LIMIT']`. Brackets stand for themselves. Guards on the state of torch have an empty name.
+    `G['LIMIT']`. Brackets are literal. Guards on the state of torch have an empty name.
     """
     _check_some("named", "pattern", patterns)
-    fits = [re.compile(_glob_to_regex(pattern), re.DOTALL).fullmatch for pattern in patterns]
-    return _Each(_call("named", patterns), lambda entry: any(fit(entry.name) is not None for fit in fits))
+    matches = [re.compile(_glob_to_regex(pattern), re.DOTALL).fullmatch for pattern in patterns]
+    return _PerGuard(
+        _repr_of_call("named", patterns), lambda entry: any(match(entry.name) is not None for match in matches)
+    )
 
 
 def from_source(*kinds: str) -> Filter:
-    """Keep guards on what is reached from one of these.
+    """Keep guards on values that are reached from one of these.
 
     "global": a global variable. "local": an argument. "closure": a variable of an enclosing function.
-    "module": an `nn.Module` and its attributes. "state": no variable at all, such as grad mode and relations of shapes.
-    A guard on an attribute of a global module is both of "global" and "module".
+    "module": an `nn.Module` and its attributes. "state": no variable, such as grad mode and relations between shapes.
+    A guard on an attribute of a global module is both "global" and "module".
     """
-    _check_known("from_source", "kind of source", kinds, KINDS)
-    return _Each(
-        _call("from_source", kinds),
-        lambda entry: any(kind in kinds for kind in guards_of_torch.guard_sources(entry.orig_guard)),
+    _check_known("from_source", "kind of source", kinds, SOURCE_KINDS)
+    return _PerGuard(
+        _repr_of_call("from_source", kinds),
+        lambda entry: any(kind in kinds for kind in torch_guards.guard_sources(entry.orig_guard)),
     )
 
 
@@ -222,12 +231,12 @@ def with_value(predicate: Callable[[Any], bool], text: str | None = None) -> Fil
     """Keep guards on a value for which `predicate` is True. Those without a value are dropped.
 
     Args:
-        text: the predicate as it is to be printed; left out, its name.
+        text: the predicate in the filter's `repr`; by default its name.
 
     >>> named("y") & with_value(lambda value: value is None, "lambda value: value is None")
     named('y') & with_value(lambda value: value is None)
     """
-    return _Each(
+    return _PerGuard(
         f"with_value({text or _name_of(predicate)})", lambda entry: predicate(entry.value) if entry.has_value else False
     )
 
@@ -236,76 +245,78 @@ def by_function(fn: FilterFunction, name: str | None = None) -> Filter:
     """Keep what a function in torch's form keeps: it takes the list of guards and returns a list of bools.
 
     Args:
-        name: the function as it is to be printed; left out, its name.
+        name: the function in the filter's `repr`; by default its name.
 
     >>> by_function(torch.compiler.skip_guard_on_globals_unsafe) & of_type("TENSOR_MATCH")
     by_function(skip_guard_on_globals_unsafe) & of_type('TENSOR_MATCH')
     """
     if not callable(fn):
-        raise FilterError(f"{one_line(fn)} ({type(fn).__name__}) is no filter: it cannot be called.")
-    return _Whole(f"by_function({name or _name_of(fn)})", fn)
+        raise FilterError(
+            f"{short_repr(fn)} ({type(fn).__name__}) is no filter: it is not callable. Give a function of the guards."
+        )
+    return _AllGuards(f"by_function({name or _name_of(fn)})", fn)
 
 
-# Filters that have names. The first six are torch's own, whatever its version.
+# Predefined filters. The first six call torch's own helpers, and so decide as the installed version does.
 
 
 def skip_inbuilt_nn_modules() -> Filter:
-    """Drop guards on torch's own modules. Switching Dropout to `.eval()` goes unnoticed."""
-    return _Whole("skip_inbuilt_nn_modules()", torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe)
+    """Drop guards on torch's own modules. The compiled function does not notice Dropout's `.eval()`."""
+    return _AllGuards("skip_inbuilt_nn_modules()", torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe)
 
 
 def skip_nn_modules() -> Filter:
-    """Drop guards on all modules. No change of an attribute is noticed, nor one of a parameter's shape."""
-    return _Whole("skip_nn_modules()", torch.compiler.skip_guard_on_all_nn_modules_unsafe)
+    """Drop guards on all modules. The compiled function notices no change of an attribute or a parameter's shape."""
+    return _AllGuards("skip_nn_modules()", torch.compiler.skip_guard_on_all_nn_modules_unsafe)
 
 
 def keep_tensors(keep_parameters: bool = False) -> Filter:
-    """Drop all but the guards on tensors, also those on grad mode and on what dynamic shapes have in common."""
+    """Drop all guards but those on tensors, including those on grad mode and on relations between dynamic shapes."""
     decide = functools.partial(torch.compiler.keep_tensor_guards_unsafe, keep_parameters=keep_parameters)
-    return _Whole("keep_tensors(keep_parameters=True)" if keep_parameters else "keep_tensors()", decide)
+    return _AllGuards("keep_tensors(keep_parameters=True)" if keep_parameters else "keep_tensors()", decide)
 
 
 def skip_globals() -> Filter:
-    """Drop guards on global variables. A global that changes keeps its old value in the compiled function."""
-    return _Whole("skip_globals()", torch.compiler.skip_guard_on_globals_unsafe)
+    """Drop guards on global variables. The compiled function keeps the value a global had when it was compiled."""
+    return _AllGuards("skip_globals()", torch.compiler.skip_guard_on_globals_unsafe)
 
 
 def skip_all() -> Filter:
-    """Drop every guard. What was compiled first runs for every later call; for benchmarks."""
-    return _Whole("skip_all()", torch.compiler.skip_all_guards_unsafe)
+    """Drop every guard. The first compiled graph runs for every later call; for benchmarks."""
+    return _AllGuards("skip_all()", torch.compiler.skip_all_guards_unsafe)
 
 
 def keep_portable() -> Filter:
-    """Keep guards that have a meaning outside of Python: tensors that are no globals, shapes, and global state."""
-    return _Whole("keep_portable()", torch.compiler.keep_portable_guards_unsafe)
+    """Keep guards that make sense outside Python: on tensors that are no globals, on shapes, and on global state."""
+    return _AllGuards("keep_portable()", torch.compiler.keep_portable_guards_unsafe)
 
 
 def keep_all() -> Filter:
-    """Keep every guard: what torch does without a filter."""
-    return _Each("keep_all()", lambda entry: True)
+    """Keep every guard, as torch does without a filter."""
+    return _PerGuard("keep_all()", lambda entry: True)
 
 
 def aot_default() -> Filter:
-    """Drop what ahead-of-time compilation drops without a filter: globals, and types that cannot be saved."""
-    dropped = guards_of_torch.unserializable_guard_types()
-    return _Each("aot_default()", lambda entry: not (entry.is_global or entry.guard_type in dropped))
+    """Drop what ahead-of-time compilation drops by default: guards on globals, and types that cannot be serialized."""
+    dropped = torch_guards.unserializable_guard_types()
+    return _PerGuard("aot_default()", lambda entry: not (entry.is_global or entry.guard_type in dropped))
 
 
 def precompile_default() -> Filter:
-    """Drop what Dynamo's setting `caching_precompile` drops, after any other filter: what holds for a process."""
+    """Drop what Dynamo drops under `caching_precompile`, after any filter: guards that hold in one process only."""
 
-    def keeps(entry: Entry) -> bool:
-        within = any(type in _NOT_PRECOMPILED_WITHIN for type in entry.derived_guard_types)
-        return not (within or entry.guard_type in _NOT_PRECOMPILED)
+    def keeps(entry: FilterEntry) -> bool:
+        is_derived = any(type in _NOT_PRECOMPILED_DERIVED for type in entry.derived_guard_types)
+        return not (is_derived or entry.guard_type in _NOT_PRECOMPILED)
 
-    return _Each("precompile_default()", keeps)
+    return _PerGuard("precompile_default()", keeps)
 
 
 def _name_of(fn: Callable) -> str:
     return getattr(fn, "__name__", None) or repr(fn)
 
 
-def _call(name: str, arguments: tuple[str, ...]) -> str:
+def _repr_of_call(name: str, arguments: tuple[str, ...]) -> str:
     return f"{name}({', '.join(map(repr, arguments))})"
 
 
@@ -314,7 +325,9 @@ def _check_some(name: str, what: str, given: tuple[str, ...]) -> None:
         raise FilterError(f"{name}: give at least one {what}.")
     for argument in given:
         if not isinstance(argument, str):
-            raise FilterError(f"{name}: {one_line(argument)} is no text. Give each {what} as an argument of its own.")
+            raise FilterError(
+                f"{name}: {short_repr(argument)} is not a string. Give each {what} as an argument of its own."
+            )
 
 
 def _check_known(name: str, what: str, given: tuple[str, ...], known: Iterable[str]) -> None:
@@ -325,5 +338,5 @@ def _check_known(name: str, what: str, given: tuple[str, ...], known: Iterable[s
 
 
 def _glob_to_regex(pattern: str) -> str:
-    wild = {"*": ".*", "?": "."}
-    return "".join(wild.get(character) or re.escape(character) for character in pattern)
+    wildcards = {"*": ".*", "?": "."}
+    return "".join(wildcards.get(character) or re.escape(character) for character in pattern)

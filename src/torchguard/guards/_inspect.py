@@ -1,6 +1,6 @@
-"""Holding code to what was compiled.
+"""What Dynamo compiles in a block, as data: frames with their guards, recompiles and graph breaks.
 
-What Dynamo compiled, guarded and gave up on, as data.
+`expect_no_recompile` makes a test of it.
 """
 
 import contextlib
@@ -13,42 +13,52 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchguard._graphs.source_lines import Place, own_place, places_of
-from torchguard._torch import dynamo
-from torchguard._torch import events as events_of_torch
+from torchguard._graphs.source_lines import SourceLine, lines_of_stack, user_line
+from torchguard._torch import dynamo, events
 from torchguard._torch.events import Broken, Built, Missed
 from torchguard.exceptions import GuardError, RecompileError
-from torchguard.guards._audit import unobserved
-from torchguard.guards._tree import Failure, Guard, Node, failures_of, tree_of
+from torchguard.guards._audit import audits_paused
+from torchguard.guards._compile import compile
+from torchguard.guards._tree import Guard, GuardFailure, GuardNode, failures_of, tree_of
 from torchguard.guards._why import advice_for
 
-# How Dynamo words a graph break: a title, and an explanation and hints under it.
+# Dynamo's message for a graph break: a title, with an explanation and hints below it.
 _EXPLAINED = re.compile(r"^(\S.*)\n  Explanation: (.*(?:\n    .*)*)", re.MULTILINE)
 _HINT = re.compile(r"^  Hint: (.*(?:\n    .*)*)", re.MULTILINE)
-# Seconds by which the time of a compilation may be off.
-_CLOCK_IS_OFF = 1.0
-_ANOTHER_BACKEND = Failure(Guard("", "BACKEND_MATCH", "it was compiled with another backend", ""), "")
+# Seconds by which the start of a compilation, in Dynamo's metrics, may differ from the clock here.
+_CLOCK_TOLERANCE = 1.0
+_OTHER_BACKEND = GuardFailure(Guard("", "BACKEND_MATCH", "it was compiled with another backend", ""), "")
 
 
 @dataclass(frozen=True)
-class Miss:
-    """Something compiled before, and every guard of it that failed for the call that recompiled."""
+class FailedEntry:
+    """An entry of Dynamo's cache, and every guard of it that failed for the call that recompiled."""
 
     compile_id: str
-    failures: tuple[Failure, ...]
+    failures: tuple[GuardFailure, ...]
 
     @property
     def is_of_another_backend(self) -> bool:
-        """Whether this was never meant to be used: it is what another `torch.compile` made of the function."""
-        return self.failures == (_ANOTHER_BACKEND,)
+        """Whether another `torch.compile`, with another backend, made this entry: then the call cannot use it."""
+        return self.failures == (_OTHER_BACKEND,)
 
     def __str__(self) -> str:
-        return "\n".join([f"  [{self.compile_id}] did not fit:", *(f"    {failure}" for failure in self.failures)])
+        return "\n".join([f"  [{self.compile_id}] failed:", *(f"    {failure}" for failure in self.failures)])
 
 
 @dataclass(frozen=True)
-class Frame:
-    """One compilation of a function. `seconds` is None while it is not known: it is when the block has ended."""
+class CompiledFrame:
+    """One compilation of a function.
+
+    Attributes:
+        function: its qualified name, defined at `file` and `line`.
+        compile_id: Dynamo's id of the compilation, such as `0/1`.
+        seconds: how long it took; None until the block has ended.
+        cache_size: how many entries Dynamo has cached for the function, this one included.
+        guards: the tree of its guards.
+        recompiled_for: the entries that were cached before, each with the guards that failed; empty for a first
+            compilation.
+    """
 
     function: str
     file: str
@@ -56,8 +66,8 @@ class Frame:
     compile_id: str
     seconds: float | None
     cache_size: int
-    guards: Node
-    recompiled_for: tuple[Miss, ...]
+    guards: GuardNode
+    recompiled_for: tuple[FailedEntry, ...]
 
     @property
     def guard_count(self) -> int:
@@ -73,7 +83,7 @@ class Frame:
         return "\n".join(_tree_lines(self.guards, ""))
 
 
-def _tree_lines(node: Node, indent: str) -> Iterator[str]:
+def _tree_lines(node: GuardNode, indent: str) -> Iterator[str]:
     yield f"{indent}{node.source}"
     for guard in node.guards:
         yield f"{indent}  - {guard}"
@@ -83,13 +93,21 @@ def _tree_lines(node: Node, indent: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A line at which graphs end, and why; `stack` is the way there, and `compile_ids` the graphs that end."""
+    """A source line at which graphs end.
+
+    Attributes:
+        file, line: the user's source line.
+        reason: Dynamo's explanation.
+        hints: what Dynamo proposes to do about it.
+        stack: the lines that led there, outermost first, on into torch.
+        compile_ids: the compilations whose graphs end here.
+    """
 
     file: str
     line: int
     reason: str
     hints: tuple[str, ...]
-    stack: tuple[Place, ...]
+    stack: tuple[SourceLine, ...]
     compile_ids: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -98,17 +116,17 @@ class GraphBreak:
 
 
 @dataclass(frozen=True)
-class GivenUp:
-    """A call that nothing fitted and that was not compiled either.
+class NotCompiled:
+    """A call that no cached entry matched and that Dynamo did not compile either.
 
-    The recompile limit was reached, there was nothing in it to compile, or compiling failed.
+    The recompile limit was reached, there was nothing to compile, or compiling failed.
     """
 
     function: str
     file: str
     line: int
     compile_id: str
-    recompiled_for: tuple[Miss, ...]
+    recompiled_for: tuple[FailedEntry, ...]
 
     def __str__(self) -> str:
         head = f"[{self.compile_id}] {self.function} ({self.file}:{self.line}): not compiled"
@@ -116,86 +134,93 @@ class GivenUp:
 
 
 class Inspection:
-    """What was compiled while it was open, in any thread."""
+    """What Dynamo compiled during an `inspect` block, in any thread.
+
+    Attributes:
+        frames: the compilations.
+        graph_breaks: the source lines at which graphs end.
+        not_compiled: calls that no cached entry matched and that were not compiled.
+    """
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.frames: list[CompiledFrame] = []
         self.graph_breaks: list[GraphBreak] = []
-        self.given_up: list[GivenUp] = []
+        self.not_compiled: list[NotCompiled] = []
 
     @property
-    def recompiles(self) -> list[Frame]:
-        """Frames for which something was compiled before, with the same backend."""
-        return [one for one in self.frames if any(not miss.is_of_another_backend for miss in one.recompiled_for)]
+    def recompiles(self) -> list[CompiledFrame]:
+        """The frames that had a cached entry of the same backend before."""
+        return [frame for frame in self.frames if _failed_entries(frame)]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "frames": [{**asdict(frame), "guard_count": frame.guard_count} for frame in self.frames],
             "graph_breaks": [asdict(graph_break) for graph_break in self.graph_breaks],
-            "given_up": [asdict(given_up) for given_up in self.given_up],
+            "not_compiled": [asdict(one) for one in self.not_compiled],
         }
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        head = f"{len(self.frames)} compiled, {len(self.recompiles)} again, {len(self.graph_breaks)} graph breaks"
-        return "\n".join([head, *map(str, [*self.frames, *self.graph_breaks, *self.given_up])])
+        head = f"{len(self.frames)} compiled, {len(self.recompiles)} recompiled, {len(self.graph_breaks)} graph breaks"
+        return "\n".join([head, *map(str, [*self.frames, *self.graph_breaks, *self.not_compiled])])
 
 
 @contextlib.contextmanager
 def inspect() -> Iterator[Inspection]:
-    """Look at everything Dynamo compiles in a block. Nothing is reset, and nothing is run but what you run."""
-    events_of_torch.require("inspect")
-    recorder = _Recorder()
-    events_of_torch.on_break(recorder.on_break)
-    events_of_torch.on_built(recorder.on_built)
-    events_of_torch.on_recompile(recorder.on_missed)
+    """Record everything Dynamo compiles in a block. Nothing is reset, and nothing runs but the block."""
+    events.require("inspect")
+    recorder = _InspectionRecorder()
+    events.on_break(recorder.on_break)
+    events.on_built(recorder.on_built)
+    events.on_recompile(recorder.on_missed)
     try:
-        yield recorder.seen
+        yield recorder.inspection
     finally:
         for listener in (recorder.on_break, recorder.on_built, recorder.on_missed):
-            events_of_torch.forget(listener)
+            events.forget(listener)
         recorder.finish()
 
 
-class _Recorder:
-    """Hears what Dynamo does. It compiles one frame at a time, in whatever thread."""
+class _InspectionRecorder:
+    """Fills an `Inspection` from Dynamo's events. Dynamo compiles one frame at a time, in whatever thread."""
 
     def __init__(self) -> None:
-        self.seen = Inspection()
-        self._misses: dict[str, tuple[types.CodeType, list[Miss]]] = {}
+        self.inspection = Inspection()
+        # By compile id, until that compilation is done: the code, and the cached entries that failed.
+        self._failed: dict[str, tuple[types.CodeType, list[FailedEntry]]] = {}
         self._built_at: list[float] = []
 
     def on_missed(self, missed: Missed) -> None:
         if not missed.is_same_backend:
-            failures = [_ANOTHER_BACKEND]
+            failures = [_OTHER_BACKEND]
         elif missed.gone:
-            failures = [_gone(missed.gone)]
+            failures = [_deallocated(missed.gone)]
         else:
-            with unobserved():
+            with audits_paused():
                 failures = failures_of(missed.guards, missed.f_locals)
-        _, misses = self._misses.setdefault(missed.for_id, (missed.code, []))
-        misses.append(Miss(missed.compile_id, tuple(failures)))
+        _, entries = self._failed.setdefault(missed.for_id, (missed.code, []))
+        entries.append(FailedEntry(missed.compile_id, tuple(failures)))
 
     def on_built(self, built: Built) -> None:
         self._fill_in_times()
-        _, misses = self._misses.pop(built.compile_id, (None, []))
-        frame = Frame(
+        _, entries = self._failed.pop(built.compile_id, (None, []))
+        frame = CompiledFrame(
             **_where(built.code),
             compile_id=built.compile_id,
             seconds=None,
             cache_size=built.entries_before + 1,
             guards=tree_of(built.guards, built.stacks()),
-            recompiled_for=tuple(misses),
+            recompiled_for=tuple(entries),
         )
-        self.seen.frames.append(frame)
+        self.inspection.frames.append(frame)
         self._built_at.append(time.time())
 
     def on_break(self, broken: Broken) -> None:
         one = _graph_break(broken)
-        breaks = self.seen.graph_breaks
-        # A break in a called function is met once more when that function is compiled by itself.
+        breaks = self.inspection.graph_breaks
+        # A break in a called function is reported a second time when that function is compiled by itself.
         same = [i for i, b in enumerate(breaks) if (b.file, b.line, b.reason) == (one.file, one.line, one.reason)]
         if same:
             breaks[same[0]] = replace(breaks[same[0]], compile_ids=breaks[same[0]].compile_ids + one.compile_ids)
@@ -204,22 +229,24 @@ class _Recorder:
 
     def finish(self) -> None:
         self._fill_in_times()
-        for compile_id, (code, misses) in self._misses.items():
-            self.seen.given_up.append(GivenUp(**_where(code), compile_id=compile_id, recompiled_for=tuple(misses)))
+        for compile_id, (code, entries) in self._failed.items():
+            one = NotCompiled(**_where(code), compile_id=compile_id, recompiled_for=tuple(entries))
+            self.inspection.not_compiled.append(one)
 
     def _fill_in_times(self) -> None:
-        # Compile ids start over after a reset, so the time has to fit, too. The clock may be set a little meanwhile.
-        times = events_of_torch.compile_times()
-        for i, (frame, at) in enumerate(zip(self.seen.frames, self._built_at, strict=True)):
+        # Compile ids start over after a reset, so metrics must match in time, too. The clock may be adjusted meanwhile.
+        times = events.compile_times()
+        frames = self.inspection.frames
+        for i, (frame, at) in enumerate(zip(frames, self._built_at, strict=True)):
             if frame.seconds is None:
                 its = ((max(start - at, at - start - s, 0), s) for name, start, s in times if name == frame.compile_id)
-                off, seconds = min(its, default=(math.inf, None))
-                self.seen.frames[i] = replace(frame, seconds=seconds if off < _CLOCK_IS_OFF else None)
+                difference, seconds = min(its, default=(math.inf, None))
+                frames[i] = replace(frame, seconds=seconds if difference < _CLOCK_TOLERANCE else None)
 
 
-def _gone(reason: str) -> Failure:
+def _deallocated(reason: str) -> GuardFailure:
     source = reason.removeprefix("Cache line invalidated because ").removesuffix(" got deallocated")
-    return Failure(Guard(source, "WEAKREF_ALIVE", reason, ""), "")
+    return GuardFailure(Guard(source, "WEAKREF_ALIVE", reason, ""), "")
 
 
 def _where(code: types.CodeType) -> dict[str, Any]:
@@ -227,48 +254,46 @@ def _where(code: types.CodeType) -> dict[str, Any]:
 
 
 def _graph_break(broken: Broken) -> GraphBreak:
-    stack = places_of(broken.stack)
-    own = own_place(stack)
-    explained = [f"{title}: {_in_a_line(text)}" for title, text in _EXPLAINED.findall(broken.reason)]
-    hints = dict.fromkeys(_in_a_line(hint) for hint in _HINT.findall(broken.reason))
-    reason = "; then ".join(explained) or _in_a_line(broken.reason)
-    return GraphBreak(own.file, own.line, reason, tuple(hints), stack, (broken.compile_id,))
+    stack = lines_of_stack(broken.stack)
+    line = user_line(stack)
+    explained = [f"{title}: {_on_one_line(text)}" for title, text in _EXPLAINED.findall(broken.reason)]
+    hints = dict.fromkeys(_on_one_line(hint) for hint in _HINT.findall(broken.reason))
+    reason = "; then ".join(explained) or _on_one_line(broken.reason)
+    return GraphBreak(line.file, line.line, reason, tuple(hints), stack, (broken.compile_id,))
 
 
-def _in_a_line(text: str) -> str:
+def _on_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
 class GuardInspector:
-    """The guards of a model or function, looked at once.
+    """Inspects the guards of one model or function.
 
-    What is compiled already is taken as it is. Anything else is compiled for itself, beside what you compile of it
-    (torch 2.13; before, torch has one cache for both), and shares only what plain `torch.compile` made before. It runs
-    as often as `run` is called.
+    A model that is compiled already is used as it is. Anything else is compiled with a cache of its own, apart from
+    what you compile of it (from torch 2.13 on; before, torch has one cache for both); only entries that plain
+    `torch.compile` cached before are shared. The model runs once for each call of `run`.
     """
 
     def __init__(self, model: Callable[..., Any], **torch_compile_kwargs: Any) -> None:
-        from torchguard.guards._compile import compile
-
         is_compiled = dynamo.kept_for(model) is not None
         if is_compiled and torch_compile_kwargs:
             raise GuardError(f"GuardInspector: this is compiled already. Leave out {', '.join(torch_compile_kwargs)}.")
         self.compiled = model if is_compiled else compile(model, **{"backend": "eager", **torch_compile_kwargs})
 
     def run(self, *args: Any, **kwargs: Any) -> Inspection:
-        """Call it once, and tell what Dynamo did for it: nothing, if something compiled before fits."""
-        with inspect() as seen:
+        """Call it once, and return what Dynamo compiled for it: nothing, if a cached entry matches."""
+        with inspect() as inspection:
             self.compiled(*args, **kwargs)
-        return seen
+        return inspection
 
-    def cached(self) -> list[Frame]:
-        """What is compiled for its first frame, whenever that was. Runs nothing."""
+    def cached(self) -> list[CompiledFrame]:
+        """What Dynamo has cached for the first frame of a call. Runs nothing."""
         kept = dynamo.kept_for(self.compiled)
         if kept is None:
             return []
         entries = dynamo.entries_of(kept)
         return [
-            Frame(
+            CompiledFrame(
                 **_where(kept.code),
                 compile_id=compile_id,
                 seconds=None,
@@ -282,39 +307,42 @@ class GuardInspector:
 
 @contextlib.contextmanager
 def expect_no_recompile(compiled: Any = None, inputs: Iterable[Any] = ()) -> Iterator[None]:
-    """Raise a `RecompileError` at the end of a block in which something compiled before was compiled again.
+    """Raise a `RecompileError` at the end of a block in which Dynamo recompiled a function.
 
-    With `compiled`, nothing at all may be compiled in the block. An error of the block's own comes first.
+    With `compiled`, Dynamo may compile nothing at all in the block. An exception that the block raises comes first.
 
     Args:
-        compiled: what to call with each of `inputs` first, which may compile.
-        inputs: what it is meant for: a tuple of arguments, a mapping of named ones, or a single argument each.
+        compiled: a compiled function, called with each of `inputs` before the block, where it may compile.
+        inputs: the inputs it has to support: each a tuple of arguments, a mapping of named ones, or a single argument.
     """
     for one in inputs:
         if compiled is None:
-            raise GuardError("expect_no_recompile: got inputs, but nothing to call with them. Give what is compiled.")
+            raise GuardError(
+                "expect_no_recompile: got inputs, but nothing to call with them. Give the compiled function, too."
+            )
         if isinstance(one, Mapping):
             compiled(**one)
         else:
             compiled(*(one if isinstance(one, tuple) else (one,)))
-    with inspect() as seen:
+    with inspect() as inspection:
         yield
-    found = [_told(frame, "compiled again") for frame in seen.frames if _missed_by(frame)]
-    given_up = [one for one in seen.given_up if compiled is not None or _missed_by(one)]
-    found += [_told(one, "not compiled again, and ran as it is") for one in given_up]
+    found = [_describe(frame, "recompiled") for frame in inspection.recompiles]
+    not_compiled = [one for one in inspection.not_compiled if compiled is not None or _failed_entries(one)]
+    found += [_describe(one, "not recompiled, and ran eagerly") for one in not_compiled]
     if compiled is not None:
-        found += [_told(frame, "compiled for the first time") for frame in seen.frames if not _missed_by(frame)]
+        first = [frame for frame in inspection.frames if not _failed_entries(frame)]
+        found += [_describe(frame, "compiled for the first time") for frame in first]
     if found:
-        raise RecompileError("\n".join(["Nothing was to be compiled again, but:", *found]))
+        raise RecompileError("\n".join(["No recompile was expected in this block, but:", *found]))
 
 
-def _missed_by(one: Frame | GivenUp) -> list[Miss]:
-    return [miss for miss in one.recompiled_for if not miss.is_of_another_backend]
+def _failed_entries(one: CompiledFrame | NotCompiled) -> list[FailedEntry]:
+    return [entry for entry in one.recompiled_for if not entry.is_of_another_backend]
 
 
-def _told(one: Frame | GivenUp, what: str) -> str:
-    found = [f"{one.function} ({one.file}:{one.line}) was {what}"]
-    for miss in _missed_by(one):
-        for failure in miss.failures:
-            found += [f"  [{miss.compile_id}] {failure}", f"      {advice_for(failure)}"]
-    return "\n".join(found)
+def _describe(one: CompiledFrame | NotCompiled, what: str) -> str:
+    lines = [f"{one.function} ({one.file}:{one.line}) was {what}"]
+    for entry in _failed_entries(one):
+        for failure in entry.failures:
+            lines += [f"  [{entry.compile_id}] {failure}", f"      {advice_for(failure)}"]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The ways in which users change the world between two calls."""
+"""Changes that users make between two calls: to arguments, to a model, to guarded values and to the state of torch."""
 
 import ast
 import contextlib
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 from torchguard._pytrees import mapped
 
-# Defaults of functions and attributes of classes, which nobody changes between two calls.
-_NOT_THE_USERS = re.compile(r"\.__\w+__|type\(")
+# Defaults of functions and attributes of classes, which users do not change between two calls.
+_UNCHANGED = re.compile(r"\.__\w+__|type\(")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change that is there while its context is open; the context gives the arguments to call with then."""
+class Perturbation:
+    """A change that lasts while the context that `apply` returns is open; the context returns the call's arguments."""
 
     name: str
-    made: Callable[[], AbstractContextManager[Arguments]]
+    apply: Callable[[], AbstractContextManager[Arguments]]
 
 
-def usual_changes(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Change]:
-    """What users do to a model, its arguments and the state of torch."""
+def common_perturbations(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Perturbation]:
+    """Common changes to a model, its arguments and the state of torch."""
     given = (args, kwargs)
     changes = [
         _of_arguments("another batch size", given, lambda z: torch.cat([z, z[:1]]) if z.ndim and len(z) else z),
@@ -45,35 +45,35 @@ def usual_changes(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         changes.append(_of_arguments("another device", given, lambda z: z.cuda() if z.is_cpu else z.cpu()))
     if isinstance(model, nn.Module):
         changes += [
-            Change("eval" if model.training else "train", lambda: _other_mode(model, given)),
-            Change("model.double()", lambda: _as_double(model, given)),
-            Change("a late forward hook", lambda: _hooked(model, given)),
+            Perturbation("eval" if model.training else "train", lambda: _other_mode(model, given)),
+            Perturbation("model.double()", lambda: _as_double(model, given)),
+            Perturbation("a late forward hook", lambda: _hooked(model, given)),
         ]
     return changes
 
 
-def change_of_value(source: str, value: Any, evaluate: Callable[[str], Any], given: Arguments) -> Change | None:
-    """Another value for what a guard is about, such as `L['self'].k` or `G['LIMIT']`; None if it cannot be set."""
+def perturb_value(source: str, value: Any, evaluate: Callable[[str], Any], given: Arguments) -> Perturbation | None:
+    """Another value for the source of a guard, such as `L['self'].k` or `G['LIMIT']`; None if it cannot be set."""
     other = _other_value(value)
-    setter = None if other is None or _NOT_THE_USERS.search(source) else _setter(source, evaluate)
+    setter = None if other is None or _UNCHANGED.search(source) else _setter(source, evaluate)
     if setter is None:
         return None
 
     @contextlib.contextmanager
-    def made() -> Iterator[Arguments]:
+    def apply() -> Iterator[Arguments]:
         setter(other)
         try:
             yield given
         finally:
             setter(value)
 
-    return Change(f"{source} = {other!r}", made)
+    return Perturbation(f"{source} = {other!r}", apply)
 
 
 def _other_value(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
-    if isinstance(value, float) and 0 <= value <= 1:  # a share, which stays one; or an epsilon, which gets large
+    if isinstance(value, float) and 0 <= value <= 1:  # a probability stays one; an epsilon becomes large
         return 1 - value if value != 0.5 else 0.25
     if isinstance(value, (int, float)):
         return value + 1
@@ -81,7 +81,7 @@ def _other_value(value: Any) -> Any:
 
 
 def _setter(source: str, evaluate: Callable[[str], Any]) -> Callable[[Any], None] | None:
-    """How to assign to an expression: to an attribute, an item, or a variable of an enclosing function."""
+    """A function that assigns to an expression, which is an attribute or an item; None if it is neither."""
     try:
         target = ast.parse(source, mode="eval").body
         if isinstance(target, ast.Attribute):
@@ -91,26 +91,26 @@ def _setter(source: str, evaluate: Callable[[str], Any]) -> Callable[[Any], None
             owner, key = evaluate(ast.unparse(target.value)), ast.literal_eval(target.slice)
             if isinstance(owner, (dict, list)):
                 return lambda value: owner.__setitem__(key, value)
-    except Exception:  # an expression of Dynamo's own, of which there are many kinds: this one cannot be set
+    except Exception:  # one of Dynamo's many kinds of expressions that cannot be assigned to
         return None
     return None
 
 
-def change_of_argument(model: Any, name: str, value: Any, given: Arguments) -> Change | None:
+def perturb_argument(model: Any, name: str, value: Any, given: Arguments) -> Perturbation | None:
     """Another value for an argument."""
     other = _other_value(value)
     function = model.forward if isinstance(model, nn.Module) else model
     try:
         bound = inspect.signature(function).bind(*given[0], **given[1])
-    except (TypeError, ValueError):  # not everything that can be called says how
+    except (TypeError, ValueError):  # not every callable has a signature
         return None
     if other is None or name not in inspect.signature(function).parameters:
         return None
     bound.arguments[name] = other
-    return Change(f"{name} = {other!r}", lambda: contextlib.nullcontext((bound.args, bound.kwargs)))
+    return Perturbation(f"{name} = {other!r}", lambda: contextlib.nullcontext((bound.args, bound.kwargs)))
 
 
-def change_of_cell(name: str, cell: types.CellType, given: Arguments) -> Change | None:
+def perturb_closure(name: str, cell: types.CellType, given: Arguments) -> Perturbation | None:
     """Another value for a variable of an enclosing function."""
     value = cell.cell_contents
     other = _other_value(value)
@@ -118,27 +118,27 @@ def change_of_cell(name: str, cell: types.CellType, given: Arguments) -> Change 
         return None
 
     @contextlib.contextmanager
-    def made() -> Iterator[Arguments]:
+    def apply() -> Iterator[Arguments]:
         cell.cell_contents = other
         try:
             yield given
         finally:
             cell.cell_contents = value
 
-    return Change(f"{name} = {other!r}", made)
+    return Perturbation(f"{name} = {other!r}", apply)
 
 
-def _of_arguments(name: str, given: Arguments, change: Callable[[Tensor], Tensor]) -> Change:
-    return Change(name, lambda: contextlib.nullcontext(mapped(given, change)))
+def _of_arguments(name: str, given: Arguments, change: Callable[[Tensor], Tensor]) -> Perturbation:
+    return Perturbation(name, lambda: contextlib.nullcontext(mapped(given, change)))
 
 
-def _of_state(name: str, given: Arguments, enter: Callable[[], AbstractContextManager[Any]]) -> Change:
+def _of_state(name: str, given: Arguments, enter: Callable[[], AbstractContextManager[Any]]) -> Perturbation:
     @contextlib.contextmanager
-    def made() -> Iterator[Arguments]:
+    def apply() -> Iterator[Arguments]:
         with enter():
             yield given
 
-    return Change(name, made)
+    return Perturbation(name, apply)
 
 
 def _other_strides(z: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _as_double(model: nn.Module, given: Arguments) -> Iterator[Arguments]:
 
 @contextlib.contextmanager
 def _hooked(model: nn.Module, given: Arguments) -> Iterator[Arguments]:
-    """On the innermost module that is called last, as far as the order of the model tells."""
+    """Adds a forward hook to the last leaf module, in the order in which modules are registered."""
     leaves = [module for module in model.modules() if not any(True for _ in module.children())]
     handle = leaves[-1].register_forward_hook(lambda module, args, output: mapped(output, lambda z: z + 1))
     try:

@@ -1,4 +1,4 @@
-"""The filter that saves most, of what was never seen to do harm."""
+"""The filter that drops the most guards of those never found harmful."""
 
 import re
 import timeit
@@ -8,27 +8,35 @@ from typing import Any
 
 from torchguard._torch import dynamo
 from torchguard.exceptions import GuardError
-from torchguard.guards._certify import HARMFUL, NOT_EXERCISED, Certificate, Changes, LabelledGuard, certify
+from torchguard.guards._certify import HARMFUL, NOT_EXERCISED, Changes, GuardCertificate, LabelledGuard, certify
 from torchguard.guards._compile import compile
 from torchguard.guards._filters import Filter, from_source, keep_all, named, of_type, skip_all
 
-# With more exceptions than this a filter is no longer read by anybody: the type is kept then.
+# A type of guard with more exceptions than this is kept as a whole: the filter would become unreadable.
 _MOST_EXCEPTIONS = 4
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A filter, as an object and as code to paste; what guards cost a call before and after; and how it was tried."""
+    """A suggested filter.
+
+    Attributes:
+        filter: the filter.
+        code: the same as code to paste.
+        microseconds_before: what checking the guards of a call takes without it.
+        microseconds_after: what it takes with it.
+        certificate: of the filter.
+    """
 
     filter: Filter
     code: str
     microseconds_before: float
     microseconds_after: float
-    certificate: Certificate
+    certificate: GuardCertificate
 
     def __str__(self) -> str:
         share = 1 - self.microseconds_after / self.microseconds_before
-        times = f"{self.microseconds_before:.1f} us of guards a call become {self.microseconds_after:.1f}"
+        times = f"guards per call: {self.microseconds_before:.1f} us before, {self.microseconds_after:.1f} us after"
         return f"{self.code}\n{times} ({share:.0%} less)\n{self.certificate}"
 
 
@@ -40,11 +48,11 @@ def suggest(
     kwargs: Mapping[str, Any] | None = None,
     backend: Any = "eager",
 ) -> Suggestion:
-    """The filter that drops the most guards of which none was ever seen to do harm.
+    """Suggest the filter that drops the most guards of those never found harmful.
 
-    All guards are tried as in `certify`, with the changes of your own that you name. Guards on arguments and on the
-    state of torch are kept in any case: they cost little, and guard against what comes most often. So are those on
-    values of which no other could be tried, such as texts.
+    All guards are tried as in `certify`, with your own `state_changes` as its `changes`. Guards on arguments and on the
+    state of torch are always kept: they cost little, and check for the most common changes. So are guards on values
+    for which no other value could be tried, such as strings.
     """
     settings = {"kwargs": kwargs, "changes": state_changes, "backend": backend}
     tried = certify(model, inputs, skip_all(), **settings)
@@ -52,9 +60,9 @@ def suggest(
     filter = _filter(drop)
     certificate = certify(model, inputs, filter, **settings)
     while not certificate.is_clean and any(drop.values()):
-        # What was found harmful together with others is harmful by itself as well: keep its type altogether.
-        bad = {guard.type for guard in certificate.labelled(HARMFUL)}
-        drop = {kind: {name: but for name, but in types.items() if name not in bad} for kind, types in drop.items()}
+        # A guard that is harmful to drop together with others counts as harmful alone: keep all of its type.
+        harmful = {guard.type for guard in certificate.labelled(HARMFUL)}
+        drop = {kind: {name: but for name, but in types.items() if name not in harmful} for kind, types in drop.items()}
         filter = _filter(drop)
         certificate = certify(model, inputs, filter, **settings)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -63,24 +71,24 @@ def suggest(
 
 
 def _droppable(kind: str, guards: tuple[LabelledGuard, ...]) -> dict[str, tuple[str, ...]]:
-    """The types of guards on such sources that can be dropped, each with the names to be kept."""
+    """The types of guards on this kind of source that can be dropped, each with the patterns of names to keep."""
     found = {}
-    here = [guard for guard in guards if kind in guard.sources]
-    for name in dict.fromkeys(guard.type for guard in here):
-        kept = [guard.name for guard in here if guard.type == name and _has_to_be_kept(guard)]
+    on_kind = [guard for guard in guards if kind in guard.sources]
+    for name in dict.fromkeys(guard.type for guard in on_kind):
+        kept = [guard.name for guard in on_kind if guard.type == name and _must_keep(guard)]
         exceptions = tuple(sorted({f"*{_last_step(one)}" for one in kept}))
         if len(exceptions) <= _MOST_EXCEPTIONS:
             found[name] = exceptions
     return found
 
 
-def _has_to_be_kept(guard: LabelledGuard) -> bool:
-    """Harm was seen; or it guards a value of which no other could be tried, a text say."""
+def _must_keep(guard: LabelledGuard) -> bool:
+    """Whether it was found harmful, or is on a value for which no other value could be tried, such as a string."""
     return guard.label == HARMFUL or (guard.label == NOT_EXERCISED and guard.type == "EQUALS_MATCH")
 
 
 def _last_step(name: str) -> str:
-    """`.training` of `self._modules['drop'].training`: what does harm in one place does so in others."""
+    """`.training` of `self._modules['drop'].training`: what is harmful in one module is so in others."""
     steps = re.findall(r"\.\w+|\[[^\]]*\]", name)
     return steps[-1] if steps else name
 
@@ -109,9 +117,11 @@ def _microseconds(
     compiled(*args, **kwargs)
     frame = dynamo.frame_of(compiled, args, kwargs)
     if frame is None:
-        raise GuardError("suggest: the model cannot be compiled as it is. Give a module or a function.")
-    compiled_before = dynamo.entries_of(frame.kept)
-    if not compiled_before:
+        raise GuardError(
+            f"suggest: torch.compile does not compile a {type(model).__name__}. Give a module or a function."
+        )
+    entries = dynamo.entries_of(frame.kept)
+    if not entries:
         raise GuardError("suggest: Dynamo compiled nothing for this call, so there are no guards to drop.")
-    guards = compiled_before[0][1]
+    guards = entries[0][1]
     return min(timeit.repeat(lambda: guards.check(frame.f_locals), number=50, repeat=9)) / 50 * 1e6

@@ -1,4 +1,4 @@
-"""Guards as data: the tree of a compiled frame, and which of it fails for a call."""
+"""Guards as data: the tree of a compiled frame, and the guards of it that fail for a call."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard._graphs.source_lines import Place, own_place, places_of
+from torchguard._graphs.source_lines import SourceLine, lines_of_stack, user_line
 from torchguard._torch.guards import Guards, Leaf, Stack, children_of, leaves_of
 
 _LONGEST = 120
@@ -16,28 +16,33 @@ _LONGEST = 120
 
 @dataclass(frozen=True)
 class Guard:
-    """One check: what it is about, its type, what it says, and the line of the user's that it comes from.
+    """One check of a compiled frame.
 
-    `stack` is the way to that line, outermost first, and on into torch; only of what was compiled while inspected.
+    Attributes:
+        source: the expression it is about, such as `L['x']` or `L['self'].k`.
+        type: such as `TENSOR_MATCH`.
+        code: the condition.
+        line: the user's source line that led to it, as text.
+        stack: the lines that led to it, outermost first, on into torch; only for what was compiled while inspected.
     """
 
     source: str
     type: str
     code: str
     line: str
-    stack: tuple[Place, ...] = ()
+    stack: tuple[SourceLine, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.type} {self.code}" + (f"  ({self.line})" if self.line else "")
 
 
 @dataclass(frozen=True)
-class Node:
-    """What a source stands for, with the guards about it and the sources that start from it."""
+class GuardNode:
+    """A source, the guards on it, and the sources that are reached from it."""
 
     source: str
     guards: tuple[Guard, ...]
-    children: tuple["Node", ...]
+    children: tuple["GuardNode", ...]
 
     def all_guards(self) -> Iterator[Guard]:
         yield from self.guards
@@ -46,8 +51,8 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A guard that does not hold: what is there now, and what torch has to say about it, if anything."""
+class GuardFailure:
+    """A guard that fails: the value it found, and torch's own explanation, if there is one."""
 
     guard: Guard
     now: str
@@ -57,55 +62,56 @@ class Failure:
         return self.why or (f"{self.guard.code}, but it is {self.now}" if self.now else self.guard.code)
 
 
+# The stack at which a guard was made, by its source and type; by its source and "" where the type is not known.
 Stacks = Mapping[tuple[str, str], Stack]
 
 
-def tree_of(guards: Guards, stacks: Stacks = MappingProxyType({})) -> Node:
+def tree_of(guards: Guards, stacks: Stacks = MappingProxyType({})) -> GuardNode:
     return _node(guards.root, stacks)
 
 
-def _node(manager: Any, stacks: Stacks) -> Node:
-    own = tuple(_located(_guard(leaf), stacks) for leaf in leaves_of(manager))
-    return Node(manager.get_source(), own, tuple(_node(child, stacks) for child in children_of(manager)))
+def _node(manager: Any, stacks: Stacks) -> GuardNode:
+    own = tuple(_with_lines(_guard(leaf), stacks) for leaf in leaves_of(manager))
+    return GuardNode(manager.get_source(), own, tuple(_node(child, stacks) for child in children_of(manager)))
 
 
-def _located(guard: Guard, stacks: Stacks) -> Guard:
-    stack = places_of(stacks.get((guard.source, guard.type)) or stacks.get((guard.source, "")) or ())
-    return replace(guard, line=str(own_place(stack)), stack=stack) if stack else guard
+def _with_lines(guard: Guard, stacks: Stacks) -> Guard:
+    stack = lines_of_stack(stacks.get((guard.source, guard.type)) or stacks.get((guard.source, "")) or ())
+    return replace(guard, line=str(user_line(stack)), stack=stack) if stack else guard
 
 
-def failures_of(guards: Guards, f_locals: dict[str, Any]) -> list[Failure]:
-    """Every guard that fails for a call with these locals, not only the first; none if all hold."""
+def failures_of(guards: Guards, f_locals: dict[str, Any]) -> list[GuardFailure]:
+    """Every guard that fails for a call with these locals, not only the first; empty if all hold."""
     if guards.check(f_locals):
         return []
     found = list(_failing(guards, guards.root, f_locals, ()))
-    if not found:  # one about several sources at once, which cannot be called by itself
-        found = [Failure(_guard(Leaf("", "RELATION", (guards.first_failing(f_locals),), None)), "")]
+    if not found:  # a guard on several sources at once, which cannot be called by itself
+        found = [GuardFailure(_guard(Leaf("", "RELATION", (guards.first_failing(f_locals),), None)), "")]
     return found
 
 
-def _failing(guards: Guards, manager: Any, f_locals: dict[str, Any], above: tuple[str, ...]) -> Iterator[Failure]:
-    way = (*above, manager.get_source())
+def _failing(guards: Guards, manager: Any, f_locals: dict[str, Any], above: tuple[str, ...]) -> Iterator[GuardFailure]:
+    path = (*above, manager.get_source())
     leaves = leaves_of(manager)
     if leaves:
         try:
-            value = guards.value(way[-1], f_locals)
-        except Exception as error:  # the way to a value is the user's own code: an attribute or a key that is gone
-            yield Failure(_guard(leaves[0]), f"gone ({type(error).__name__}: {error})")
+            value = guards.value(path[-1], f_locals)
+        except Exception as error:  # evaluating a source runs user code: an attribute or a key may be gone
+            yield GuardFailure(_guard(leaves[0]), f"gone ({type(error).__name__}: {error})")
             return
         for leaf in leaves:
             if leaf.holds is not None and not leaf.holds(value):
-                # Of a tensor torch tells what differs, but only from the root down.
-                why = guards.part({*way}).first_failing(f_locals) if leaf.type == "TENSOR_MATCH" else ""
-                now = "" if way == ("L",) else shown(value)
-                for code in _untrue(guards, leaf, f_locals):
-                    yield Failure(_guard(leaf._replace(code=(code,))), now, why if way[-1] in why else "")
+                # Torch explains how a tensor differs, but only when it checks from the root down.
+                why = guards.part({*path}).first_failing(f_locals) if leaf.type == "TENSOR_MATCH" else ""
+                now = "" if path == ("L",) else format_value(value)
+                for code in _failing_code(guards, leaf, f_locals):
+                    yield GuardFailure(_guard(leaf._replace(code=(code,))), now, why if path[-1] in why else "")
     for child in children_of(manager):
-        yield from _failing(guards, child, f_locals, way)
+        yield from _failing(guards, child, f_locals, path)
 
 
-def _untrue(guards: Guards, leaf: Leaf, f_locals: dict[str, Any]) -> Iterator[str]:
-    """What of a guard does not hold: some say several things at once, such as all about sizes."""
+def _failing_code(guards: Guards, leaf: Leaf, f_locals: dict[str, Any]) -> Iterator[str]:
+    """The conditions of a guard that do not hold. Some guards have several, such as all those on sizes."""
     found = []
     for code in leaf.code if len(leaf.code) > 1 else ():
         try:
@@ -121,8 +127,8 @@ def _guard(leaf: Leaf) -> Guard:
     return Guard(leaf.source, leaf.type, " ".join(code.split()), line.partition(" (HINT")[0].strip())
 
 
-def shown(value: Any) -> str:
-    """A value in a line. Only what is short by nature is printed: a `repr` may be long, slow or wrong."""
+def format_value(value: Any) -> str:
+    """A value in one line. No `repr` of a user's class is called: it may be long, slow or wrong."""
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
         grad = ", requires_grad" if value.requires_grad else ""
         layout = f"{tuple(value.shape)}, stride {tuple(value.stride())}"

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from torchguard._graphs.source_lines import source_line_of
 from torchguard.device._device import Device
 from torchguard.device._graph import Graph, op_name
-from torchguard.device._violations import Violation, module_of, place_of
+from torchguard.device._violations import Violation, module_of
 
 
 class Constraint(abc.ABC):
@@ -43,7 +44,7 @@ class Constraint(abc.ABC):
             message=message,
             graph=graph.name,
             op=op_name(at),
-            place=place_of(at, by, *by.all_input_nodes),
+            source_line=source_line_of(at, by, *by.all_input_nodes),
             remedy=remedy,
             condition=condition,
             holds_now=holds_now,

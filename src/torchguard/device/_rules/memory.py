@@ -19,7 +19,7 @@ class Memory(Constraint):
             return
         node = next(node for node in graph.module.graph.nodes if node.name == plan.peak_node)
         largest = plan.at_peak[0]
-        line = f", {largest.place}" if largest.place else ""
+        line = f", {largest.source_line}" if largest.source_line else ""
         yield self.violation(
             graph,
             f"{plan.peak:,} bytes are alive, {device.name} has {device.max_memory:,}",
