@@ -48,9 +48,7 @@ def complete(invoke, monkeypatch):
 
 
 def test_a_completion_loads_no_torch(tmp_path):
-    code = (
-        "import sys\nfrom torchguard.cli import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
-    )
+    code = "import sys\nfrom torchguard.cli import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
     output = subprocess.run(
         [sys.executable, "-c", code],
         env={"_TORCHGUARD_COMPLETE": "complete_bash", "COMP_WORDS": "torchguard show ", "COMP_CWORD": "2"},

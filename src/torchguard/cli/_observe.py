@@ -76,7 +76,15 @@ class Options:
 
 
 class Observation:
-    """What was observed of a run."""
+    """What was observed of a run.
+
+    Attributes:
+        inspection: what was compiled; None if `torch.compile` was never called.
+        watcher: the watched models; None without `--watch`, or if the script never imported torch.
+        device_report: None without `--device`, or if there was no graph to check.
+        artifacts: those that were written.
+        problems: what could not be observed, one sentence each.
+    """
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -117,7 +117,7 @@ def compilations(data: Data) -> RenderableType:
         plain(plural(len(frames), "compilation") + (f", {total} in total" if total else ""), "bold"),
         table(("ID", "FUNCTION", "WHERE", "GUARDS", "TIME"), rows, right=("GUARDS", "TIME")),
         *truncation(len(frames), _LIMIT),
-        *([plain(f"... and {internal} of torchguard's own code, for --watch", "dim")] if internal else []),
+        *([plain(f"... and {internal} of torchguard's own functions, for --watch", "dim")] if internal else []),
     )
 
 
