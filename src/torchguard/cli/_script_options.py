@@ -11,9 +11,8 @@ script takes an option
 If it does not take the option, the command stops before the script runs. There is a doubt if the script uses `sys.argv`
 as a whole, keeps arguments it does not know, computes names of options, runs code that is not beside it, or has an
 installed package read the command line; or if it is an installed module. The script then gets the option, and a note
-says why. With a bare `--` before the script, everything behind it is passed on unread.
-A variable called `device` does not count, nor does a docstring, unless docopt reads it. That argparse also accepts the
-first letters of an option is ignored.
+says why. With a bare `--` before the script, everything behind it is passed on unread. A variable called `device` does
+not count, nor does a docstring, unless docopt reads it. Abbreviations of options, which argparse accepts, are ignored.
 """
 
 import ast
@@ -99,12 +98,11 @@ def check(context: typer.Context, script: str, arguments: Sequence[str], as_modu
         )
     unknown = tuple(one for one in found if taken[one] is None)
     options = unknown or found
-    order = f"Put options of torchguard in front:\n  {moved_to_front(front, script, arguments, options)}"
-    hint = f"torchguard: {script} exited with 2, and was given {_names(options)}. {order}"
     doubt = source.doubt(unknown[0].name) if source and unknown else ""
-    whether = f"It is unknown whether it takes {_names(unknown)}: {doubt}. {order}"
-    note = f"torchguard: options behind {script} go to the script. {whether}" if doubt else ""
-    return Passed(options, doubt, note, hint)
+    order = f"Put options of torchguard in front:\n  {moved_to_front(front, script, arguments, options)}"
+    unsure = f"It is unknown whether it takes {_names(unknown)}: {doubt}. {order}"
+    note = f"torchguard: options behind {script} go to the script. {unsure}" if doubt else ""
+    return Passed(options, doubt, note, f"torchguard: {script} exited with 2, and was given {_names(options)}. {order}")
 
 
 def misplaced(params: Iterable[object], arguments: Sequence[str]) -> tuple[Misplaced, ...]:
@@ -288,8 +286,8 @@ def _imports(tree: ast.Module, file: Path, base: Path) -> Iterator[_Import]:
 def _files(directory: Path, dotted: str) -> Iterator[Path]:
     """The files in a directory that an import loads."""
     for part in dotted.split("."):
-        # Unlike Path.is_file, os.path.isfile does not raise where permission is missing.
-        yield from filter(os.path.isfile, (directory / f"{part}.py", directory / part / "__init__.py"))
+        candidates = (directory / f"{part}.py", directory / part / "__init__.py")
+        yield from filter(os.path.isfile, candidates)  # unlike Path.is_file, it never raises PermissionError
         directory = directory / part
 
 
