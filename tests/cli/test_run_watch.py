@@ -252,7 +252,7 @@ def test_a_run_tells_which_samples_went_bad_and_what_does_not_fit(command, invok
     assert [one["text"] for one in log["incidents"]] == ["sample 1: NAN at input, position 0, seen in 3 places"]
     found = [one for graph in report["device"]["graphs"] for one in graph["violations"]]
     assert {one["op"] for one in found} == {"aten.addmm.default"}
-    assert {one["place"] for one in found} == {None}
+    assert {one["source_line"] for one in found} == {None}
     analyzed = invoke("analyze", "--type", "memory", "--dir", tmp_path / "debug_artifacts")
     assert analyzed.exit_code == 0, analyzed.output
 

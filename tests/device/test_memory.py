@@ -149,7 +149,7 @@ def without_duplicates(module):
 @pytest.mark.parametrize("change", [lambda module: module, without_duplicates], ids=["as drawn", "without duplicates"])
 @settings(max_examples=150)
 @given(graphs())
-def test_the_plan_is_what_an_interpreter_counts_at_every_node(change, drawn):
+def test_the_plan_equals_what_an_interpreter_counts_at_every_node(change, drawn):
     module, share = drawn
     count = len(module.graph.find_nodes(op="placeholder"))
     base = torch.randn(count, 6, 4)
@@ -229,7 +229,7 @@ def real_like(module):
 
 @pytest.mark.parametrize("decompositions", ["none", "core"])
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_and_backward_are_planned_with_what_is_saved_between(name, decompositions):
+def test_forward_and_backward_are_planned_with_the_saved_tensors(name, decompositions):
     make, shape = MODELS[name]
     backend = device.mock_backend(device.Device(decompositions=decompositions))
     result = torch.compile(make(), backend=backend)(torch.randn(shape))
@@ -259,7 +259,7 @@ def test_forward_and_backward_are_planned_with_what_is_saved_between(name, decom
     assert dict(other.memory.curve) == curve
 
 
-def test_views_of_what_was_there_twice_share_what_is_left():
+def test_views_of_duplicates_share_the_remaining_storage():
     def twice(x):
         one, other = (x * 2).t(), (x * 2).view(-1)
         return one.sin().sum() + other.cos().sum()
@@ -269,7 +269,7 @@ def test_views_of_what_was_there_twice_share_what_is_left():
     assert backend.report().memory[0].peak == 3 * 256 * 256 * 4 + 4  # x, the product, its sine, and the sum of that
 
 
-def test_what_a_branch_holds_is_alive_while_it_runs():
+def test_tensors_of_a_branch_are_live_while_it_runs():
     def branch(x, w):
         return torch.cond(x.sum() > 0, lambda x, w: (x @ w).relu() @ w + x @ w @ w, lambda x, w: x @ w, (x, w))
 
@@ -289,21 +289,21 @@ def test_what_a_branch_holds_is_alive_while_it_runs():
     }
 
 
-def test_what_is_alive_at_the_peak_is_named_with_its_line():
+def test_live_tensors_at_the_peak_have_names_and_source_lines():
     backend = device.mock_backend()
     model = Branches()
     torch.compile(model, backend=backend)(torch.randn(4, 8))
     plan = backend.report().memory[0]
     by_name = {live.name: live for live in plan.at_peak}
     assert by_name["one.weight"].bytes == 8 * 32 * 4
-    made = [live for live in plan.at_peak if live.place is not None]
+    made = [live for live in plan.at_peak if live.source_line is not None]
     assert made
-    assert all(live.place.file == __file__ for live in made)
+    assert all(live.source_line.file == __file__ for live in made)
     assert "bytes at" in str(plan)
     assert list(plan.at_peak) == sorted(plan.at_peak, key=lambda live: -live.bytes)
 
 
-def test_sizes_that_are_symbols_give_an_expression():
+def test_symbolic_sizes_give_an_expression():
     backend = device.mock_backend()
     compiled = torch.compile(Branches(), backend=backend, dynamic=True)
     with torch.no_grad():
@@ -313,7 +313,7 @@ def test_sizes_that_are_symbols_give_an_expression():
     assert "*s" in plan.expression
 
 
-def test_outputs_may_be_anything():
+def test_outputs_may_be_constants():
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output([x, None, 3])

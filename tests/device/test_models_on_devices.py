@@ -66,7 +66,7 @@ def name(request):
     return request.param
 
 
-def test_results_and_gradients_are_those_of_eager(name):
+def test_results_and_gradients_equal_those_of_eager(name):
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     model = make()
@@ -92,7 +92,7 @@ def test_results_and_gradients_are_those_of_eager(name):
     assert report.memory[1].peak > report.memory[0].saved > 0
 
 
-def test_strict_names_what_forward_and_backward_lack_before_the_forward_runs(name):
+def test_strict_names_violations_of_both_graphs_before_the_forward_runs(name):
     make, inputs = MODELS[name]
     compiled = torch.compile(make(), backend=mock_backend(Device(deny=DENIED[name]), mode="strict"))
     with pytest.raises(BackendCompilerFailed) as raised:
@@ -100,10 +100,10 @@ def test_strict_names_what_forward_and_backward_lack_before_the_forward_runs(nam
     error = raised.value.inner_exception
     assert isinstance(error, DeviceRejectionError)
     assert {one.graph for one in error.violations} == {"forward", "backward"}
-    assert all(one.place is not None for one in error.violations)
+    assert all(one.source_line is not None for one in error.violations)
 
 
-def test_strict_passes_a_model_that_fits(name):
+def test_strict_passes_a_model_without_violations(name):
     make, inputs = MODELS[name]
     backend = mock_backend(Device(max_memory="1GiB", max_rank=6), mode="strict")
     loss_of(torch.compile(make(), backend=backend), inputs).backward()
@@ -122,7 +122,7 @@ def test_inference_is_one_graph(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("example", examples())
-def test_the_examples_have_something_to_say(example):
+def test_every_example_finds_violations(example):
     make, inputs = MODELS["bert"]
     backend = mock_backend(example, mode="warning")
     loss_of(torch.compile(make(), backend=backend), inputs).backward()
@@ -132,7 +132,7 @@ def test_the_examples_have_something_to_say(example):
     assert report.to_json()
 
 
-def test_checks_are_not_noisy():
+def test_indices_and_views_make_no_violations():
     """On a transformer that is aligned but for its batch and its labels, indices and views make no violations."""
     make, inputs = MODELS["bert"]
     backend = mock_backend(Device(alignment=16, layouts=["contiguous", "broadcast"]), mode="warning")

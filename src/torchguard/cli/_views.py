@@ -32,7 +32,7 @@ from torchguard.exceptions import TorchGuardError
 
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact, Removal
-    from torchguard.device import DeviceReport, Violation
+    from torchguard.device import DeviceReport, DeviceViolation
 
 
 _PACKAGE = str(Path(__file__).parent.parent / "_")[:-1]
@@ -53,13 +53,13 @@ def without_ours(report: "DeviceReport") -> "DeviceReport":
     return replace(report, graphs=tuple(graphs))
 
 
-def _theirs(violations: Iterable["Violation"]) -> Iterator["Violation"]:
+def _theirs(violations: Iterable["DeviceViolation"]) -> Iterator["DeviceViolation"]:
     for one in violations:
-        if one.place is None or not is_in_package(one.place.file):
+        if one.source_line is None or not is_in_package(one.source_line.file):
             yield one
-        elif not is_ours(one.place.file, one.place.function):
+        elif not is_ours(one.source_line.file, one.source_line.function):
             # An op of torch's own modules, as in a bare Sequential: no line of the user's leads to it.
-            yield replace(one, place=None)
+            yield replace(one, source_line=None)
 
 
 _HOME = os.getcwd()  # where the command was started: a script may go elsewhere
@@ -168,19 +168,19 @@ def device_report(found: "DeviceReport", limit: int = _SHOWN) -> Iterator[Render
         yield plain(f"... and {len(found.violations) - limit} more", "dim")
 
 
-def violation(one: "Violation") -> Iterator[RenderableType]:
-    from torchguard.device._violations import some
+def violation(one: "DeviceViolation") -> Iterator[RenderableType]:
+    from torchguard.device._violations import abbreviated
 
     times = f" [{len(one.nodes)} times]" if len(one.nodes) > 1 else ""
-    what = f" ({some(one.tensors)})" if one.tensors else ""
+    what = f" ({abbreviated(one.tensors)})" if one.tensors else ""
     line = plain(f"{one.graph}: {one.op}: {one.message}{what}{times}", "default")
     yield plain(f"{one.code} ", "red").append_text(line)
     if one.condition:
         yield _under(f"needs {one.condition}")
-    if one.place:
-        yield _under(f"{place(one.place.file, one.place.line)}  {one.place.text}", "dim")
+    if one.source_line:
+        yield _under(f"{place(one.source_line.file, one.source_line.line)}  {one.source_line.text}", "dim")
     elif one.modules:
-        yield _under(f"in module {some(one.modules)}", "dim")
+        yield _under(f"in module {abbreviated(one.modules)}", "dim")
     if one.remedy:
         yield _under(one.remedy, "green")
 
@@ -381,7 +381,7 @@ def memory(plan: Mapping[str, Any], graph: str, encoding: str = "utf-8") -> Iter
     lines = chart(list(plan["curve"].values()), ascii_only="utf" not in encoding.lower())
     yield Padding(plain("\n".join(lines)), (0, 0, 0, 2), expand=False)
     alive = plan["at_peak"][:_LARGEST]
-    rows = [(bytes_shown(one["bytes"]), one["name"], _line_of(one["place"])) for one in alive]
+    rows = [(bytes_shown(one["bytes"]), one["name"], _line_of(one["source_line"])) for one in alive]
     yield table(("ALIVE", "TENSOR", "WHERE"), rows, right=("ALIVE",))
     if rest := plan["at_peak"][_LARGEST:]:
         yield plain(f"... and {len(rest)} more, {bytes_shown(sum(one['bytes'] for one in rest))}", "dim")
