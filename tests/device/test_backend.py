@@ -1,4 +1,4 @@
-"""The backend: when it raises, what it logs, what it runs, and that it leaves guards and results alone."""
+"""The backend: when it raises, what it logs, what it runs, and that it changes no guards and no results."""
 
 import logging
 import pickle
@@ -34,7 +34,7 @@ class MyModel(nn.Module):
 
 
 class Normed(nn.Module):
-    """Writes into its buffers when it is trained."""
+    """Updates its buffers in training."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Tied(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A half in half precision, with a graph break between."""
+    """One layer in bfloat16 and one in float32, with a graph break between them."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Mixed(nn.Module):
         return self.two(x).sum(-1)
 
 
-# Dynamo asks for it itself where a graph goes on after a break.
+# Dynamo itself reads .grad where a graph resumes after a break.
 NOT_A_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
@@ -82,7 +82,7 @@ def rejection(call, *args):
 
 
 def check_equal_to_eager(make, x, within=1e-5, **compile_options):
-    """Values, gradients and buffers of a model after two steps, against the same model uncompiled."""
+    """Compare values, gradients and buffers after two steps with those of the same model uncompiled."""
     torch.manual_seed(0)
     model = make()
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def check_equal_to_eager(make, x, within=1e-5, **compile_options):
         torch.testing.assert_close(two, one)
 
 
-# The documented use, as it stands there.
+# The documented use.
 
 
 def test_mock_backend_is_a_backend_without_being_called():
@@ -154,8 +154,7 @@ def test_warning_logs_each_violation_once_and_runs_the_model(caplog):
         for rows in (3, 4):
             torch._dynamo.reset()
             torch.compile(model, backend=backend, dynamic=False)(torch.randn(rows, 16))
-    ours = [record for record in caplog.records if record.name == "torchguard.device"]
-    (record,) = ours
+    (record,) = [record for record in caplog.records if record.name == "torchguard.device"]
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("TGD501 forward: aten.gelu.default: mock does not support aten.gelu")
     assert len(backend.report().graphs) == 4
@@ -250,10 +249,10 @@ def test_the_backend_has_a_name_once_installed():
     assert ran.stdout.strip() == "['TGD102']"
 
 
-# What runs is what eager runs.
+# Results are those of eager.
 
-EVERYTHING_WRONG = Device(
-    name="nothing goes",
+SUPPORTS_NOTHING = Device(
+    name="supports nothing",
     parameters=[],
     activations=[],
     indices=[],
@@ -277,7 +276,7 @@ TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
     ids=["plain", "buffers", "tied", "mixed"],
 )
 def test_a_device_that_supports_nothing_changes_no_result(make, x, decompositions):
-    backend = mock_backend(EVERYTHING_WRONG, decompositions=decompositions)
+    backend = mock_backend(SUPPORTS_NOTHING, decompositions=decompositions)
     check_equal_to_eager(make, x, backend=backend)
     report = backend.report()
     assert report.coverage.by_count == 0
@@ -308,7 +307,7 @@ def test_mock_run_selects_inductor(monkeypatch):
         backend._settings({})
 
 
-# The graph that is checked is the device's.
+# The checked graph has the ops of the device.
 
 
 def test_the_checked_graph_is_decomposed_and_keeps_source_lines():
@@ -319,10 +318,9 @@ def test_the_checked_graph_is_decomposed_and_keeps_source_lines():
         backend = mock_backend(Device(deny="aten.*", decompositions=decompositions))
         torch.compile(lambda x: norm(x).relu(), backend=backend)(torch.randn(3, 16))
         found = backend.report().violations
-        assert all(
-            one.source_line is not None and one.source_line.file == __file__ for one in found if one.graph == "forward"
-        )
-        return {violation.op for violation in found if violation.graph == "forward"}
+        in_forward = [violation for violation in found if violation.graph == "forward"]
+        assert all(one.source_line is not None and one.source_line.file == __file__ for one in in_forward)
+        return {violation.op for violation in in_forward}
 
     assert "aten.native_layer_norm.default" in checked("none")
     assert "aten.native_layer_norm.default" in checked("core")
@@ -337,7 +335,7 @@ def test_an_op_without_a_decomposition_raises():
         torch.compile(torch.relu, backend=mock_backend(decompositions="aten.convolution"))(torch.randn(3))
 
 
-# Nothing is guarded, and nothing compiled again, for being checked.
+# A check adds no guards and causes no recompiles.
 
 SYMBOLIC = {"alignment": {-1: 16, 0: 8}, "max_dim": 64, "max_memory": 100, "layouts": "contiguous"}
 
@@ -360,9 +358,9 @@ def test_checking_symbolic_sizes_adds_no_guard_and_no_recompile(decompositions, 
         return [sorted(str(guard) for guard in frame.guards.all_guards()) for frame in seen.frames]
 
     backend = mock_backend(Device(**SYMBOLIC, decompositions=decompositions), run=run)
-    ours = compiled_with(backend)
-    assert len(ours) == 1
-    assert ours == compiled_with("aot_eager" if run == "eager" else "inductor")
+    guards_of_frames = compiled_with(backend)
+    assert len(guards_of_frames) == 1
+    assert guards_of_frames == compiled_with("aot_eager" if run == "eager" else "inductor")
     conditions = {violation.condition for violation in backend.report().violations if violation.condition}
     assert any(condition.endswith("% 16 == 0") for condition in conditions)
 
@@ -372,7 +370,7 @@ def test_other_sizes_recompile_only_as_torch_itself_does():
     compiled = torch.compile(MyModel(), backend=backend)
     for rows in (3, 5, 7, 9):
         compiled(torch.randn(rows, 16)).sum().backward()
-    assert len(backend.report().graphs) == 4  # at first static, then once and for all with a symbol
+    assert len(backend.report().graphs) == 4  # first with static sizes, then once with a symbolic one
 
 
 @NOT_A_LEAF

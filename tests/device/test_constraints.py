@@ -74,7 +74,7 @@ def test_indices_are_integer_tensors_that_ops_take():
 
 
 def test_counters_and_masks_are_not_indices():
-    model = nn.BatchNorm1d(8)  # counts its batches in an int64
+    model = nn.BatchNorm1d(8)  # its batch counter is an int64
     assert violations_of(model, x, indices="int32") == ()
     assert violations_of(lambda x: x.masked_fill(x > 0, 0.0), x, indices="int32") == ()
 
@@ -256,7 +256,7 @@ def test_the_peak_is_compared_with_the_memory_of_the_device():
     violation = only(violations_of(lambda x: x.relu() + 1, x, max_memory=300))
     assert (violation.code, violation.op) == ("TGD401", "aten.add.Tensor")
     assert violation.message == "384 bytes are live, chip has 300"
-    assert violation.remedy == "the largest is x, 128 bytes"
+    assert violation.remedy == "the largest live tensor is x, 128 bytes"
     assert violations_of(lambda x: x.relu() + 1, x, max_memory=384) == ()
 
 

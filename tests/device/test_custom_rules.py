@@ -1,4 +1,4 @@
-"""Rules of your own: whom they are for, and what they may do."""
+"""Custom rules: for which devices they run, their codes, and their errors."""
 
 import logging
 
@@ -46,7 +46,7 @@ class Raises(device.Constraint):
     code = "MINE3"
 
     def check(self, graph, device):
-        raise KeyError("a slip in my rule")
+        raise KeyError("a bug in the rule")
 
 
 def test_a_custom_rule_needs_a_code_of_its_own():
@@ -97,7 +97,7 @@ def test_an_error_in_a_rule_is_logged_and_raised_in_strict_mode(caplog):
     assert isinstance(raised.value.inner_exception, device.DeviceError)
 
 
-class AsksForSizes(device.Constraint):
+class ComparesSizes(device.Constraint):
     code = "MINE4"
 
     def check(self, graph, device):
@@ -108,7 +108,7 @@ class AsksForSizes(device.Constraint):
 
 
 def test_a_rule_may_compare_symbolic_sizes_without_adding_guards():
-    backend = device.mock_backend(Device(constraints=[AsksForSizes()]), mode="warning")
+    backend = device.mock_backend(Device(constraints=[ComparesSizes()]), mode="warning")
     compiled = torch.compile(lambda x: x + 1, backend=backend, dynamic=True)
     for rows in (5, 16, 4, 20, 6):
         torch.testing.assert_close(compiled(torch.ones(rows)), torch.full((rows,), 2.0))

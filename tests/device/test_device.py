@@ -1,4 +1,4 @@
-"""Describing a device: from Python, from TOML and from the environment, and what is refused."""
+"""The description of a device in Python, TOML and environment variables, and its errors."""
 
 import dataclasses
 
@@ -107,9 +107,9 @@ def test_a_field_is_read_from_values_and_from_text(field, given, stored):
         (
             "deny",
             "aten.cosine_similarity",
-            "AOTAutograd decomposes it first. Name the ops it decomposes to.",
+            "AOTAutograd decomposes it first. Name what it decomposes to.",
         ),
-        ("deny", "aten.lstm", "Name the ops it decomposes to, possibly aten._"),
+        ("deny", "aten.lstm", "Name what it decomposes to, possibly aten._"),
         ("deny", ["aten.softshrink"], "No graph contains 'aten.softshrink': AOTAutograd decomposes it first"),
         ("allow", ["aten.relu", "aten.dropout_"], "No graph contains 'aten.dropout_'"),
         ("deny", [3], "3 is not the name of an op"),

@@ -1,4 +1,4 @@
-"""Models as people train them: checked forward and backward, and run as eager runs them."""
+"""Common models: both graphs are checked, and results are those of eager."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def bert():
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=48,
-        problem_type="single_label_classification",  # set by the model at its first call, and guarded, if left out
+        problem_type="single_label_classification",  # otherwise the first call sets it, which fails a guard
     )
     return BertForSequenceClassification(config).eval()
 
@@ -26,7 +26,7 @@ def gpt2():
 
 
 class Cnn(nn.Module):
-    """With batch norm in training: its buffers change with every call."""
+    """A model with batch norm in training, whose buffers change with every call."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ MODELS = {
     "gpt2": (gpt2, TOKENS),
     "cnn": (Cnn, torch.linspace(-1, 1, 1536).reshape(2, 3, 16, 16)),
 }
-# What each of them has in its forward, and in its backward.
+# An op of the forward graph of each, and one of its backward graph.
 DENIED = {
     "bert": ("aten.gelu", "aten.gelu_backward"),
     "gpt2": ("aten.tanh", "aten.tanh_backward"),
@@ -133,7 +133,7 @@ def test_every_example_finds_violations(example):
 
 
 def test_indices_and_views_make_no_violations():
-    """On a transformer that is aligned but for its batch and its labels, indices and views make no violations."""
+    """Of a transformer, only the batch and the labels are not aligned."""
     make, inputs = MODELS["bert"]
     backend = mock_backend(Device(alignment=16, layouts=["contiguous", "broadcast"]), mode="warning")
     loss_of(torch.compile(make(), backend=backend), inputs)

@@ -1,4 +1,4 @@
-"""Ops that a device does not have: by which names they are found, and what is advised."""
+"""Ops that a device does not support: the names they are found by, and the remedies."""
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ def test_the_suggestion_to_decompose_can_be_followed():
 
 
 _image, _row = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8)
-# What is denied, what is compiled, and the op that is in the graph for it.
-BY_OTHER_NAMES = {
+# The denied name: the function, its input, and the op that the graph contains.
+PROGRAM_NAMES = {
     "linear": (nn.Linear(8, 8), x, "addmm"),
     "linear without bias": (nn.Linear(8, 8, bias=False), x, "mm"),
     "softmax": (lambda x: x.softmax(-1), x, "_softmax"),
@@ -73,9 +73,9 @@ BY_OTHER_NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", BY_OTHER_NAMES)
-def test_an_op_is_found_by_the_name_it_has_in_programs(name):
-    fn, value, in_graph = BY_OTHER_NAMES[name]
+@pytest.mark.parametrize("name", PROGRAM_NAMES)
+def test_an_op_is_found_by_its_name_in_programs(name):
+    fn, value, in_graph = PROGRAM_NAMES[name]
     denied = name.split(" ")[0]
     with torch.no_grad():
         (violation, *_) = violations_of(fn, value, deny=denied, **ANY)

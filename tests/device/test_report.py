@@ -1,4 +1,4 @@
-"""What a report says: coverage, partitions, transfers, and where things come from."""
+"""The report: coverage, partitions, transfers and source lines."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_coverage_counts_ops_and_their_flops():
     coverage = report_of(Net(), x, deny="aten.gelu").coverage
     assert (coverage.ops, coverage.supported_ops) == (3, 2)
     assert coverage.by_count == pytest.approx(100 * 2 / 3)
-    assert coverage.by_flops == 100  # products are all that torch counts
+    assert coverage.by_flops == 100  # of these ops torch counts products alone
     assert report_of(Net(), x, deny="aten.addmm").coverage.by_flops == 0
 
 
@@ -87,7 +87,7 @@ def test_a_tensor_is_transferred_once_for_all_its_uses():
     assert report.transfer_bytes == 3 * 4 * 16 * 4
 
 
-def moved(fn, x, **fields):
+def bytes_to_host(fn, x, **fields):
     transfers = report_of(fn, x, **fields).transfers
     return [one.bytes for one in transfers if one.direction == "to the host"]
 
@@ -95,13 +95,13 @@ def moved(fn, x, **fields):
 def test_every_used_byte_of_a_storage_is_transferred_once():
     rows = torch.randn(1000, 256)
     row = 256 * 4
-    assert moved(lambda x: x[:2].cos() + x[2:4].cos(), rows, deny="aten.cos") == [4 * row]
-    assert moved(lambda x: x[:2].cos() + x[1:3].cos(), rows, deny="aten.cos") == [3 * row]
-    assert moved(lambda x: x[:2].cos() + x[:2].sin(), rows, deny=["aten.cos", "aten.sin"]) == [2 * row]
-    assert moved(lambda x: x.expand(100, 256).cos(), rows[0], deny="aten.cos") == [row]
-    assert moved(lambda x: x[:4, ::2].cos(), rows, deny="aten.cos") == [4 * row // 2]
-    assert moved(lambda x: x[:, ::2].cos(), rows, deny="aten.cos") == [1000 * row // 2]
-    assert moved(lambda x: x[:0].cos(), rows, deny="aten.cos") == [0]
+    assert bytes_to_host(lambda x: x[:2].cos() + x[2:4].cos(), rows, deny="aten.cos") == [4 * row]
+    assert bytes_to_host(lambda x: x[:2].cos() + x[1:3].cos(), rows, deny="aten.cos") == [3 * row]
+    assert bytes_to_host(lambda x: x[:2].cos() + x[:2].sin(), rows, deny=["aten.cos", "aten.sin"]) == [2 * row]
+    assert bytes_to_host(lambda x: x.expand(100, 256).cos(), rows[0], deny="aten.cos") == [row]
+    assert bytes_to_host(lambda x: x[:4, ::2].cos(), rows, deny="aten.cos") == [4 * row // 2]
+    assert bytes_to_host(lambda x: x[:, ::2].cos(), rows, deny="aten.cos") == [1000 * row // 2]
+    assert bytes_to_host(lambda x: x[:0].cos(), rows, deny="aten.cos") == [0]
 
 
 def test_an_unsupported_view_counts_as_an_unsupported_op():
@@ -181,10 +181,10 @@ def test_a_capture_contains_the_report(tmp_path):
         torch.compile(Net(), backend=backend)(x).sum().backward()
     (artifact,) = captured.artifacts
     (name,) = artifact.attached("device.json")
-    kept = artifact.read_json(name)
-    assert kept == json.loads(backend.report().to_json(partitions=False))
-    assert kept["schema"] == 1
-    assert {"violations", "coverage", "memory", "transfers", "fallbacks"} <= kept["graphs"][0].keys()
+    attached = artifact.read_json(name)
+    assert attached == json.loads(backend.report().to_json(partitions=False))
+    assert attached["schema"] == 1
+    assert {"violations", "coverage", "memory", "transfers", "fallbacks"} <= attached["graphs"][0].keys()
 
 
 def test_compiling_does_not_wait_for_partitions(tmp_path):
@@ -192,7 +192,7 @@ def test_compiling_does_not_wait_for_partitions(tmp_path):
         backend = mock_backend(Device(deny="aten.gelu"))
         torch.compile(Net(), backend=backend)(x)
     graph = backend.report().graphs[0]
-    assert "partitions" not in vars(graph)  # nobody has asked for them
+    assert "partitions" not in vars(graph)  # a cached property that was not read
     assert graph.to_dict()["partitions"][0]["ops"] == 1
 
 
@@ -201,5 +201,5 @@ def test_a_capture_of_a_rejected_graph_contains_the_report(tmp_path):
         backend = mock_backend(Device(deny="aten.gelu"), mode="strict")
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
             torch.compile(Net(), backend=backend)(x)
-    kept = [artifact for artifact in captured.artifacts if artifact.attached("device.json")]
-    assert len(kept) == 1
+    attached = [artifact for artifact in captured.artifacts if artifact.attached("device.json")]
+    assert len(attached) == 1

@@ -170,7 +170,7 @@ def _read_graph_op(value: object) -> str:
         similar = _op_patterns.similar_graph_ops(pattern)[:5]
         candidates = f", possibly {', '.join(similar)}" if similar else ""
         raise ValueError(
-            f"No graph contains {pattern!r}: AOTAutograd decomposes it first. Name the ops it decomposes to{candidates}."
+            f"No graph contains {pattern!r}: AOTAutograd decomposes it first. Name what it decomposes to{candidates}."
         )
     return pattern
 
