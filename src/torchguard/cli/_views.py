@@ -19,7 +19,7 @@ from torchguard.cli._terminal import format_bytes, indent, plain, plural, source
 
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact
-    from torchguard.device import DeviceReport, Violation
+    from torchguard.device import DeviceReport, DeviceViolation
     from torchguard.guards import Cost, Inspection
 
 Data = Mapping[str, Any]
@@ -211,7 +211,7 @@ def without_internal_violations(report: "DeviceReport") -> "DeviceReport":
     return replace(report, graphs=tuple(graphs))
 
 
-def _script_violations(violations: Iterable["Violation"]) -> Iterator["Violation"]:
+def _script_violations(violations: Iterable["DeviceViolation"]) -> Iterator["DeviceViolation"]:
     for one in violations:
         if one.source_line is None or not _is_in_package(one.source_line.file):
             yield one
@@ -236,11 +236,11 @@ def device_report(report: "DeviceReport", limit: int = _LIMIT) -> Iterator[Rende
     yield from truncation(len(report.violations), limit)
 
 
-def _violation(one: "Violation") -> Iterator[RenderableType]:
-    from torchguard.device._violations import some
+def _violation(one: "DeviceViolation") -> Iterator[RenderableType]:
+    from torchguard.device._violations import abbreviated
 
     times = f" [{len(one.nodes)} times]" if len(one.nodes) > 1 else ""
-    tensors = f" ({some(one.tensors)})" if one.tensors else ""
+    tensors = f" ({abbreviated(one.tensors)})" if one.tensors else ""
     line = plain(f"{one.graph}: {one.op}: {one.message}{tensors}{times}", "default")
     yield plain(f"{one.code} ", "red").append_text(line)
     if one.condition:
@@ -248,6 +248,6 @@ def _violation(one: "Violation") -> Iterator[RenderableType]:
     if one.source_line:
         yield indent(f"{source_line(one.source_line.file, one.source_line.line)}  {one.source_line.text}", "dim")
     elif one.modules:
-        yield indent(f"in module {some(one.modules)}", "dim")
+        yield indent(f"in module {abbreviated(one.modules)}", "dim")
     if one.remedy:
         yield indent(one.remedy, "green")
