@@ -514,7 +514,7 @@ class TestDrawn:
         (one,) = captured_of(lambda: torch.compile(lambda x: {'a"b': x.sin()}, backend="eager")(torch.ones(2)))
         lines = one.read_text("dynamo.dot").splitlines()
         assert (lines[0], lines[-1]) == ('digraph "dynamo" {', "}")
-        assert any(line.startswith('  "sin" [label="sin\\nsin\\nfloat32[2]"') for line in lines)
+        assert any(line.startswith('  "sin" [label="sin\\nsin\\nf32[2]"') for line in lines)
         assert '  "l_x_" -> "sin";' in lines
 
     def test_not_where_it_fails(self, tmp_path, monkeypatch):
@@ -560,6 +560,6 @@ class TestLimit:
         assert len(list(artifacts.Store())) == 1
 
     def test_that_is_no_size(self, tmp_path):
-        error = pytest.raises(artifacts.ArtifactError, match="'2 apples' is no size")
+        error = pytest.raises(artifacts.ArtifactError, match="'2 apples' is not a size")
         with error, artifacts.capture(tmp_path, limit="2 apples"):
             pass

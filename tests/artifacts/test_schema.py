@@ -64,15 +64,15 @@ def test_every_key_is_documented():
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (None, "it is nothing, not object"),
+        (None, "it is null, expected object"),
         ({"what": 1}, "'count' is missing"),
-        ({"count": "3", "names": {}}, "count is string, not integer"),
-        ({"count": True, "names": {}}, "count is boolean, not integer"),
+        ({"count": "3", "names": {}}, "count is string, expected integer"),
+        ({"count": True, "names": {}}, "count is boolean, expected integer"),
         ({"count": -1, "names": {}}, "count is negative"),
-        ({"count": 1, "names": {"../x": "a"}}, "names: '../x' is no name of a file"),
-        ({"count": 1, "names": {"x": 1}}, "names.x is integer, not string"),
-        ({"count": 1, "names": {"x": "c"}}, "names.x is 'c', none of ['a', 'b']"),
-        ({"count": 1, "names": {"x": "a"}, "list": [1, 2.5]}, "list[1] is number, not integer"),
+        ({"count": 1, "names": {"../x": "a"}}, "names: '../x' is not a file name"),
+        ({"count": 1, "names": {"x": 1}}, "names.x is integer, expected string"),
+        ({"count": 1, "names": {"x": "c"}}, "names.x is 'c', expected one of ['a', 'b']"),
+        ({"count": 1, "names": {"x": "a"}, "list": [1, 2.5]}, "list[1] is number, expected integer"),
         ({"count": 1, "names": {"x": "a"}, "list": [1, 2]}, ""),
     ],
 )

@@ -63,7 +63,7 @@ class TestList:
         (kept / "notes").mkdir()
         (kept / "readme.txt").write_text("a file is nothing to list")
         foreign = [one for one in Store(kept) if one.state == "foreign"]
-        assert [(one.id, one.problem) for one in foreign] == [("notes", "its name is none of torchguard's")]
+        assert [(one.id, one.problem) for one in foreign] == [("notes", "it does not have the name of an artifact")]
 
     def test_a_directory_that_merely_has_a_fitting_name_is_foreign(self, one):
         for path in one.path.iterdir():
@@ -76,12 +76,12 @@ class TestList:
     @pytest.mark.parametrize(
         ("damage", "problem"),
         [
-            (lambda path: (path / "manifest.json").write_bytes(b"\x00\xff\x80"), "no JSON"),
-            (lambda path: (path / "manifest.json").write_text('{"marker": "torchguard art'), "no JSON"),
-            (lambda path: (path / "manifest.json").write_text("[" * 100_000), "no JSON"),
+            (lambda path: (path / "manifest.json").write_bytes(b"\x00\xff\x80"), "not valid JSON"),
+            (lambda path: (path / "manifest.json").write_text('{"marker": "torchguard art'), "not valid JSON"),
+            (lambda path: (path / "manifest.json").write_text("[" * 100_000), "not valid JSON"),
             (lambda path: (path / "manifest.json").write_text("[]"), "not written by torchguard"),
             (lambda path: (path / "manifest.json").unlink(), "is missing"),
-            (lambda path: os.truncate(path / "manifest.json", 1 << 30), "larger than"),
+            (lambda path: os.truncate(path / "manifest.json", 1 << 30), "larger than the limit"),
             (lambda path: os.truncate(path / "dynamo.py", 3), "dynamo.py has 3 bytes"),
             (lambda path: (path / "guards.json").unlink(), "guards.json: No such file"),
         ],
@@ -94,7 +94,7 @@ class TestList:
 
     def test_what_a_later_torchguard_wrote_is_not_read(self, one):
         change_manifest(one, schema=99)
-        assert again(one).problem == "manifest.json has schema 99, and this torchguard reads 1."
+        assert again(one).problem == "manifest.json has schema 99, expected at most 2. Update torchguard to read it."
 
     def test_names_that_drive_a_terminal_are_written_out(self, kept):
         (kept / "\x1b[2Jgone\nline").mkdir()
@@ -140,9 +140,9 @@ class TestFind:
         assert Store(kept).find() == old
 
     def test_says_what_there_is(self, kept):
-        with pytest.raises(artifacts.NoSuchArtifactError, match=r"There is no artifact 'nothing' in .* which has 2"):
+        with pytest.raises(artifacts.NoSuchArtifactError, match=r"There is no artifact 'nothing' among the 2 in"):
             Store(kept).find("nothing")
-        with pytest.raises(LookupError, match=r"any of 2 .* Write more of the id"):
+        with pytest.raises(LookupError, match=r"matches 2 in .* Give more of the id"):
             Store(kept).find("20")
         with pytest.raises(LookupError, match="no whole artifact"):
             Store(kept / "empty").find()
@@ -166,13 +166,13 @@ class TestRead:
         about = {"bytes": len(OUTSIDE), "sha256": "0" * 64}
         change_manifest(one, files={name: about})
         assert again(one).state == "corrupt"
-        with pytest.raises(artifacts.ArtifactError, match="no name of a file"):
+        with pytest.raises(artifacts.ArtifactError, match="is not a file name"):
             one.read_text(name)
 
     def test_no_link_is_followed_to_a_file(self, one, outside):
         (one.path / "dynamo.py").unlink()
         (one.path / "dynamo.py").symlink_to(outside / "precious.txt")
-        assert again(one).problem == "dynamo.py is no plain file"
+        assert again(one).problem == "dynamo.py is not a regular file"
         with pytest.raises(artifacts.ArtifactError, match=r"dynamo\.py cannot be read"):
             one.read_text("dynamo.py")
 
@@ -184,7 +184,7 @@ class TestRead:
     def test_no_link_is_followed_to_an_artifact(self, one, kept, tmp_path):
         shutil.move(one.path, tmp_path / "moved")
         one.path.symlink_to(tmp_path / "moved")
-        assert (again(one).state, again(one).problem) == ("foreign", "it is no directory")
+        assert (again(one).state, again(one).problem) == ("foreign", "it is not a directory")
         with pytest.raises(artifacts.ArtifactError, match="cannot be opened"):
             one.read_text("dynamo.py")
         Store(kept).clean(keep=0)
@@ -194,7 +194,7 @@ class TestRead:
     def test_a_pipe_is_not_waited_for(self, one):
         (one.path / "manifest.json").unlink()
         os.mkfifo(one.path / "manifest.json")
-        assert again(one).problem == "manifest.json is no plain file."
+        assert again(one).problem == "manifest.json is not a regular file."
 
     def test_what_was_changed_is_an_error(self, one):
         text = (one.path / "dynamo.py").read_text()

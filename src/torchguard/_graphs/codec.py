@@ -42,7 +42,7 @@ from torchguard._torch.ops import is_view, op_named
 from torchguard.exceptions import SavedGraphError
 
 _LONGEST_TEXT = 500  # characters of a value that is only described
-_DEEPEST = 32  # levels of lists within the arguments of a node
+MAX_DEPTH = 32  # levels of lists within the arguments of a node
 _FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)\n\s*(.*)')
 _TORCH_TYPES = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -134,8 +134,8 @@ def decode_argument(
         nodes: the nodes that may be referred to, by name.
         sizes: the numbers that symbols stand for.
     """
-    if _depth > _DEEPEST:
-        raise SavedGraphError(f"its arguments are nested more than {_DEEPEST} levels deep.")
+    if _depth > MAX_DEPTH:
+        raise SavedGraphError(f"its arguments are nested more than {MAX_DEPTH} levels deep.")
 
     def decode(part: Any) -> Any:
         return decode_argument(part, nodes, sizes, _depth + 1)

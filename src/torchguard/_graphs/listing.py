@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchguard._graphs.codec import encode_argument, target_name
+from torchguard._graphs.codec import MAX_DEPTH, encode_argument, target_name
 
 _SHORT_DTYPES = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
 _SHORT_DTYPES |= {"int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8"}
@@ -56,30 +56,33 @@ def value_text(value: Mapping[str, Any]) -> str:
 
 
 def arguments_text(
-    args: Sequence[Any], kwargs: Mapping[str, Any], node_text: Callable[[str], str] = "%{}".format
+    args: Sequence[Any], kwargs: Mapping[str, Any], node_text: Callable[[str], str] = "%{}".format, _depth: int = 0
 ) -> str:
     """Encoded arguments as text: `%x, [0, 1], dtype=f32`. `node_text` formats the names of nodes."""
-    named = [f"{key}={_argument_text(part, node_text)}" for key, part in kwargs.items()]
-    return ", ".join([*(_argument_text(part, node_text) for part in args), *named])
+    if _depth > MAX_DEPTH:  # the codec never writes this, but a file may hold anything
+        return "..."
 
+    def text(data: Any) -> str:
+        if isinstance(data, list):
+            return f"[{arguments_text(data, {}, node_text, _depth + 1)}]"
+        if not isinstance(data, dict):
+            return str(data)
+        match [*data.items()]:
+            case [("node", str() as name)]:
+                return node_text(name)
+            case [("dtype", str() as name)]:
+                return short_dtype(name)
+            case [("memory_format" | "layout", str() as name)]:
+                return f"torch.{name}"
+            case [("slice" | "complex" as kind, list() as parts)]:
+                return f"{kind}({arguments_text(parts, {}, node_text, _depth + 1)})"
+            case [("dict", dict() as parts)]:
+                return f"{{{arguments_text((), parts, node_text, _depth + 1)}}}"
+            case [(_, str() as other)]:
+                return other
+        return "..."
 
-def _argument_text(data: Any, node_text: Callable[[str], str]) -> str:
-    if isinstance(data, list):
-        return f"[{', '.join(_argument_text(part, node_text) for part in data)}]"
-    if not isinstance(data, dict) or len(data) != 1:
-        return str(data)
-    ((kind, value),) = data.items()
-    if kind == "node":
-        return node_text(str(value))
-    if kind == "dtype":
-        return short_dtype(str(value))
-    if kind == "slice" and isinstance(value, list):
-        return ":".join("" if part is None else _argument_text(part, node_text) for part in value)
-    if kind == "complex" and isinstance(value, list) and len(value) == 2:
-        return "({} + {}j)".format(*(_argument_text(part, node_text) for part in value))
-    if kind == "dict" and isinstance(value, dict):
-        return f"{{{arguments_text((), value, node_text)}}}"
-    return f"torch.{value}" if kind in ("memory_format", "layout") else str(value)
+    return ", ".join([*map(text, args), *(f"{key}={text(part)}" for key, part in kwargs.items())])
 
 
 def line_of(node: Mapping[str, Any]) -> Line:

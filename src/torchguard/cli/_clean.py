@@ -68,11 +68,11 @@ def clean(
 
 
 def _bytes_of(size: str) -> int:
-    from torchguard.artifacts import ArtifactError, bytes_of
+    from torchguard._sizes import parse_size
 
     try:
-        return bytes_of(size)
-    except ArtifactError as error:
+        return parse_size(size)
+    except ValueError as error:
         raise CommandError(f"--max-size: {error}", ExitCode.USAGE) from error
 
 

@@ -79,9 +79,9 @@ def plain(text: object, style: str = "") -> Text:
 
 
 def bytes_shown(size: int) -> str:
-    from torchguard._sizes import shown_size  # not at import: its package loads torch
+    from torchguard._sizes import format_size  # not at import: its package loads torch
 
-    return shown_size(size)
+    return format_size(size)
 
 
 def count_shown(number: int, what: str) -> str:

@@ -185,7 +185,7 @@ def violation(one: "Violation") -> Iterator[RenderableType]:
         yield _under(one.remedy, "green")
 
 
-_GETITEM = "_operator.getitem"
+_GETITEM = "getitem"
 _OPS_SHOWN, _OUTLINE_SHOWN = 20, 60
 
 Node = Mapping[str, Any]
@@ -242,11 +242,9 @@ def _in_order(ops: Sequence[str]) -> str:
 
 
 def _shown(node: Node) -> str:
-    value = node["values"][0] if node["values"] else {}
-    tensor = value.get("tensor")
-    if tensor is None:
-        return f"{node['name']}: {value.get('symbol', value.get('value', ''))}"
-    return f"{node['name']}: {tensor['dtype']}{tensor['shape']}"
+    from torchguard._graphs.listing import value_text  # not at import: it loads torch
+
+    return f"{node['name']}: {value_text(node['values'][0]) if node['values'] else ''}"
 
 
 Facts = Mapping[str, Any]

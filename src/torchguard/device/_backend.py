@@ -11,6 +11,7 @@ from torch import fx
 
 from torchguard import artifacts
 from torchguard._torch import aot, inductor
+from torchguard.artifacts._capture import start_from_environment
 from torchguard.device._check import check
 from torchguard.device._device import FIELDS, RUN, STRICT, Device, check_names, like, read_bool
 from torchguard.device._report import DeviceReport
@@ -38,7 +39,7 @@ class MockBackend:
         self._lock = threading.Lock()  # the autograd engine may compile in threads of its own
         self._reports: list[DeviceReport] = []
         self._logged: set[Violation] = set()
-        artifacts.start_from_environment()
+        start_from_environment()
 
     def report(self) -> DeviceReport:
         """About all that was compiled so far."""
