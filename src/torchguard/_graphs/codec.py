@@ -334,13 +334,12 @@ def _decode_node(graph: fx.Graph, one: NodeData, nodes: Mapping[str, fx.Node], s
         return node
     if one["op"] == "get_attr" and any("tensor" in value for value in one["values"]):  # and not a graph within it
         return graph.create_node("get_attr", _identifier(one["target"]), name=name)
-    args = tuple(decode_argument(part, nodes, sizes) for part in one["args"])
-    if one["op"] == "output":
-        return graph.create_node("output", "output", args, name=name)
-    if one["op"] != "call_function":
+    if one["op"] not in ("call_function", "output"):
         raise SavedGraphError(f"it is a {one['op']}, which is not a call of an operator.")
+    target = "output" if one["op"] == "output" else _find_target(one["target"])
+    args = tuple(decode_argument(part, nodes, sizes) for part in one.get("args", ()))
     kwargs = {_identifier(key): decode_argument(part, nodes, sizes) for key, part in one.get("kwargs", {}).items()}
-    return graph.create_node("call_function", _find_target(one["target"]), args, kwargs, name=name)
+    return graph.create_node(one["op"], target, args, kwargs, name=name)
 
 
 def _identifier(name: str) -> str:

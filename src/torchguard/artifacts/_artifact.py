@@ -35,7 +35,7 @@ State = Literal["whole", "being written", "corrupt", "foreign"]
 
 @dataclass(frozen=True)
 class Artifact:
-    """One compilation of one frame, as a directory. `problem` says what is wrong with it, and is empty if it is whole."""
+    """One compilation of one frame, as a directory. `problem` says what is wrong with it; empty if it is whole."""
 
     id: str
     path: Path

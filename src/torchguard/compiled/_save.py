@@ -117,8 +117,12 @@ def _encode_graph(graph: GraphModule, names: dict[Node, str]) -> dict[str, Any]:
     nodes, outputs = [], []
     for node in graph.graph.nodes:
         if node.op == "call_function":
-            encoded = {"name": names[node], "op": target_name(node.target), "type": type_text(node.meta["val"])}
-            encoded["args"] = encode(node.args)
+            encoded: dict[str, Any] = {
+                "name": names[node],
+                "op": target_name(node.target),
+                "type": type_text(node.meta["val"]),
+                "args": encode(node.args),
+            }
             if node.kwargs:
                 encoded["kwargs"] = {key: encode(value) for key, value in node.kwargs.items()}
             nodes.append(encoded)
