@@ -23,7 +23,7 @@ A tuple is written as a list: no operator of torch distinguishes them. `symbol` 
 
 A file may be hostile. Nothing in it is evaluated or imported; names are looked up among torch's operators and torch's
 dtypes, layouts and memory formats only; names that FX writes into Python code must be identifiers; nesting is bounded
-here, and the size of a file by whoever reads it.
+here, and the size of a file by its reader.
 """
 
 import keyword

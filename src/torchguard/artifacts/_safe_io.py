@@ -1,4 +1,4 @@
-"""Reading the files of one directory, and nothing outside it, whoever wrote what is there.
+"""Reading the files of one directory, and nothing outside it, also where its content is hostile.
 
 A path that is checked and then opened can be replaced by a symbolic link in between. So a directory is opened once,
 without following links, and its files are opened by plain names relative to that descriptor, again without following
