@@ -27,7 +27,7 @@ def test_a_number_and_a_unit_of_1000_or_1024(text, size):
 
 @pytest.mark.parametrize("text", ["", "2 apples", "-1", "1e3", "GiB", "1 2", True, None, "\u0662GiB"])
 def test_anything_else_is_a_value_error(text):
-    with pytest.raises(ValueError, match="is not a size. Write one such as 500MB, 2GiB, or a number of bytes"):
+    with pytest.raises(ValueError, match=r"is not a size\. Write one such as 500MB, 2GiB, or a number of bytes"):
         parse_size(text)
 
 
