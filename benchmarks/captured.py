@@ -24,6 +24,7 @@ from transformers import BertConfig, BertModel
 
 import torchguard
 from torchguard import artifacts
+from torchguard._sizes import format_size
 
 ROUNDS = 7
 TARGET = 1.30
@@ -75,7 +76,7 @@ def main() -> None:
     found["ratios"] = [{"work": "compiling, captured / not", "to reach": TARGET, "ours": share}]
     print(f"compiling, captured / not: {share:.3f}, to reach: <= {TARGET:.2f}")
     print("seconds: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in found["compile seconds"].items()))
-    print(f"{found['nodes']} nodes, {artifacts.shown_size(found['bytes'])}")
+    print(f"{found['nodes']} nodes, {format_size(found['bytes'])}")
     options.result.parent.mkdir(exist_ok=True)
     options.result.write_text(json.dumps(found, indent=2) + "\n")
     print(f"\nwritten to {options.result}")

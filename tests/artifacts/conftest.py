@@ -5,9 +5,9 @@ from torchguard import artifacts
 
 
 @pytest.fixture
-def kept(tmp_path):
+def root(tmp_path):
     """A directory with two whole artifacts."""
-    root = tmp_path / "kept"
+    root = tmp_path / "store"
     with artifacts.capture(root):
         compiled = torch.compile(lambda x: torch.sin(x) + 1, backend="eager", dynamic=False)
         compiled(torch.ones(2))

@@ -1,4 +1,4 @@
-"""What is compiled in a block is kept, whatever compiles it, and nothing is changed by that."""
+"""Everything compiled in a block is captured, with any backend, and compilation is unchanged."""
 
 import logging
 import re
@@ -32,7 +32,7 @@ def names(artifact):
     return [graph["name"] for graph in artifact.manifest()["graphs"]]
 
 
-def ours(caplog):
+def warnings_of_torchguard(caplog):
     return [
         record for record in caplog.records if record.name.startswith("torchguard") and record.levelno > logging.INFO
     ]
@@ -53,7 +53,7 @@ def captured_of(tmp_path):
     """Capture a call of a function."""
 
     def capture(call, **options):
-        with artifacts.capture(tmp_path / "kept", **options) as captured:
+        with artifacts.capture(tmp_path / "store", **options) as captured:
             call()
         assert not captured.problems
         return captured.artifacts
@@ -61,7 +61,7 @@ def captured_of(tmp_path):
     return capture
 
 
-class TestWhatIsKept:
+class TestContent:
     def test_forward_and_backward_graphs_with_shapes_lines_and_modules(self, captured_of):
         compiled = torch.compile(Net(), backend="aot_eager")
         (one,) = captured_of(lambda: compiled(torch.randn(3, 4)).sum().backward())
@@ -76,7 +76,7 @@ class TestWhatIsKept:
         linear = next(n for n in one.read_json("backward.json")["nodes"] if n["target"] == "aten.mm.default")
         assert linear["modules"][-1]["type"] == "torch.nn.modules.linear.Linear"
 
-    def test_guards_and_where_it_was_made(self, captured_of):
+    def test_guards_and_environment(self, captured_of):
         compiled = torch.compile(Net(), backend="eager")
         (one,) = captured_of(lambda: compiled(torch.randn(3, 4)))
         found = one.read_json("guards.json")
@@ -96,7 +96,7 @@ class TestWhatIsKept:
         assert "hush" not in one.read_text("environment.json")
         assert one.read_json("environment.json")["variables"]["TORCH_SOMETHING"] == "loud"
 
-    def test_why_it_was_compiled_again(self, captured_of):
+    def test_reasons_of_a_recompile(self, captured_of):
         compiled = torch.compile(Net(), backend="eager", dynamic=False)
 
         def twice():
@@ -107,7 +107,7 @@ class TestWhatIsKept:
         (miss,) = again.read_json("recompiles.json")["recompiled_for"]
         assert "expected 3, actual 5" in miss["failures"][0]["why"]
 
-    def test_eager_has_the_graph_of_dynamo_alone(self, captured_of):
+    def test_eager_has_only_the_graph_of_dynamo(self, captured_of):
         compiled = torch.compile(Net(), backend="eager")
         (one,) = captured_of(lambda: compiled(torch.randn(3, 4)).sum().backward())
         assert names(one) == ["dynamo"]
@@ -119,7 +119,7 @@ class TestWhatIsKept:
         assert names(one) == ["dynamo", "inference"]
         assert one.manifest()["waiting_for"] == []
 
-    def test_a_backend_of_the_users(self, captured_of):
+    def test_a_custom_backend(self, captured_of):
         def mine(graph, inputs):
             return graph.forward
 
@@ -133,7 +133,7 @@ class TestWhatIsKept:
         for graph in ("forward", "backward"):
             assert "def call(" in one.read_text(f"output_code.{graph}.py")
 
-    def test_what_a_cache_of_graphs_would_hide(self, captured_of):
+    def test_graph_caches_are_bypassed(self, captured_of):
         def run():
             torch._dynamo.reset()
             torch.compile(Net(), backend="inductor")(torch.randn(3, 4)).sum().backward()
@@ -145,7 +145,7 @@ class TestWhatIsKept:
             assert (functorch.enable_autograd_cache, inductor.fx_graph_cache) == (True, True)
         assert names(one) == ["dynamo", "forward", "backward"]
 
-    def test_each_side_of_a_graph_break_and_why_it_breaks(self, captured_of):
+    def test_both_sides_of_a_graph_break_and_its_reason(self, captured_of):
         def broken(x):
             y = x + 1
             torch._dynamo.graph_break()
@@ -156,7 +156,7 @@ class TestWhatIsKept:
         assert found["file"] == __file__
         assert "aten.mul.Tensor" in second.read_text("inference.py")
 
-    def test_sizes_that_are_symbols_as_text(self, captured_of):
+    def test_symbolic_sizes_are_text(self, captured_of):
         compiled = torch.compile(Net(), backend="aot_eager", dynamic=True)
         (one,) = captured_of(lambda: compiled(torch.randn(3, 4)).sum().backward())
         rows, columns = shapes(one, "forward")["tanh"]
@@ -195,13 +195,13 @@ class TestWhatIsKept:
         assert "backward" in names(one)
 
     def test_a_frame_without_a_graph(self, captured_of):
-        def told(x):
-            told.calls.append("before any tensor is touched")
+        def breaking(x):
+            breaking.calls.append("before any tensor is used")
             torch._dynamo.graph_break()
             return x + 1
 
-        told.calls = []
-        found = captured_of(lambda: torch.compile(told, backend="eager")(torch.ones(2)))
+        breaking.calls = []
+        found = captured_of(lambda: torch.compile(breaking, backend="eager")(torch.ones(2)))
         assert [names(one) for one in found] == [[], ["dynamo"]]
         assert found[0].read_json("guards.json")["count"] > 0
 
@@ -225,7 +225,7 @@ class TestLateBackward:
             thread.join()
         assert names(captured.artifacts[0]) == ["dynamo", "forward", "backward"]
 
-    def test_that_comes_after_the_block_is_not_captured_and_said_to_be_missing(self, tmp_path):
+    def test_after_the_block_is_not_captured_and_noted_as_missing(self, tmp_path):
         with artifacts.capture(tmp_path) as captured:
             loss = torch.compile(Net(), backend="aot_eager")(torch.randn(3, 4)).sum()
         loss.backward()
@@ -247,11 +247,11 @@ class TestNothingChanges:
                 for rows in (3, 5, 7, 3):
                     compiled(torch.ones(rows, 4)).sum().backward()
                     found.append(net.first.weight.grad.clone())
-            told = [
+            codes = [
                 [(guard.type, without_addresses(guard.code)) for guard in frame.guards.all_guards()]
                 for frame in seen.frames
             ]
-            return found, told
+            return found, codes
 
         grads, plain = run()
         with artifacts.capture(tmp_path, exported=True, on_graphs=lambda graphs: None) as captured:
@@ -259,7 +259,7 @@ class TestNothingChanges:
         assert (same, len(captured.artifacts)) == (plain, len(plain))
         assert all(torch.equal(a, b) for a, b in zip(grads, same_grads, strict=True))
 
-    def test_what_was_compiled_captured_is_used_afterwards_and_before(self, tmp_path):
+    def test_code_compiled_before_the_capture_is_reused(self, tmp_path):
         net = Net()
         compiled = torch.compile(net, backend="aot_eager")
         compiled(torch.ones(3, 4)).sum().backward()
@@ -268,16 +268,16 @@ class TestNothingChanges:
         assert captured.artifacts == []
 
 
-class TestNothingIsHarmed:
-    def test_a_place_that_cannot_be_written_to_is_an_error_at_once(self, tmp_path):
+class TestFailures:
+    def test_a_directory_that_cannot_be_written_to_is_an_error_at_once(self, tmp_path):
         (tmp_path / "file").write_text("mine")
         error = pytest.raises(artifacts.ArtifactError, match=r"Cannot capture into .*file.*Name a directory")
         with error, artifacts.capture(tmp_path / "file"):
             pass
         assert (tmp_path / "file").read_text() == "mine"
 
-    def test_a_place_that_is_gone_later_is_one_line_in_the_log(self, tmp_path, caplog):
-        root = tmp_path / "kept"
+    def test_a_directory_that_is_removed_later_is_one_warning(self, tmp_path, caplog):
+        root = tmp_path / "store"
         compiled = torch.compile(Net(), backend="aot_eager", dynamic=False)
         with caplog.at_level(logging.WARNING, "torchguard"), artifacts.capture(root) as captured:
             root.rmdir()
@@ -285,19 +285,19 @@ class TestNothingIsHarmed:
             for rows in (1, 2, 3):
                 compiled(torch.ones(rows, 4)).sum().backward()
         assert captured.artifacts == []
-        assert len(ours(caplog)) == 1
+        assert len(warnings_of_torchguard(caplog)) == 1
         assert len(captured.problems) >= 3
 
-    def test_an_artifact_that_is_gone_before_its_backward(self, tmp_path, caplog):
+    def test_an_artifact_that_is_removed_before_its_backward(self, tmp_path, caplog):
         with artifacts.capture(tmp_path) as captured:
             loss = torch.compile(Net(), backend="aot_eager")(torch.randn(3, 4)).sum()
             artifacts.Store(tmp_path).clean(keep=0)
             loss.backward()
         assert captured.artifacts == []
         assert list(tmp_path.iterdir()) == []
-        assert len(ours(caplog)) == 1
+        assert len(warnings_of_torchguard(caplog)) == 1
 
-    def test_a_graph_that_cannot_be_told_is_noted(self, tmp_path, caplog):
+    def test_a_graph_that_cannot_be_encoded_is_noted(self, tmp_path, caplog):
         def spoiling(*args, **kwargs):
             forward, backward = default_partition(*args, **kwargs)
             for node in forward.graph.nodes:
@@ -312,14 +312,14 @@ class TestNothingIsHarmed:
         assert "aten.tanh" in one.read_text("forward.py")
         assert "forward.json" not in one.files
         assert any(note.startswith("forward.json could not be captured") for note in one.manifest()["notes"])
-        assert len(ours(caplog)) == 1
+        assert len(warnings_of_torchguard(caplog)) == 1
 
     def test_a_callback_that_fails_is_noted(self, tmp_path, caplog):
         with artifacts.capture(tmp_path, on_graphs=lambda graphs: 1 / 0) as captured:
             torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
         (one,) = captured.artifacts
         assert [note for note in one.manifest()["notes"] if "on_graphs" in note and "ZeroDivisionError" in note]
-        assert len(ours(caplog)) == 1
+        assert len(warnings_of_torchguard(caplog)) == 1
 
     def test_under_warnings_as_errors(self, captured_of):
         with warnings.catch_warnings():
@@ -327,22 +327,22 @@ class TestNothingIsHarmed:
             assert captured_of(lambda: torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4)))
 
 
-class TestAnotherTorch:
-    def test_that_lacks_a_hook_for_code(self, tmp_path, monkeypatch):
+class TestMissingPrivateFunctions:
+    def test_of_output_code(self, tmp_path, monkeypatch):
         monkeypatch.delattr(GraphLowering, "save_output_code")
         with artifacts.capture(tmp_path) as captured:
             torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4))
         about = captured.artifacts[0].manifest()
         assert about["notes"][0] == f"output code: torch {torch.__version__} has no save_output_code"
 
-    def test_that_hands_compilers_over_in_another_way(self, tmp_path, monkeypatch):
+    def test_of_forward_and_backward_graphs(self, tmp_path, monkeypatch):
         original = torch._functorch.aot_autograd.aot_stage2_compile
         monkeypatch.setattr(torch._functorch.aot_autograd, "aot_stage2_compile", lambda *args: original(*args))
         with artifacts.capture(tmp_path) as captured:
             torch.compile(Net(), backend="eager")(torch.ones(3, 4))
         assert captured.artifacts[0].manifest()["notes"][0].startswith("forward and backward graphs: torch")
 
-    def test_that_lacks_what_guards_need(self, tmp_path, monkeypatch):
+    def test_of_guards(self, tmp_path, monkeypatch):
         monkeypatch.delattr(torch._dynamo.guards, "get_guard_fail_reason")  # which torch needs to recompile alone
         with artifacts.capture(tmp_path) as captured:
             torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
@@ -352,8 +352,8 @@ class TestAnotherTorch:
         assert any("has no get_guard_fail_reason" in note for note in one.manifest()["notes"])
 
 
-class TestSeveralAtOnce:
-    def test_threads_each_have_their_own(self, tmp_path):
+class TestConcurrency:
+    def test_each_thread_has_its_own_artifact(self, tmp_path):
         steps = {
             "sin": (lambda x: torch.sin(x), "cos"),
             "tanh": (lambda x: torch.tanh(x), "tanh_backward"),
@@ -391,7 +391,7 @@ class TestSeveralAtOnce:
 
 
 class TestNested:
-    def test_both_have_what_is_compiled_in_both(self, tmp_path):
+    def test_both_captures_have_what_is_compiled_in_both(self, tmp_path):
         compiled = torch.compile(Net(), backend="aot_eager", dynamic=False)
         with artifacts.capture(tmp_path / "outer") as outer:
             compiled(torch.ones(1, 4)).sum().backward()
@@ -402,13 +402,13 @@ class TestNested:
         assert [names(one) for one in inner.artifacts] == [["dynamo", "forward"]]
         assert all(one.state == "whole" for one in [*outer.artifacts, *inner.artifacts])
 
-    def test_into_the_same_place(self, tmp_path):
+    def test_into_the_same_directory(self, tmp_path):
         with artifacts.capture(tmp_path), artifacts.capture(tmp_path):
             torch.compile(Net(), backend="eager")(torch.ones(1, 4))
         assert [one.state for one in artifacts.Store(tmp_path)] == ["whole", "whole"]
 
 
-class TestOthersTakePart:
+class TestAttachedFilesAndCallbacks:
     def test_a_backend_attaches_a_report_to_each_graph(self, tmp_path):
         def reporting(graph, inputs):
             artifacts.attach("device.json", {"nodes": len(graph.graph.nodes)})
@@ -429,27 +429,27 @@ class TestOthersTakePart:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("name", ["../escaped.json", "/etc/x", "manifest.json", "a\nb", ".torchguard", ""])
-    def test_a_name_that_leads_elsewhere_is_noted_and_not_written(self, tmp_path, name, caplog):
+    def test_a_name_outside_the_directory_is_noted_and_not_written(self, tmp_path, name, caplog):
         def attaching(graph, inputs):
             artifacts.attach(name, "text")
             return graph.forward
 
-        with artifacts.capture(tmp_path / "kept") as captured:
+        with artifacts.capture(tmp_path / "store") as captured:
             torch.compile(Net(), backend=attaching)(torch.ones(3, 4))
         (one,) = captured.artifacts
         assert (one.state, one.attached(name)) == ("whole", ())
         assert any("cannot be the name" in note for note in one.manifest()["notes"])
-        assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+        assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_graphs_are_handed_out_when_they_are_compiled(self, tmp_path, backend):
+    def test_on_graphs_is_called_when_graphs_are_compiled(self, tmp_path, backend):
         found = []
         with artifacts.capture(tmp_path, on_graphs=found.append):
             torch.compile(Net(), backend=backend)(torch.ones(3, 4)).sum().backward()
-        told = [(g.dynamo is not None, g.forward is not None, g.backward is not None) for g in found]
-        assert told == ([(True, False, False)] if backend == "eager" else [(True, True, False), (True, True, True)])
+        given = [(g.dynamo is not None, g.forward is not None, g.backward is not None) for g in found]
+        assert given == ([(True, False, False)] if backend == "eager" else [(True, True, False), (True, True, True)])
 
-    def test_what_is_handed_out_is_a_copy(self, tmp_path):
+    def test_on_graphs_receives_copies(self, tmp_path):
         def empty(graphs):
             for graph in (graphs.dynamo, graphs.forward, graphs.backward):
                 if graph is not None:
@@ -481,13 +481,13 @@ class TestExported:
         for name in ("forward", "backward"):
             assert isinstance(one.load_graph(name), torch.export.ExportedProgram)
 
-    def test_says_why_where_it_cannot_be(self, tmp_path):
+    def test_the_error_says_why_a_graph_was_not_exported(self, tmp_path):
         with artifacts.capture(tmp_path, exported=True) as captured:
             torch.compile(Net(), backend="aot_eager", dynamic=True)(torch.ones(3, 4)).sum().backward()
         with pytest.raises(artifacts.NoSuchArtifactError, match=r"forward cannot be loaded.*SymInt"):
             captured.artifacts[0].load_graph("forward")
 
-    def test_has_to_be_asked_for(self, tmp_path):
+    def test_is_off_by_default(self, tmp_path):
         with artifacts.capture(tmp_path) as captured:
             torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4))
         with pytest.raises(artifacts.NoSuchArtifactError, match="exported=True"):
@@ -496,38 +496,38 @@ class TestExported:
             captured.artifacts[0].load_graph("joint")
 
 
-class TestDrawn:
+class TestDrawings:
     def test_where_graphviz_is_installed(self, tmp_path, monkeypatch):
         dot = tmp_path / "bin" / "dot"
         dot.parent.mkdir()
         dot.write_text('#!/bin/sh\necho "<svg>"; cat\n')
         dot.chmod(0o755)
         monkeypatch.setenv("PATH", str(dot.parent), prepend=":")
-        with artifacts.capture(tmp_path / "kept") as captured:
+        with artifacts.capture(tmp_path / "store") as captured:
             torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
         (one,) = captured.artifacts
         assert one.state == "whole"
         for graph in names(one):
             assert one.read_text(f"{graph}.svg") == "<svg>\n" + one.read_text(f"{graph}.dot")
 
-    def test_as_nodes_and_edges_with_what_they_are_escaped(self, captured_of):
+    def test_dot_has_escaped_nodes_and_edges(self, captured_of):
         (one,) = captured_of(lambda: torch.compile(lambda x: {'a"b': x.sin()}, backend="eager")(torch.ones(2)))
         lines = one.read_text("dynamo.dot").splitlines()
         assert (lines[0], lines[-1]) == ('digraph "dynamo" {', "}")
-        assert any(line.startswith('  "sin" [label="sin\\nsin\\nfloat32[2]"') for line in lines)
+        assert any(line.startswith('  "sin" [label="sin\\nsin\\nf32[2]"') for line in lines)
         assert '  "l_x_" -> "sin";' in lines
 
-    def test_not_where_it_fails(self, tmp_path, monkeypatch):
+    def test_a_failure_of_graphviz_is_noted(self, tmp_path, monkeypatch):
         dot = tmp_path / "bin" / "dot"
         dot.parent.mkdir()
         dot.write_text("#!/bin/sh\nexit 1\n")
         dot.chmod(0o755)
         monkeypatch.setenv("PATH", str(dot.parent), prepend=":")
-        with artifacts.capture(tmp_path / "kept") as captured:
+        with artifacts.capture(tmp_path / "store") as captured:
             torch.compile(Net(), backend="eager")(torch.ones(3, 4))
         assert any(note.startswith("dynamo.svg") for note in captured.artifacts[0].manifest()["notes"])
 
-    def test_says_so_where_it_is_not(self, tmp_path, monkeypatch):
+    def test_missing_graphviz_is_noted(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", "")
         with artifacts.capture(tmp_path) as captured:
             torch.compile(Net(), backend="eager")(torch.ones(3, 4))
@@ -535,7 +535,7 @@ class TestDrawn:
 
 
 class TestLimit:
-    def test_the_oldest_go_first_and_the_newest_stays(self, tmp_path):
+    def test_the_oldest_are_removed_first_and_the_newest_stays(self, tmp_path):
         compiled = torch.compile(Net(), backend="eager", dynamic=False)
         with artifacts.capture(tmp_path, limit=1) as captured:
             for rows in (1, 2, 3):
@@ -543,7 +543,7 @@ class TestLimit:
         (left,) = artifacts.Store(tmp_path)
         assert (left.manifest()["compile_id"], captured.artifacts) == ("0/2", [left])
 
-    def test_what_fits_stays(self, tmp_path):
+    def test_artifacts_below_the_limit_stay(self, tmp_path):
         compiled = torch.compile(Net(), backend="eager", dynamic=False)
         with artifacts.capture(tmp_path, limit="10MB") as captured:
             for rows in (1, 2, 3):
@@ -559,7 +559,7 @@ class TestLimit:
                 compiled(torch.ones(rows, 4))
         assert len(list(artifacts.Store())) == 1
 
-    def test_that_is_no_size(self, tmp_path):
-        error = pytest.raises(artifacts.ArtifactError, match="'2 apples' is no size")
+    def test_that_is_not_a_size(self, tmp_path):
+        error = pytest.raises(artifacts.ArtifactError, match="'2 apples' is not a size")
         with error, artifacts.capture(tmp_path, limit="2 apples"):
             pass

@@ -1,4 +1,4 @@
-"""Models as they are found, forward and backward."""
+"""Models of transformers, forward and backward."""
 
 import pytest
 import torch

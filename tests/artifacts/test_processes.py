@@ -68,7 +68,7 @@ def in_the_middle(tmp_path):
     """A process that is compiling, and captured: it has written something, and waits."""
     read, write = os.pipe()
     with os.fdopen(read) as its_input, os.fdopen(write, "w"):
-        command = [sys.executable, "-c", PROGRAM + WAITING, str(tmp_path / "kept")]
+        command = [sys.executable, "-c", PROGRAM + WAITING, str(tmp_path / "store")]
         process = subprocess.Popen(command, stdin=its_input, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "compiling\n"
@@ -78,8 +78,8 @@ def in_the_middle(tmp_path):
         process.stdout.close()
 
 
-def test_what_is_being_written_stays_and_is_half_written_once_its_process_is_killed(in_the_middle, tmp_path):
-    root = tmp_path / "kept"
+def test_an_artifact_being_written_stays_and_is_half_written_once_its_process_is_killed(in_the_middle, tmp_path):
+    root = tmp_path / "store"
     (one,) = Store(root)
     assert (one.state, one.path.name[0]) == ("being written", ".")
     assert Store(root).clean(keep=0, max_bytes=0) == []
@@ -114,7 +114,7 @@ for size in (0, 10, 100, 1500):
 
 
 @pytest.mark.long
-def test_a_disk_that_is_full_is_one_line_in_the_log(tmp_path):
+def test_a_full_disk_is_one_warning(tmp_path):
     out, err = finished(start(FULL_DISK, tmp_path))
     assert out == "0 0 True\n10 0 True\n100 0 True\n1500 3 True\n"
     assert err.count("could not be captured") == 4
@@ -132,12 +132,12 @@ print(torch.equal(torch.compile(torch.cos, backend=mine)(torch.ones(2)), torch.c
 
 
 def test_the_environment_starts_a_capture_of_the_whole_process(tmp_path):
-    finished(start(FROM_THE_ENVIRONMENT, TORCHGUARD_CAPTURE="1", TORCHGUARD_ARTIFACTS=str(tmp_path / "kept")))
-    assert [one.state for one in Store(tmp_path / "kept")] == ["whole", "whole"]
+    finished(start(FROM_THE_ENVIRONMENT, TORCHGUARD_CAPTURE="1", TORCHGUARD_ARTIFACTS=str(tmp_path / "store")))
+    assert [one.state for one in Store(tmp_path / "store")] == ["whole", "whole"]
 
 
 @pytest.mark.long
-def test_a_place_in_the_environment_that_cannot_be_is_a_line_in_the_log(tmp_path):
+def test_an_unwritable_directory_in_the_environment_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("mine")
     out, err = finished(start(FROM_THE_ENVIRONMENT, TORCHGUARD_CAPTURE=str(tmp_path / "file")))
     assert out == "True\n"

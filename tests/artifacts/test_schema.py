@@ -1,4 +1,4 @@
-"""What is written fits the schema that is documented, and what does not fit is told."""
+"""Written files satisfy the documented schema, and problems are reported with their path."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from torchguard.artifacts._schema import problem_with
 DOCS = Path(__file__).parents[2] / "docs" / "artifacts.md"
 
 
-# torch, of itself: it looks at the gradient of what a resumed function is called with
+# raised by torch itself, which reads the gradient of the arguments of a resumed function
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 @pytest.fixture
 def everything(tmp_path):
-    """Artifacts that have all there is between them: a break, a recompile, symbols, a backward graph."""
+    """Artifacts that together have a graph break, a recompile, symbols and a backward graph."""
 
     def step(x):
         y = x.sin()
@@ -32,7 +32,7 @@ def everything(tmp_path):
     return captured.artifacts
 
 
-def test_all_json_that_is_written_fits_its_schema(everything):
+def test_all_json_satisfies_its_schema(everything):
     of_file = {"dynamo": "graph", "forward": "graph", "backward": "graph"}
     seen = set()
     for one in everything:
@@ -47,7 +47,7 @@ def test_all_json_that_is_written_fits_its_schema(everything):
     assert seen == {"graph", "guards", "recompiles", "environment"}
 
 
-def test_nothing_is_written_that_the_schema_does_not_know(everything):
+def test_no_key_is_missing_from_the_schema(everything):
     for one in everything:
         assert {*one.manifest()} == {*SCHEMA["manifest"]["properties"]}
         for node in one.read_json("forward.json")["nodes"] if "forward.json" in one.files else ():
@@ -64,19 +64,19 @@ def test_every_key_is_documented():
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (None, "it is nothing, not object"),
+        (None, "it is null, expected object"),
         ({"what": 1}, "'count' is missing"),
-        ({"count": "3", "names": {}}, "count is string, not integer"),
-        ({"count": True, "names": {}}, "count is boolean, not integer"),
+        ({"count": "3", "names": {}}, "count is string, expected integer"),
+        ({"count": True, "names": {}}, "count is boolean, expected integer"),
         ({"count": -1, "names": {}}, "count is negative"),
-        ({"count": 1, "names": {"../x": "a"}}, "names: '../x' is no name of a file"),
-        ({"count": 1, "names": {"x": 1}}, "names.x is integer, not string"),
-        ({"count": 1, "names": {"x": "c"}}, "names.x is 'c', none of ['a', 'b']"),
-        ({"count": 1, "names": {"x": "a"}, "list": [1, 2.5]}, "list[1] is number, not integer"),
+        ({"count": 1, "names": {"../x": "a"}}, "names: '../x' is not a file name"),
+        ({"count": 1, "names": {"x": 1}}, "names.x is integer, expected string"),
+        ({"count": 1, "names": {"x": "c"}}, "names.x is 'c', expected one of ['a', 'b']"),
+        ({"count": 1, "names": {"x": "a"}, "list": [1, 2.5]}, "list[1] is number, expected integer"),
         ({"count": 1, "names": {"x": "a"}, "list": [1, 2]}, ""),
     ],
 )
-def test_what_does_not_fit_is_told_with_its_place(value, problem):
+def test_a_problem_names_the_path_of_the_value(value, problem):
     integer = {"type": "integer", "minimum": 0}
     names = {"type": "object", "names": "[a-z]+", "values": {"type": "string", "enum": ["a", "b"]}}
     properties = {"count": integer, "names": names, "list": {"type": "array", "items": integer}}

@@ -1,6 +1,5 @@
 """`torchguard analyze`, of artifacts and of models that a callable builds."""
 
-import contextlib
 import hashlib
 import json
 import re
@@ -10,11 +9,9 @@ import pytest
 import torch
 
 from torchguard import artifacts
-from torchguard._torch.fakes import fake_tensors
 from torchguard.cli._analyze import chart
-from torchguard.cli._rebuild import arguments, pairs_in, rebuilt
+from torchguard.cli._rebuild import pairs_in
 from torchguard.cli._targets import load_target
-from torchguard.cli._terminal import CommandError
 from torchguard.cli._trace import GraphCollector, check
 from torchguard.device import Device, mock_backend
 
@@ -195,19 +192,6 @@ def test_parameters_and_activations_are_distinguished_as_by_the_backend(invoke, 
         assert "primals" not in output
 
 
-@pytest.mark.parametrize("op", ["placeholder", "get_attr"])
-def test_a_name_in_an_artifact_is_never_run(tmp_path, op):
-    """Names become part of the code of a rebuilt graph."""
-    file = str(tmp_path / "ran").replace(".", "\\x2e")  # the name of a buffer has no dot
-    name = f'x=open("{file}", "w")' if op == "placeholder" else f'x"), open("{file}", "w"), (lambda *_: 1)(1, "'
-    tensor = {"tensor": {"shape": [1], "stride": [1], "dtype": "float32", "device": "cpu"}}
-    node = {"name": name, "op": op, "target": name, "inputs": [], "values": [tensor]}
-    out = {"name": "output", "op": "output", "target": "output", "inputs": [name], "values": []}
-    with fake_tensors(), pytest.raises(CommandError, match="is no name"):
-        rebuilt({"name": "forward", "sizes": {}, "nodes": [node, out]})
-    assert not (tmp_path / "ran").exists()
-
-
 def test_symbols_are_replaced_by_the_concrete_sizes(invoke, tmp_path):
     model = torch.nn.Linear(3, 5)
     x = torch.randn(4, 6, 3)
@@ -305,22 +289,7 @@ def test_a_device_is_for_its_own_type_alone(invoke, captured):
     assert "edge-npu" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["__import__('os').system('true')", "(x.__class__,)", "(lambda: 1,)", "(x, [1, 2", "(y,)", "(x,) {'a': open('b')}"],
-)
-def test_arguments_in_artifacts_are_read_and_never_run(text):
-    with pytest.raises(ValueError, match=r"cut short|not known"):
-        arguments(text, {"x": 1})
-
-
-@pytest.mark.parametrize("text", ["(" * 500 + "1", f"({'-' * 60_000}1,)", f"({'[' * 150}1{']' * 150},)"], ids=[0, 1, 2])
-def test_arguments_that_are_nested_too_deeply_are_refused_or_read(text):
-    with contextlib.suppress(ValueError):
-        arguments(text, {})
-
-
-HOSTILE = [{"schema": 1, "nodes": [{"name": 5}]}, {"schema": 1}, [], None, "x", {"schema": 1, "guards": 3, "count": 1}]
+HOSTILE = [{"schema": 2, "nodes": [{"name": 5}]}, {"schema": 2}, [], None, "x", {"schema": 2, "guards": 3, "count": 1}]
 
 
 @pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
@@ -338,7 +307,7 @@ def test_the_error_for_a_malformed_file_is_one_sentence(invoke, captured, tmp_pa
     for verb in (["analyze", "-t", kind] for kind in (("graph", "memory") if is_graph else ("guards",))):
         result = invoke(*verb, "--dir", tmp_path / "store", found.id)
         assert (result.exit_code, result.stdout) == (1, "")
-        assert f"{file} is not of the form" in result.stderr
+        assert f"{file} violates its schema" in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
 
 
@@ -351,15 +320,6 @@ def test_ops_that_take_many_tensors_can_be_rebuilt(invoke, tmp_path, parts):
         torch.compile(joined, backend="aot_eager")(torch.randn(4))
     result = invoke("analyze", "-t", "memory", "--json", "--dir", tmp_path)
     assert result.exit_code == 0, result.stderr
-
-
-def test_arguments_are_parsed_as_they_were():
-    text = (
-        "(x, [0, -1], -inf, None, 'mean', slice(None, 2, None)) {'dtype': torch.bfloat16, 'device': device(type='cpu')}"
-    )
-    args, kwargs = arguments(text, {"x": "node"})
-    assert args == ("node", [0, -1], float("-inf"), None, "mean", slice(None, 2, None))
-    assert kwargs == {"dtype": torch.bfloat16, "device": torch.device("cpu")}
 
 
 def test_a_chart_has_its_peak_at_the_top_and_its_width_is_limited():

@@ -118,7 +118,7 @@ def test_an_unknown_id_gets_close_matches(invoke, captured):
 def test_an_ambiguous_id_is_refused(invoke, captured):
     result = invoke("show", "2", "--dir", captured.root)
     assert result.exit_code == 3
-    assert "Write more" in result.stderr
+    assert "Give more" in result.stderr
 
 
 @pytest.mark.parametrize("verb", [["show"], ["analyze", "--type", "guards"]], ids=" ".join)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from torchguard.compiled import CompileError, LeafTypeError, MissingRuleError, compile_out, compile_scalar, state_of
-from torchguard.compiled._listing import CONVENTIONS, SWITCHES
+from torchguard.compiled._nonsmooth import CONVENTIONS, SWITCHES
 
 
 @pytest.fixture(params=["eager", "aot_eager", "inductor"])
@@ -593,23 +593,23 @@ def test_the_graph_is_listed_with_types_and_lines(point):
     assert "seed_0" in c.listing("vjp")
 
 
-def test_kinks_are_recorded(point):
-    (kink,) = compile_out(mlp, *point, backend="eager").kinks
-    assert kink.op == "aten.relu"
-    assert kink.convention == "relu'(0) = 0"
-    assert "test_functions.py" in kink.source
+def test_nonsmooth_points_are_recorded(point):
+    (found,) = compile_out(mlp, *point, backend="eager").nonsmooth_points
+    assert found.op == "aten.relu"
+    assert found.convention == "relu'(0) = 0"
+    assert "test_functions.py" in found.source
 
 
 def test_selu_has_a_kink_and_celu_has_none():
     f = lambda x: F.celu(x, 2.0) + F.elu(x)  # noqa: E731
-    assert not compile_out(f, torch.ones(3), backend="eager").kinks
-    assert [kink.op for kink in compile_out(F.selu, torch.ones(3), backend="eager").kinks] == ["aten.elu"]
+    assert not compile_out(f, torch.ones(3), backend="eager").nonsmooth_points
+    assert [point.op for point in compile_out(F.selu, torch.ones(3), backend="eager").nonsmooth_points] == ["aten.elu"]
 
 
-def test_masks_that_are_given_are_no_kinks():
+def test_masks_that_are_leaves_are_smooth():
     f = lambda x, m, i: x.masked_fill(m, 0.0) * (i > 0) + i.int()  # noqa: E731
     leaves = torch.ones(3), torch.tensor([True, False, True]), torch.arange(3)
-    assert not compile_out(f, *leaves, backend="eager").kinks
+    assert not compile_out(f, *leaves, backend="eager").nonsmooth_points
 
 
 AT_KINKS = {
@@ -658,5 +658,7 @@ AT_KINKS = {
 def test_at_a_kink_the_derivative_is_the_one_recorded(op):
     f, place, derivative = AT_KINKS[op]
     c = compile_out(lambda x: f(x), torch.tensor(place), backend="eager", probe=False)
-    assert (CONVENTIONS | SWITCHES)[op] in {kink.convention for kink in c.kinks if kink.op == f"aten.{op}"}
+    assert (CONVENTIONS | SWITCHES)[op] in {
+        point.convention for point in c.nonsmooth_points if point.op == f"aten.{op}"
+    }
     assert c.vjp_with_seed(torch.tensor(place), torch.tensor(1.0)).item() == derivative

@@ -1,4 +1,4 @@
-"""Graphs as JSON files. A file names operations of ATen, and nothing else is ever looked up."""
+"""Compiled functions as JSON files, which may be hostile: only pure ATen operations are looked up."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchguard.compiled import CompiledScalar, SavedGraphError, compile_out, compile_scalar, load
-from torchguard.compiled._encode import graph_hash
+from torchguard.compiled._save import graph_hash
 
 
 def f(batch, scale):
@@ -34,7 +34,7 @@ def saved(tmp_path, point):
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_what_is_loaded_is_what_was_saved(saved, point, backend):
+def test_a_loaded_function_equals_the_saved_one(saved, point, backend):
     c = load(saved, backend=backend)
     torch.testing.assert_close(c(*point), f(*point))
     seed = {"values": torch.ones(3, 4, dtype=torch.float64), "order": [None]}
@@ -45,7 +45,7 @@ def test_what_is_loaded_is_what_was_saved(saved, point, backend):
     assert graph_hash(c.graphs.forward) == graph_hash(right.graphs.forward)
 
 
-def test_a_scalar_function_stays_one(tmp_path):
+def test_a_scalar_function_is_loaded_as_one(tmp_path):
     compile_scalar(lambda x: (x * x).sum(), torch.ones(3), backend="eager").save(tmp_path / "g.json")
     c = load(tmp_path / "g.json", backend="eager")
     assert isinstance(c, CompiledScalar)
@@ -58,12 +58,43 @@ def test_the_file_is_readable(saved):
     assert {node["op"].split(".")[0] for node in read["graph"]["nodes"]} <= {"aten", "prims", "getitem"}
 
 
-def test_the_hash_does_not_count_names_and_does_count_numbers():
+def test_the_hash_ignores_names_but_not_constants():
     one = compile_out(lambda x: x * 2, torch.ones(3), backend="eager")
     same = compile_out(lambda other: other * 2, torch.ones(3), backend="eager")
     another = compile_out(lambda x: x * 3, torch.ones(3), backend="eager")
     hashes = [graph_hash(c.graphs.forward) for c in (one, same, another)]
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+# As version 1 of the format writes `lambda x: x.relu() * 2`.
+VERSION_1 = {
+    "format": "torchguard.compiled",
+    "version": 1,
+    "kind": "out",
+    "name": "<lambda>",
+    "leaves": [{"name": "x", "shape": [3], "stride": [1], "dtype": "float32", "device": "cpu", "differentiable": True}],
+    "graph": {
+        "inputs": [["x", "f32[3]"]],
+        "nodes": [
+            {"name": "relu", "op": "aten.relu.default", "type": "f32[3]", "args": [{"node": "x"}]},
+            {"name": "mul", "op": "aten.mul.Tensor", "type": "f32[3]", "args": [{"node": "relu"}, 2]},
+        ],
+        "outputs": ["mul"],
+    },
+    "sources": {"relu": "old.py:15 in <lambda>", "mul": "old.py:15 in <lambda>"},
+    "arguments": {"tuple": [0]},
+    "results": 0,
+}
+
+
+def test_files_and_hashes_of_version_1_stay_valid(tmp_path):
+    path = tmp_path / "g.json"
+    path.write_text(json.dumps(VERSION_1))
+    c = load(path, backend="eager")
+    assert c(torch.tensor([-1.0, 0.0, 1.0])).tolist() == [0.0, 0.0, 2.0]
+    assert graph_hash(c.graphs.forward) == "4cb9a2d01bcb0e838ad327ffe40045a880512351d24932f14510aa1264051174"
+    c.save(path)
+    assert json.loads(path.read_text()) == VERSION_1
 
 
 def with_op(name, *args, **kwargs):
@@ -83,12 +114,12 @@ def set_at(*path, value):
 
 
 HOSTILE = {
-    "a system call": (with_op("os.system", "touch /tmp/x"), "'os.system' is no operation of aten or prims"),
-    "an attribute of torch": (with_op("torch.load", "evil.pt"), "'torch.load' is no operation"),
-    "dunders": (with_op("aten.__class__.__init__"), "has no operation|is no operation"),
+    "a system call": (with_op("os.system", "touch /tmp/x"), "'os.system' is not an operation of aten or prims"),
+    "an attribute of torch": (with_op("torch.load", "evil.pt"), "'torch.load' is not an operation"),
+    "dunders": (with_op("aten.__class__.__init__"), "has no operation|is not an operation"),
     "another namespace": (
         with_op("prim.device.default", {"node": "batch__x"}),
-        "'prim.device.default' is no operation",
+        "'prim.device.default' is not an operation",
     ),
     "an unknown operation": (with_op("aten.does_not_exist.default"), "has no operation 'aten.does_not_exist.default'"),
     "reading files": (
@@ -96,69 +127,78 @@ HOSTILE = {
         "'aten.from_file.default' is refused",
     ),
     "changing in place": (with_op("aten.add_.Tensor", {"node": "batch__x"}, 1), "'aten.add_.Tensor' is refused"),
-    "drawing": (with_op("aten.rand.default", [3, 4]), "'aten.rand.default' is refused"),
-    "memory at will": (
+    "random numbers": (with_op("aten.rand.default", [3, 4]), "'aten.rand.default' is refused"),
+    "arbitrary memory": (
         with_op("aten.as_strided.default", {"node": "batch__x"}, [100, 100], [7, 7]),
         "'aten.as_strided.default' is refused",
     ),
-    "what others left in memory": (
+    "uninitialised memory": (
         with_op("aten.empty.memory_format", [3, 4]),
         "'aten.empty.memory_format' is refused",
     ),
-    "what others left, by a tensor": (
+    "uninitialised memory like a tensor": (
         with_op("aten.new_empty.default", {"node": "batch__x"}, [3, 4]),
         "'aten.new_empty.default' is refused",
     ),
-    "what others left, in prims": (
+    "uninitialised memory of prims": (
         with_op("prims.empty_strided.default", [3, 4], [4, 1]),
         "'prims.empty_strided.default' is refused",
     ),
-    "indices nobody checks": (
+    "unchecked indices": (
         with_op("aten._unsafe_index.Tensor", {"node": "batch__x"}, []),
         "'aten._unsafe_index.Tensor' is refused",
     ),
-    "more memory than there is": (
+    "a view past the end": (
         with_op("aten._reshape_alias.default", {"node": "batch__x"}, [100], [1]),
         "'aten._reshape_alias.default' is refused",
     ),
     "printing": (with_op("aten._print.default", "evil"), "'aten._print.default' is refused"),
-    "another's storage": (
+    "replacing a storage": (
         with_op("aten.set.source_Tensor", {"node": "batch__x"}, {"node": "scale"}),
         "'aten.set.source_Tensor' is refused",
     ),
-    "writing where nobody checks": (
+    "unchecked writes": (
         with_op("aten.embedding_dense_backward.default", {"node": "batch__x"}),
         "'aten.embedding_dense_backward.default' is refused",
     ),
-    "a scalar that is none": (set_at("kind", value="scalar"), "not one number of shape"),
+    "a scalar that is a tensor": (set_at("kind", value="scalar"), "not one number of shape"),
     "arguments of another number": (
         set_at("arguments", value={"tuple": [0, 1, 2]}),
-        "the arguments do not hold as many tensors as there are leaves",
+        "the arguments hold 3 tensors, but there are 2 leaves",
     ),
     "an argument twice": (set_at("arguments", value={"tuple": [0, 0]}), r"are numbered \[0, 0\]"),
-    "a leaf a terminal obeys": (set_at("leaves", 0, "name", value="x\x1b[31m"), "is no name"),
-    "a function a terminal obeys": (set_at("name", value="\x1b]0;evil\x07"), "is no name"),
-    "two leaves of one name": (set_at("leaves", 0, "name", value="scale"), "two leaves have one name"),
+    "control characters in a leaf": (set_at("leaves", 0, "name", value="x\x1b[31m"), "is not a name"),
+    "control characters in a function": (set_at("name", value="\x1b]0;evil\x07"), "is not a name"),
+    "two leaves of one name": (set_at("leaves", 0, "name", value="scale"), "two leaves have the same name"),
     "a complex leaf": (set_at("leaves", 0, "dtype", value="complex64"), "is complex"),
-    "arguments that do not fit": (with_op("aten.mm.default", {"node": "batch__x"}), "missing value for argument"),
-    "a node that is not there": (with_op("aten.relu.default", {"node": "nowhere"}), "KeyError: 'nowhere'"),
-    "another type than it has": (with_op("aten.relu.default", {"node": "scale"}), "and the file says"),
+    "missing arguments": (with_op("aten.mm.default", {"node": "batch__x"}), "missing value for argument"),
+    "an unknown node": (
+        with_op("aten.relu.default", {"node": "nowhere"}),
+        "%.*: it takes 'nowhere', which is not an earlier node",
+    ),
+    "another type": (with_op("aten.relu.default", {"node": "scale"}), "the file says .* but its type is"),
     "an unknown dtype": (
         with_op("aten.sum.default", {"node": "batch__x"}, dtype={"dtype": "load"}),
-        "dtype 'load' is not known",
+        "'dtype': 'load' is not a value that torchguard reads",
     ),
-    "an unknown kind of value": (with_op("aten.relu.default", {"eval": "1"}), "eval '1' is not known"),
-    "a name that is none": (set_at("graph", "nodes", 0, "name", value="x = 1; import os"), "is no name"),
-    "a name twice": (set_at("graph", "nodes", 0, "name", value="scale"), "%scale is there twice"),
-    "a negative size": (set_at("leaves", 0, "shape", value=[-1, 4]), "-1 is no size"),
-    "a size that is no number": (set_at("leaves", 0, "shape", value=["__import__('os')", 4]), "is no size"),
-    "strides that do not fit": (set_at("leaves", 0, "stride", value=[1]), "has 2 sizes and 1 strides"),
-    "a leaf too few": (set_at("leaves", value=[]), "as many tensors as there are leaves"),
-    "no outputs": (set_at("graph", "outputs", value=["nowhere"]), "KeyError: 'nowhere'"),
-    "results of another number": (set_at("results", value={"tuple": [0]}), "as many tensors as its results hold"),
-    "a container of its own": (set_at("results", value={"subprocess.Popen": [0]}), "KeyError: 'subprocess.Popen'"),
+    "an unknown kind of value": (
+        with_op("aten.relu.default", {"eval": "1"}),
+        "'eval': '1' is not a value that torchguard reads",
+    ),
+    "code as a name": (set_at("graph", "nodes", 0, "name", value="x = 1; import os"), "is not a name"),
+    "a name twice": (set_at("graph", "nodes", 0, "name", value="scale"), "two nodes are called %scale"),
+    "a negative size": (set_at("leaves", 0, "shape", value=[-1, 4]), "-1 is not a size"),
+    "code as a size": (set_at("leaves", 0, "shape", value=["__import__('os')", 4]), "is not a size"),
+    "a stride too few": (set_at("leaves", 0, "stride", value=[1]), "has 2 sizes but 1 strides"),
+    "a leaf too few": (set_at("leaves", value=[]), "has 2 inputs, but there are 0 leaves"),
+    "an unknown output": (set_at("graph", "outputs", value=["nowhere"]), "KeyError: 'nowhere'"),
+    "results of another number": (
+        set_at("results", value={"tuple": [0]}),
+        "the graph returns 2 tensors, but the results hold 1",
+    ),
+    "an unknown container": (set_at("results", value={"subprocess.Popen": [0]}), "KeyError: 'subprocess.Popen'"),
     "another kind": (set_at("kind", value="__class__"), "KeyError: '__class__'"),
-    "another version": (set_at("version", value=99), "is of version 99, and 1 is known"),
+    "another version": (set_at("version", value=99), "expected version 1 of the format, got 99"),
     "another format": (set_at("format", value="pickle"), "was not written by save"),
     "a device that is none": (set_at("leaves", 0, "device", value="nowhere"), "RuntimeError: "),
 }
@@ -174,7 +214,7 @@ def test_a_hostile_file_is_refused(saved, change, message):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\x80\x04pickle"], ids=range(6))
-def test_a_file_that_is_no_graph_is_refused(tmp_path, text):
+def test_a_file_without_a_graph_is_refused(tmp_path, text):
     (tmp_path / "g.json").write_text(text)
     with pytest.raises(SavedGraphError, match="load: "):
         load(tmp_path / "g.json")
@@ -189,7 +229,7 @@ anything = st.recursive(
 
 @given(anything, st.integers(0, 10_000))
 @settings(max_examples=60)
-def test_any_part_of_a_file_may_be_anything(saved, value, place):
+def test_any_value_anywhere_in_a_file_is_refused_or_loaded(saved, value, position):
     read = json.loads(saved.read_text())
     spots = []
 
@@ -200,22 +240,22 @@ def test_any_part_of_a_file_may_be_anything(saved, value, place):
                 collect(part[key])
 
     collect(read)
-    part, key = spots[place % len(spots)]
+    part, key = spots[position % len(spots)]
     part[key] = value
     changed = saved.with_name("changed.json")
     changed.write_text(json.dumps(read))
-    with contextlib.suppress(SavedGraphError):  # refused in words, or loaded: nothing else may happen
+    with contextlib.suppress(SavedGraphError):  # no other exception may leave load
         assert load(changed, backend="eager").nodes
 
 
-def test_what_cannot_be_saved_says_why(tmp_path):
+def test_dynamic_leaves_cannot_be_saved(tmp_path):
     path = tmp_path / "g.json"
     with pytest.raises(SavedGraphError, match="lifted or dynamic leaves"):
         compile_out(lambda x: x, torch.ones(3), dynamic={"x": 0}, backend="eager").save(path)
     assert not path.exists()
 
 
-def test_what_a_terminal_obeys_is_left_out_of_sources(saved):
+def test_control_characters_in_source_lines_are_dropped(saved):
     read = json.loads(saved.read_text())
     read["sources"] = dict.fromkeys(read["sources"], "f.py:1\x1b]0;evil\x07\n in f")
     saved.write_text(json.dumps(read))
@@ -224,6 +264,6 @@ def test_what_a_terminal_obeys_is_left_out_of_sources(saved):
     assert "\x1b" not in str(c)
 
 
-def test_rules_of_ones_own_are_not_saved_even_where_they_agree(tmp_path):
+def test_a_function_with_an_autograd_function_cannot_be_saved(tmp_path):
     with pytest.raises(SavedGraphError, match=r"autograd.Function, which has rules of its own"):
         compile_out(lambda x: Doubled.apply(x), torch.ones(3), backend="eager").save(tmp_path / "g.json")

@@ -1,1 +1,1 @@
-"""FX graphs as data: nodes, text, shared storages, and the user's line behind a node."""
+"""FX graphs as data: one codec, one listing, and the user's source line behind a node."""

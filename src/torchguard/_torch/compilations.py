@@ -14,7 +14,7 @@ from torchguard._torch.process import kept_through_reloads, replaced_by
 from torchguard._torch.settings import without_graph_caches
 
 
-class Begun(NamedTuple):
+class Compilation(NamedTuple):
     """A frame whose graph is about to be given to a backend."""
 
     compile_id: str
@@ -27,7 +27,7 @@ class Begun(NamedTuple):
 class Listener(Protocol):
     """What is told of a compilation. Nothing of it may raise."""
 
-    def compiling(self, begun: Begun, graph: fx.GraphModule) -> contextlib.AbstractContextManager[object]:
+    def compiling(self, compilation: Compilation, graph: fx.GraphModule) -> contextlib.AbstractContextManager[object]:
         """Around the call of a backend."""
         ...
 
@@ -111,15 +111,15 @@ def _compile_frame(original: Callable[..., Any], self: Any, gm: fx.GraphModule, 
     """In the place of `OutputGraph._call_user_compiler`."""
     if (listener := _listener()) is None:
         return original(self, gm, *args, **kwargs)
-    with listener.compiling(_begun(self), gm), without_graph_caches():
+    with listener.compiling(_compilation_of(self), gm), without_graph_caches():
         return original(self, gm, *args, **kwargs)
 
 
-def _begun(output_graph: Any) -> Begun:
+def _compilation_of(output_graph: Any) -> Compilation:
     from torch._guards import CompileContext
 
     code = getattr(getattr(output_graph, "root_tx", None), "f_code", None)
-    return Begun(
+    return Compilation(
         str(CompileContext.current_compile_id()),
         getattr(code, "co_qualname", ""),
         getattr(code, "co_filename", ""),

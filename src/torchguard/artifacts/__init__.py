@@ -1,11 +1,9 @@
-"""What Dynamo, AOTAutograd and Inductor made of your program, kept on disk: capture it, list it, compare it."""
+"""Artifacts on disk of what Dynamo, AOTAutograd and Inductor compile: capture them, list them, compare them."""
 
-from torchguard._sizes import bytes_of, shown_size
 from torchguard.artifacts._artifact import Artifact
 from torchguard.artifacts._capture import Captured, attach, capture, start_from_environment
 from torchguard.artifacts._diff import Difference, diff
 from torchguard.artifacts._record import Graphs
-from torchguard.artifacts._safe_io import printable
 from torchguard.artifacts._schema import SCHEMA, SCHEMA_VERSION
 from torchguard.artifacts._store import Removal, Store
 from torchguard.exceptions import ArtifactError, NoSuchArtifactError
@@ -22,12 +20,8 @@ __all__ = [
     "Removal",
     "Store",
     "attach",
-    "bytes_of",
     "capture",
     "diff",
-    "printable",
-    "shown_size",
-    "start_from_environment",
 ]
 
 start_from_environment()

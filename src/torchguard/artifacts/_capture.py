@@ -1,6 +1,6 @@
-"""Capture what is compiled in a block, or in a whole process.
+"""Capture everything that is compiled in a block, or in a whole process.
 
-Hears what is compiled, in any thread, and has it recorded for every open capture.
+One listener receives the events of all compilations, in every thread, and records each for every open capture.
 """
 
 import atexit
@@ -16,63 +16,63 @@ from typing import Any
 
 from torch import fx
 
-from torchguard._sizes import bytes_of
+from torchguard._sizes import parse_size
 from torchguard._torch import compilations
 from torchguard._torch import events as events_of_torch
-from torchguard._torch.compilations import Begun
+from torchguard._torch.compilations import Compilation
 from torchguard._torch.events import Built
 from torchguard._torch.process import kept_through_reloads, of_this_process
 from torchguard.artifacts._artifact import Artifact
-from torchguard.artifacts._record import WRITING, Graphs, Recording
-from torchguard.artifacts._safe_io import in_a_line
-from torchguard.artifacts._session import Session
+from torchguard.artifacts._record import WRITE_LOCK, Graphs, Recording
+from torchguard.artifacts._safe_io import single_line
+from torchguard.artifacts._session import CaptureSession
 from torchguard.artifacts._store import Store
 from torchguard.exceptions import ArtifactError
 from torchguard.guards import inspect
 
 Content = str | dict[str, Any]
-_current = threading.local()  # .stack: what is compiled in this thread, innermost last, each with the name of its graph
+_current = threading.local()  # .stack: the recordings of this thread, innermost last, and the graph being compiled
 
 
-def stack() -> list[tuple[Recording, str]]:
+def _stack() -> list[tuple[Recording, str]]:
     if not hasattr(_current, "stack"):
         _current.stack = []
     return _current.stack
 
 
 def attach(name: str, content: Content | Callable[[], Content]) -> None:
-    """Add a file to the artifact of what is being compiled in this thread; does nothing where nothing is captured.
+    """Add a file to the artifact of the compilation that runs in this thread. Without a capture it does nothing.
 
-    Where the name is taken it gets a number: `Artifact.attached(name)` finds all of them.
+    Where the name is taken, a number is appended: `Artifact.attached(name)` returns all of them.
 
     Args:
-        content: text, what JSON can hold, or a function that makes it, called only if it is wanted.
+        content: text, a dict that JSON can hold, or a function that returns either, called only during a capture.
     """
-    if stack():
-        stack()[-1][0].attach(name, content() if callable(content) else content)
+    if _stack():
+        _stack()[-1][0].attach(name, content() if callable(content) else content)
 
 
-class Listening:
-    """Listens while anyone captures."""
+class CaptureListener:
+    """Records compilations for all open captures. It is registered with torch while there is one."""
 
     def __init__(self) -> None:
-        self._sessions: tuple[Session, ...] = ()
+        self._sessions: tuple[CaptureSession, ...] = ()
         self._open: dict[int, list[Recording]] = {}  # by thread: those whose guards are not built yet
         self._inspecting = contextlib.ExitStack()
-        self._why_no_guards = ""
+        self._guards_problem = ""
 
-    def add(self, session: Session) -> None:
-        with WRITING:
+    def add(self, session: CaptureSession) -> None:
+        with WRITE_LOCK:
             self._sessions = (*self._sessions, session)
             if len(self._sessions) == 1:
                 self._inspect()
                 compilations.listen(self)
 
-    def remove(self, session: Session) -> None:
-        with WRITING:
+    def remove(self, session: CaptureSession) -> None:
+        with WRITE_LOCK:
             self._sessions = tuple(one for one in self._sessions if one is not session)
             for recording in [one for recordings in self._open.values() for one in recordings]:
-                recording.leave(session)
+                recording.close_for(session)
             session.is_open = False
             if not self._sessions:
                 compilations.listen(None)
@@ -81,99 +81,101 @@ class Listening:
                 self._open.clear()
 
     def _inspect(self) -> None:
-        """Look at guards anew, so that those of long ago are not kept."""
+        """Start a new inspection of guards: the old one holds on to every frame it has seen."""
         try:
             self._inspecting.close()
             events_of_torch.forget(self._on_built)
-            self._why_no_guards = ""
+            self._guards_problem = ""
             self._seen = self._inspecting.enter_context(inspect())
-            events_of_torch.on_built(self._on_built)  # after the inspection, which has the frame by then
+            events_of_torch.on_built(self._on_built)  # registered after the inspection, so that it has the frame
         except Exception as error:
-            self._why_no_guards = in_a_line(f"guards could not be captured: {error}")
+            self._guards_problem = single_line(f"guards could not be captured: {error}")
 
     @contextlib.contextmanager
-    def compiling(self, begun: Begun, graph: fx.GraphModule) -> Iterator[None]:
-        recording = self._begin(begun)
+    def compiling(self, compilation: Compilation, graph: fx.GraphModule) -> Iterator[None]:
+        recording = self._start(compilation)
         recording.is_compiling = True
-        stack().append((recording, ""))
+        _stack().append((recording, ""))
         try:
             recording.add_graph("dynamo", graph)
             yield
         except BaseException as error:
-            self._ended(recording)
+            self._remove(recording)
             if compilations.is_restart(error):
-                recording.drop()
+                recording.discard()
             else:
                 recording.note(f"the backend failed: {type(error).__name__}: {error}")
                 recording.publish()
             raise
         finally:
             recording.is_compiling = False
-            stack().pop()
-        recording.tell_of_dynamo_alone()
-        if self._why_no_guards:
-            self._ended(recording)
-            recording.note(self._why_no_guards)
+            _stack().pop()
+        recording.report_dynamo_only()
+        if self._guards_problem:
+            self._remove(recording)
+            recording.note(self._guards_problem)
             recording.publish()
 
     def lowering(self) -> Callable[[str, fx.GraphModule], contextlib.AbstractContextManager[None]] | None:
-        if not stack():
+        if not _stack():
             return None
-        recording, _ = stack()[-1]
+        recording, _ = _stack()[-1]
         suffix = recording.next_suffix()
         return lambda kind, graph: _lowered(recording, kind, graph, suffix)
 
     def wrote_code(self, code: str) -> None:
-        if stack():
-            recording, graph = stack()[-1]
+        if _stack():
+            recording, graph = _stack()[-1]
             recording.add_code(graph, code)
 
-    def _begin(self, begun: Begun) -> Recording:
-        mine = self._open.setdefault(threading.get_ident(), [])
-        for left in [one for one in mine if not one.is_compiling]:
-            mine.remove(left)
-            if left.begun.compile_id == begun.compile_id:  # the analysis of this frame starts over
-                left.drop()
+    def _start(self, compilation: Compilation) -> Recording:
+        recordings = self._open.setdefault(threading.get_ident(), [])
+        for old in [one for one in recordings if not one.is_compiling]:
+            recordings.remove(old)
+            if old.compilation.compile_id == compilation.compile_id:  # Dynamo restarted the analysis of this frame
+                old.discard()
             else:
-                left.note("its guards were not built")
-                left.publish()
-        recording = Recording(begun, self._sessions)
-        mine.append(recording)
+                old.note("its guards were not built")
+                old.publish()
+        recording = Recording(compilation, self._sessions)
+        recordings.append(recording)
         return recording
 
-    def _ended(self, recording: Recording) -> None:
-        mine = self._open.get(threading.get_ident(), [])
-        if recording in mine:
-            mine.remove(recording)
+    def _remove(self, recording: Recording) -> None:
+        recordings = self._open.get(threading.get_ident(), [])
+        if recording in recordings:
+            recordings.remove(recording)
 
     def _on_built(self, built: Built) -> None:
         try:
             self._add_guards(built)
-        except Exception as error:  # a fault of ours, and no reason to fail what is compiled
+        except Exception as error:  # a bug here must not fail the program that compiles
             for session in self._sessions:
-                session.report(in_a_line(f"guards could not be captured: {type(error).__name__}: {error}"))
+                session.report(single_line(f"guards could not be captured: {type(error).__name__}: {error}"))
 
     def _add_guards(self, built: Built) -> None:
-        mine = self._open.get(threading.get_ident(), [])
-        fitting = (one for one in mine if one.begun.compile_id == built.compile_id and not one.is_compiling)
-        recording = next(fitting, None)
+        recordings = self._open.get(threading.get_ident(), [])
+        matching = (
+            one for one in recordings if one.compilation.compile_id == built.compile_id and not one.is_compiling
+        )
+        recording = next(matching, None)
         if recording is None:  # a frame without a graph
             code = built.code
             where = (code.co_qualname, code.co_filename, code.co_firstlineno)
-            recording = self._begin(Begun(built.compile_id, *where, backend=""))
-        self._ended(recording)
+            recording = self._start(Compilation(built.compile_id, *where, backend=""))
+        self._remove(recording)
         frame = next((one for one in reversed(self._seen.frames) if one.compile_id == built.compile_id), None)
         recording.add_frame(frame, [one for one in self._seen.graph_breaks if built.compile_id in one.compile_ids])
         recording.publish()
-        with WRITING:
-            # Not while something else is half compiled: why it was compiled again would be forgotten with the rest.
+        with WRITE_LOCK:
+            # Not during another compilation: a new inspection would lose why that one was recompiled.
             if self._sessions and not any(self._open.values()):
                 self._inspect()
 
 
 @contextlib.contextmanager
 def _lowered(recording: Recording, kind: str, graph: fx.GraphModule, suffix: str) -> Iterator[None]:
-    stack().append((recording, f"{kind}{suffix}"))
+    _stack().append((recording, f"{kind}{suffix}"))
     try:
         recording.add_graph(kind, graph, suffix)
         yield
@@ -181,7 +183,7 @@ def _lowered(recording: Recording, kind: str, graph: fx.GraphModule, suffix: str
         recording.note(f"{kind}{suffix} could not be compiled: {type(error).__name__}: {error}")
         raise
     finally:
-        stack().pop()
+        _stack().pop()
         if recording.is_published:
             recording.publish()
 
@@ -191,16 +193,16 @@ DEFAULT_LIMIT = "2GiB"
 _OFF = ("", "0", "false", "no", "off")
 _ON = ("1", "true", "yes", "on")
 _log = logging.getLogger("torchguard.artifacts")
-_listening = kept_through_reloads(globals(), "_listening", Listening)  # for a capture that is open then
-# The capture of the process, and who listens for it. Where this package is imported twice, that is the later copy: with
-# both, each compilation would be captured twice.
-_of_process = of_this_process("capture", lambda: SimpleNamespace(open=contextlib.ExitStack(), by=None))
+_listener = kept_through_reloads(globals(), "_listener", CaptureListener)  # a capture may be open during a reload
+# The capture of the process, and the listener it belongs to. If this package is imported twice, the later copy takes
+# over: with two, each compilation would be captured twice.
+_process_capture = of_this_process("capture", lambda: SimpleNamespace(open=contextlib.ExitStack(), by=None))
 
 
 class Captured:
-    """What a block captured."""
+    """The artifacts that a block captured."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: CaptureSession) -> None:
         self._session = session
 
     @property
@@ -209,7 +211,7 @@ class Captured:
 
     @property
     def artifacts(self) -> list[Artifact]:
-        """The artifacts that are finished and still there, oldest first."""
+        """The artifacts that are published and still exist, oldest first."""
         return list(self._session.artifacts())
 
     @property
@@ -226,12 +228,12 @@ def capture(
     exported: bool = False,
     on_graphs: Callable[[Graphs], object] | None = None,
 ) -> Iterator[Captured]:
-    """Keep everything that is compiled in a block, in any thread and with any backend, each as an `Artifact`.
+    """Write an `Artifact` for everything that is compiled in a block, in any thread and with any backend.
 
     Args:
-        dir: where to; else what TORCHGUARD_ARTIFACTS says, else `debug_artifacts`.
-        limit: how large the directory may become, as a size such as "2GiB"; then the oldest go. None: any size. What
-            TORCHGUARD_ARTIFACTS_LIMIT says stands in for the default.
+        dir: the directory to write to; by default that of TORCHGUARD_ARTIFACTS, else `debug_artifacts`.
+        limit: the largest size of the directory, such as "2GiB"; beyond it, the oldest artifacts are removed. None: no
+            limit. TORCHGUARD_ARTIFACTS_LIMIT replaces the default.
         exported: also save the graphs of AOTAutograd with `torch.export`, so that a later torch can load them.
         on_graphs: called with the graphs when they are compiled.
     """
@@ -239,16 +241,21 @@ def capture(
         limit = os.environ.get(LIMIT_VARIABLE) or limit
     store = Store(dir)
     _require_writable(store.root)
-    session = Session(
-        store.root, None if limit is None else bytes_of(limit), on_graphs, exported, compilations.missing()
-    )
+    session = CaptureSession(store.root, _bytes(limit), on_graphs, exported, compilations.missing())
     store.clean()
-    _listening.add(session)
+    _listener.add(session)
     try:
         yield Captured(session)
     finally:
-        _listening.remove(session)
+        _listener.remove(session)
         session.finish()
+
+
+def _bytes(limit: int | str | None) -> int | None:
+    try:
+        return None if limit is None else parse_size(limit)
+    except ValueError as error:
+        raise ArtifactError(f"capture: limit: {error}") from None
 
 
 def _require_writable(root: Path) -> None:
@@ -261,20 +268,20 @@ def _require_writable(root: Path) -> None:
 
 
 def start_from_environment() -> bool:
-    """Capture until the process ends if TORCHGUARD_CAPTURE says so: 1, or the directory to write to.
+    """Capture until the process ends if TORCHGUARD_CAPTURE is 1 or a directory. Returns whether it captures.
 
-    A directory that cannot be written to is a line in the log. Whether anything is captured is returned.
+    A directory that cannot be written to is a warning in the log.
     """
     wanted = os.environ.get(CAPTURE_VARIABLE, "")
-    if _of_process.by is _listening or wanted.lower() in _OFF:
-        return _of_process.by is _listening
-    _of_process.open.close()
-    _of_process.by = None
+    if _process_capture.by is _listener or wanted.lower() in _OFF:
+        return _process_capture.by is _listener
+    _process_capture.open.close()
+    _process_capture.by = None
     try:
-        _of_process.open.enter_context(capture(None if wanted.lower() in _ON else wanted))
+        _process_capture.open.enter_context(capture(None if wanted.lower() in _ON else wanted))
     except ArtifactError as error:
         _log.warning("%s=%s: %s", CAPTURE_VARIABLE, wanted, error)
         return False
-    _of_process.by = _listening
-    atexit.register(_of_process.open.close)
+    _process_capture.by = _listener
+    atexit.register(_process_capture.open.close)
     return True

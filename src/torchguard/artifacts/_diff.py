@@ -1,4 +1,4 @@
-"""What differs between two artifacts: graphs node by node, guards, and everything about where they were made."""
+"""The differences between two artifacts: graphs node by node, guards, and the metadata of the compilation."""
 
 import difflib
 import json
@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchguard.artifacts._artifact import Artifact
-from torchguard.artifacts._export import value_to_text
-from torchguard.artifacts._safe_io import in_a_line, printable
-from torchguard.artifacts._schema import SCHEMA, problem_with
-from torchguard.exceptions import ArtifactError
+from torchguard._graphs.listing import arguments_text, line_of
+from torchguard.artifacts._artifact import Artifact, read_as
+from torchguard.artifacts._safe_io import printable
+from torchguard.artifacts._schema import SCHEMA
 
-_MOST_PAIRS = 30_000_000  # nodes times nodes: beyond, lining up two graphs takes minutes
+_MOST_PAIRS = 30_000_000  # nodes times nodes: aligning larger graphs takes minutes
 _IDENTITY = re.compile(r"(___check_(?:obj|type)_id\(.*?,\s*)\d+")
 _ABOUT = ("compile_id", "function", "file", "line", "backend")
 _ABSENT = "(absent)"
@@ -22,7 +21,7 @@ _ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class Change:
-    """Something that both have, and that is not the same. `what` is a node and its part, or a key."""
+    """Something that both have and that differs. `what` is a node and its attribute, or a key of the metadata."""
 
     what: str
     was: str
@@ -34,7 +33,7 @@ class Change:
 
 @dataclass(frozen=True)
 class GraphDifference:
-    """How a graph differs: the nodes that only one has, those that changed, and the text of both as a unified diff."""
+    """How a graph differs: nodes added, removed and changed, and a unified diff of the code."""
 
     name: str
     added: tuple[str, ...]
@@ -61,7 +60,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether graphs and guards are the same; the metadata of two compilations hardly ever is."""
+        """Whether graphs and guards are the same. Metadata does not count: it differs between most compilations."""
         return not (self.graphs or self.guards_added or self.guards_removed)
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class Difference:
 
 
 def diff(first: Artifact, second: Artifact) -> Difference:
-    """Compare two artifacts. One that cannot be read is an `ArtifactError`."""
+    """Compare two artifacts. Raises ArtifactError if one cannot be read."""
     graphs = _graphs(first, second)
     was, now = _guards(first), _guards(second)
     about = _changes(_metadata(first), _metadata(second))
@@ -106,36 +105,24 @@ def _graphs(first: Artifact, second: Artifact) -> Iterator[GraphDifference]:
 
 
 def _nodes(artifact: Artifact, files: Mapping[str, str]) -> list[dict[str, Any]]:
-    return checked_json(artifact, files["json"], "graph")["nodes"] if "json" in files else []
+    return read_as(artifact, files["json"], SCHEMA["graph"])["nodes"] if "json" in files else []
 
 
 def _lines(artifact: Artifact, files: Mapping[str, str]) -> list[str]:
     return artifact.read_text(files["py"]).splitlines(keepends=True) if "py" in files else []
 
 
-def checked_json(artifact: Artifact, name: str, schema: str) -> Any:
-    """A JSON file of an artifact that fits its schema."""
-    data = artifact.read_json(name)
-    try:
-        problem = problem_with(data, SCHEMA[schema])
-    except RecursionError:
-        problem = "it is nested too deeply"
-    if problem:
-        raise ArtifactError(f"{artifact.id}: {name}: {in_a_line(problem)}.")
-    return data
-
-
 def _compared(was: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[list[str], list[str], list[Change]]:
-    """Which nodes were added, removed and changed. They are lined up by what they do: names shift with each new one."""
+    """The nodes that were added, removed and changed. They are aligned by what they call, since names shift."""
     added, removed, pairs = [], [], []
-    for tag, i, j, k, m in _aligned([_does(node) for node in was], [_does(node) for node in now]):
+    for tag, i, j, k, m in _aligned([_call(node) for node in was], [_call(node) for node in now]):
         if tag == "equal" or (tag == "replace" and j - i == m - k):
             pairs += zip(was[i:j], now[k:m], strict=True)
         else:
-            removed += [_shown(node) for node in was[i:j]]
-            added += [_shown(node) for node in now[k:m]]
-    now_called = {old["name"]: new["name"] for old, new in pairs}
-    return added, removed, [change for old, new in pairs for change in _node_changes(old, new, now_called)]
+            removed += [str(line_of(node)) for node in was[i:j]]
+            added += [str(line_of(node)) for node in now[k:m]]
+    renamed = {old["name"]: new["name"] for old, new in pairs}
+    return added, removed, [change for old, new in pairs for change in _node_changes(old, new, renamed)]
 
 
 def _aligned(was: list[str], now: list[str]) -> list[tuple[str, int, int, int, int]]:
@@ -148,43 +135,38 @@ def _aligned(was: list[str], now: list[str]) -> list[tuple[str, int, int, int, i
     return [*head, *((tag, i + same, j + same, k + same, m + same) for tag, i, j, k, m in rest)]
 
 
-def _does(node: dict[str, Any]) -> str:
+def _call(node: dict[str, Any]) -> str:
     return node["op"] if node["op"] in ("placeholder", "output") else f"{node['op']} {node['target']}"
 
 
-def _node_changes(old: dict[str, Any], new: dict[str, Any], now_called: Mapping[str, str]) -> Iterator[Change]:
-    if _does(old) != _does(new):
+def _node_changes(old: dict[str, Any], new: dict[str, Any], renamed: Mapping[str, str]) -> Iterator[Change]:
+    if _call(old) != _call(new):
         yield Change(f"{new['name']} op", old["target"], new["target"])
     for part in ("shape", "dtype", "stride", "device"):
-        was, now = (_of_tensors(node, part) for node in (old, new))
+        was, now = (_tensors(node, part) for node in (old, new))
         if was != now:
             yield Change(f"{new['name']} {part}", was, now)
     was, now = _arguments(old), _arguments(new)
     if was != now:
         yield Change(f"{new['name']} args", was, now)
-    inputs = [now_called.get(name, name) for name in old["inputs"]]
+    inputs = [renamed.get(name, name) for name in old["inputs"]]
     if inputs != new["inputs"]:
         yield Change(f"{new['name']} inputs", ", ".join(old["inputs"]), ", ".join(new["inputs"]))
 
 
-def _of_tensors(node: dict[str, Any], part: str) -> str:
+def _tensors(node: dict[str, Any], part: str) -> str:
     return ", ".join(str(one["tensor"].get(part, _ABSENT)) for one in node["values"] if "tensor" in one)
 
 
 def _arguments(node: dict[str, Any]) -> str:
     """The arguments without the names of nodes, which shift."""
-    names = "|".join(re.escape(one.rpartition(".")[2]) for one in node["inputs"])
-    return re.sub(rf"\b(?:{names})\b", "%", node.get("args", "")) if names else node.get("args", "")
-
-
-def _shown(node: dict[str, Any]) -> str:
-    return f"{node['name']} = {node['target']} {' '.join(map(value_to_text, node['values']))}".rstrip()
+    return f"({arguments_text(node.get('args', ()), node.get('kwargs', {}), lambda name: '%')})"
 
 
 def _guards(artifact: Artifact) -> Counter[str]:
     if "guards.json" not in artifact.files:
         return Counter()
-    guards = checked_json(artifact, "guards.json", "guards")["guards"]
+    guards = read_as(artifact, "guards.json", SCHEMA["guards"])["guards"]
     # Addresses of objects differ from process to process.
     return Counter(" ".join([one["type"], _IDENTITY.sub(r"\1...", one["code"])]) for one in guards)
 
@@ -193,7 +175,7 @@ def _metadata(artifact: Artifact) -> dict[str, str]:
     manifest = artifact.manifest()
     found = {name: str(manifest[name]) for name in _ABOUT}
     if "environment.json" in manifest["files"]:
-        environment = checked_json(artifact, "environment.json", "environment")
+        environment = read_as(artifact, "environment.json", SCHEMA["environment"])
         for part in ("versions", "platform", "variables", "torch"):
             found |= {f"{part}.{name}": value for name, value in environment[part].items()}
     return found

@@ -1,7 +1,7 @@
-"""The hidden file by which a directory is known to be torchguard's: who writes there, and every name it wrote.
+"""The ownership file: a hidden file that marks a directory as torchguard's and lists every file written there.
 
-Its writer holds a lock on it, which ends with the process. The names are there before the files are, so what a killed
-process left behind can be removed, and nothing else with it.
+The process that writes the directory holds a lock on this file, which the system releases when the process ends. A name
+is listed before its file is created, so everything that a killed process left behind can be removed, and nothing else.
 """
 
 import contextlib
@@ -12,18 +12,18 @@ import re
 import time
 from collections.abc import Iterator
 
-from torchguard.artifacts._safe_io import open_file, read
+from torchguard.artifacts._safe_io import open_file, read_file
 from torchguard.artifacts._schema import MARKER, NAME
 from torchguard.exceptions import ArtifactError
 
-JOURNAL = ".torchguard"
+FILE = ".torchguard"
 _LIMIT = 4 << 20
-_TRIES, _PAUSE = 50, 0.01  # who merely looks whether a lock is held holds it for an instant
+_TRIES, _PAUSE = 50, 0.01  # `is_held` holds the lock for an instant, so a failed attempt is repeated
 
 
 def create(directory: int) -> int:
-    """Start the journal of a new directory. Whoever holds the descriptor holds the lock."""
-    fd = open_file(directory, JOURNAL, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+    """Create the ownership file of a new directory. The lock is held until the returned descriptor is closed."""
+    fd = open_file(directory, FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND)
     try:
         _lock(fd)
         _write(fd, f"{MARKER}\n{os.getpid()}")
@@ -33,9 +33,9 @@ def create(directory: int) -> int:
     return fd
 
 
-def note(journal: int, name: str) -> None:
-    """Write down a name that is about to be written."""
-    _write(journal, f"\n{name}")  # a name that a full disk cut short does not run into the next
+def add_name(fd: int, name: str) -> None:
+    """List a file that is about to be created."""
+    _write(fd, f"\n{name}")  # the newline first: a name that a full disk cut short does not run into the next one
 
 
 def _write(fd: int, text: str) -> None:
@@ -44,21 +44,21 @@ def _write(fd: int, text: str) -> None:
 
 
 def names_in(directory: int) -> tuple[str, ...] | None:
-    """Every name that torchguard wrote into a directory; None if the directory is not torchguard's."""
+    """The names of all files that torchguard wrote into a directory; None if the directory is not torchguard's."""
     try:
-        text = read(directory, JOURNAL, _LIMIT).decode("utf-8", "replace")
+        text = read_file(directory, FILE, _LIMIT).decode("utf-8", "replace")
     except ArtifactError:
         return None
-    if MARKER.startswith(text):  # cut short: nothing was written after it
+    if MARKER.startswith(text):  # cut short: no file was created after it
         return ()
     marker, *names = text.split("\n")
     return tuple(name for name in names if re.fullmatch(NAME, name)) if marker == MARKER else None
 
 
 def is_held(directory: int, if_unknown: bool) -> bool:
-    """Whether a process that is alive writes into a directory; `if_unknown` where files cannot be locked."""
+    """Whether a live process writes into a directory; `if_unknown` on a file system without locks."""
     try:
-        fd = open_file(directory, JOURNAL)
+        fd = open_file(directory, FILE)
     except (OSError, ArtifactError):
         return False
     try:
@@ -70,8 +70,8 @@ def is_held(directory: int, if_unknown: bool) -> bool:
 
 @contextlib.contextmanager
 def held(directory: int) -> Iterator[int | None]:
-    """Hold the lock of a directory; None is given where someone else does."""
-    fd = open_file(directory, JOURNAL, os.O_RDWR | os.O_APPEND)
+    """Hold the lock of a directory. Yields the locked descriptor, or None where another process holds the lock."""
+    fd = open_file(directory, FILE, os.O_RDWR | os.O_APPEND)
     try:
         yield fd if _lock(fd) else None
     finally:
@@ -87,7 +87,7 @@ def _lock(fd: int) -> bool:
 
 
 def _try_lock(fd: int, kind: int) -> bool | None:
-    """Whether the lock is ours now; None on a file system without locks."""
+    """Whether the lock was acquired; None on a file system without locks."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

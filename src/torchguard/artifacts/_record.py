@@ -1,10 +1,7 @@
-"""One compilation while it is captured: its graphs, guards and the rest, written as they come for whoever captures.
+"""The recording of one compilation: its graphs, guards and environment, written for every open capture as they arise.
 
-Nothing here raises: what cannot be written is logged once a capture, and noted in the manifest.
-
-What goes into the files of an artifact.
-
-Where something was compiled: versions, the machine, and the settings that shape what is compiled.
+A recording never raises into the program that compiles. What cannot be written is noted in the manifest and reported to
+the session, which logs the first failure as a warning.
 """
 
 import contextlib
@@ -22,50 +19,50 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 import torch
 from torch import fx
 
+from torchguard._graphs.codec import encode_graph
 from torchguard._torch import settings
-from torchguard._torch.compilations import Begun
+from torchguard._torch.compilations import Compilation
 from torchguard._torch.process import kept_through_reloads
-from torchguard.artifacts._export import data_to_dot
-from torchguard.artifacts._nodes import copy_of, graph_to_data
-from torchguard.artifacts._safe_io import in_a_line
+from torchguard.artifacts._export import copy_graph, to_dot
+from torchguard.artifacts._safe_io import single_line
 from torchguard.artifacts._schema import SCHEMA_VERSION
 from torchguard.artifacts._write import Writer
 from torchguard.guards._inspect import CompiledFrame, GraphBreak
 from torchguard.guards._tree import Guard
 
 if TYPE_CHECKING:
-    from torchguard.artifacts._session import Session
+    from torchguard.artifacts._session import CaptureSession
 
 
-class Parts(NamedTuple):
-    """A graph as files: for each extension its content, or what kept it from being made."""
+class GraphFiles(NamedTuple):
+    """A graph as files: for each extension its content, or the error that making it raised."""
 
-    kind: str
     nodes: int
     files: dict[str, bytes | Exception]
 
 
-def parts_of(graph: fx.GraphModule, name: str, kind: str) -> Parts:
+def graph_files(graph: fx.GraphModule, name: str, kind: str) -> GraphFiles:
+    """A graph as code, as data and as a drawing in DOT."""
     files: dict[str, bytes | Exception] = {}
-    made: dict[str, Any] = {}
+    data: dict[str, Any] = {"schema": SCHEMA_VERSION, "name": name, "kind": kind}
 
-    def data() -> str:
-        made.update(graph_to_data(graph, name, kind))
-        return json.dumps(made, separators=(",", ":"))
+    def as_json() -> str:
+        data.update(encode_graph(graph))
+        return json.dumps(data, separators=(",", ":"))
 
     for extension, make in (
         ("py", lambda: graph.print_readable(print_output=False, include_stride=True, include_device=True)),
-        ("json", data),
-        ("dot", lambda: data_to_dot(made)),
+        ("json", as_json),
+        ("dot", lambda: to_dot(data)),
     ):
         try:
-            files[extension] = encoded(make())
+            files[extension] = to_bytes(make())
         except Exception as error:  # a graph may hold anything that a user's code can make
             files[extension] = error
-    return Parts(kind, len(made.get("nodes", graph.graph.nodes)), files)
+    return GraphFiles(len(data.get("nodes", graph.graph.nodes)), files)
 
 
-def encoded(text: str) -> bytes:
+def to_bytes(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -109,7 +106,7 @@ _PACKAGES = ("torch", "torchguard", "triton", "numpy", "transformers", "jaxtypin
 _VARIABLES = re.compile(
     r"(TORCH|PYTORCH|AOT|TRITON|CUDA|CUBLAS|NCCL|NVIDIA|OMP|KMP|MKL|MOCK)\w*|CXX?|(LOCAL_)?RANK|WORLD_SIZE"
 )
-# What people put into variables and would not put into a report.
+# Names of variables whose values are secret.
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY|AUTH", re.IGNORECASE)
 
 
@@ -156,19 +153,19 @@ def _public_settings() -> dict[str, str]:
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
-    # A machine may have a GPU that nobody uses: asking its name would start CUDA.
+    # Only if CUDA is in use: asking for the name of a GPU would initialise it.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found |= {"autocast_cuda": torch.is_autocast_enabled("cuda"), "gpu": torch.cuda.get_device_name()}
     return {name: str(value) for name, value in found.items()}
 
 
 P = ParamSpec("P")
-# Graphs are compiled in one thread at a time, but for backward graphs: one lock for all of them holds up nobody.
-WRITING = kept_through_reloads(globals(), "WRITING", threading.RLock)
+# Graphs are compiled in one thread at a time, except backward graphs, so one lock for all delays nobody.
+WRITE_LOCK = kept_through_reloads(globals(), "WRITE_LOCK", threading.RLock)
 
 
 def _never_raising(method: Callable[Concatenate["Recording", P], None]) -> Callable[Concatenate["Recording", P], None]:
-    """The last resort: a fault of ours is a line in the log as well, and no fault of the program that compiles."""
+    """A method that reports every exception to the sessions: a bug in it must not fail the program that compiles."""
 
     @functools.wraps(method)
     def call(self: "Recording", *args: P.args, **kwargs: P.kwargs) -> None:
@@ -176,17 +173,17 @@ def _never_raising(method: Callable[Concatenate["Recording", P], None]) -> Calla
             method(self, *args, **kwargs)
         except Exception as error:
             for session in self.sessions:
-                session.report(_in_words(method.__name__, error))
+                session.report(_failure(method.__name__, error))
 
     return call
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """The graphs of a compilation as they are compiled: first with the forward graph, again when the backward comes.
+    """The graphs of a compilation, when they are compiled: once with the forward, and once more with the backward.
 
-    `forward` is None where a backend does without AOTAutograd, and the inference graph where `is_inference`.
-    `attach` adds a file to the artifact they are in, as `artifacts.attach` does, at any time while it is captured.
+    `forward` is None for a backend without AOTAutograd, and the inference graph if `is_inference`. `attach` adds a file
+    to the artifact of these graphs, as `artifacts.attach` does, as long as the capture is open.
     """
 
     compile_id: str
@@ -198,72 +195,72 @@ class Graphs:
 
 
 class Recording:
-    """One compilation, for all that capture it."""
+    """One compilation, written to an artifact for each session."""
 
-    def __init__(self, begun: Begun, sessions: "Sequence[Session]") -> None:
-        self.begun, self.is_compiling, self.is_published = begun, False, False
+    def __init__(self, compilation: Compilation, sessions: "Sequence[CaptureSession]") -> None:
+        self.compilation, self.is_compiling, self.is_published = compilation, False, False
         self.sessions = tuple(sessions)
-        self._writers: list[tuple[Session, Writer]] = []
+        self._writers: list[tuple[CaptureSession, Writer]] = []
         self._graphs: dict[str, fx.GraphModule] = {}
         self._lowered = 0
-        about = {name: getattr(begun, name) for name in ("function", "file", "line", "backend")}
+        about = {name: getattr(compilation, name) for name in ("function", "file", "line", "backend")}
         for session in sessions:
-            with _harmless(session, "an artifact"):
-                writer = Writer(session.root, begun.compile_id, about)
+            with _reporting_errors(session, "an artifact"):
+                writer = Writer(session.root, compilation.compile_id, about)
                 writer.manifest["notes"] += session.standing_notes
                 self._writers.append((session, writer))
         self._add("environment.json", lambda: to_json(environment_to_data()))
 
     def next_suffix(self) -> str:
-        """What sets the graphs of one run of AOTAutograd apart from those of others in the same compilation."""
+        """The suffix of the names of graphs: AOTAutograd may run several times in one compilation."""
         self._lowered += 1
         return "" if self._lowered == 1 else f"_{self._lowered}"
 
     @_never_raising
     def add_graph(self, kind: str, graph: fx.GraphModule, suffix: str = "") -> None:
         name = f"{kind}{suffix}"
-        if not self._open_writers():  # a backward that comes when nobody captures any more
+        if not self._open_writers():  # a backward that is compiled after all captures ended
             return
-        with WRITING:
-            parts = parts_of(graph, name, kind)
+        with WRITE_LOCK:
+            made = graph_files(graph, name, kind)
             for session, writer in self._open_writers():
                 files = {}
-                for extension, content in parts.files.items():
+                for extension, content in made.files.items():
                     if isinstance(content, Exception):
                         self._note(session, writer, f"{name}.{extension}", content)
                         continue
-                    with self._harmless(session, writer, f"{name}.{extension}"):
+                    with self._reporting_errors(session, writer, f"{name}.{extension}"):
                         files[extension] = writer.add(f"{name}.{extension}", content)
-                writer.manifest["graphs"].append({"name": name, "kind": kind, "nodes": parts.nodes, "files": files})
-                session.keep_for_export(writer, name, graph)
+                writer.manifest["graphs"].append({"name": name, "kind": kind, "nodes": made.nodes, "files": files})
+                session.queue_export(writer, name, graph)
                 waiting = {*writer.manifest["waiting_for"]} - {name}
                 writer.manifest["waiting_for"] = sorted(
                     waiting | ({f"backward{suffix}"} if kind == "forward" else set())
                 )
-        self._tell(kind, graph, suffix)  # without the lock: what a callback does is its own affair
+        self._report_graph(kind, graph, suffix)  # without the lock: a callback may take any time
 
-    def _tell(self, kind: str, graph: fx.GraphModule, suffix: str) -> None:
+    def _report_graph(self, kind: str, graph: fx.GraphModule, suffix: str) -> None:
         if all(session.on_graphs is None for session, _ in self._open_writers()):
             return
-        self._graphs[f"{kind}{suffix}"] = copy_of(graph)  # what compiles it may change it, and the backward comes later
+        self._graphs[f"{kind}{suffix}"] = copy_graph(graph)  # backends change graphs, and the backward comes later
         if kind != "dynamo":
-            self._call(suffix, is_inference=kind == "inference")
+            self._call_on_graphs(suffix, is_inference=kind == "inference")
 
     @_never_raising
-    def tell_of_dynamo_alone(self) -> None:
-        """For a backend that does without AOTAutograd: there is no more to come."""
+    def report_dynamo_only(self) -> None:
+        """Call `on_graphs` for a backend without AOTAutograd, when it has compiled Dynamo's graph."""
         if not self._lowered:
-            self._call("", is_inference=False)
+            self._call_on_graphs("", is_inference=False)
 
-    def _call(self, suffix: str, is_inference: bool) -> None:
+    def _call_on_graphs(self, suffix: str, is_inference: bool) -> None:
         forward = self._graphs.get(f"{'inference' if is_inference else 'forward'}{suffix}")
         backward = self._graphs.get(f"backward{suffix}")
         graphs = Graphs(
-            self.begun.compile_id, self._graphs.get("dynamo"), forward, backward, is_inference, self.attach_later
+            self.compilation.compile_id, self._graphs.get("dynamo"), forward, backward, is_inference, self.attach_later
         )
         for session, writer in self._open_writers():
             if session.on_graphs is not None:
-                with self._harmless(session, writer, "on_graphs"):
+                with self._reporting_errors(session, writer, "on_graphs"):
                     session.on_graphs(graphs)
 
     @_never_raising
@@ -275,8 +272,8 @@ class Recording:
         self._add(name, lambda: content if isinstance(content, str) else to_json(content), name)
 
     def attach_later(self, name: str, content: str | dict[str, Any]) -> None:
-        """Add a file to what may be published already; not where it was removed since."""
-        with WRITING:
+        """Attach a file to an artifact that may be published already, unless it was removed since."""
+        with WRITE_LOCK:
             self._writers = [one for one in self._writers if one[1].path.exists()]
             self.attach(name, content)
             if self.is_published:
@@ -284,7 +281,7 @@ class Recording:
 
     @_never_raising
     def add_frame(self, frame: CompiledFrame | None, breaks: Sequence[GraphBreak]) -> None:
-        """The guards that were built for it, why it was compiled again, and where its graph breaks."""
+        """Add the guards of the frame, why it was recompiled, and its graph breaks."""
         if frame is not None:
             self._add("guards.json", lambda: to_json(guards_to_data(frame), indent=None))
             self._add("guards.txt", lambda: "\n".join([str(frame), frame.tree(), ""]))
@@ -293,25 +290,25 @@ class Recording:
 
     @_never_raising
     def note(self, text: str) -> None:
-        with WRITING:
+        with WRITE_LOCK:
             for _, writer in self._open_writers():
-                writer.manifest["notes"].append(in_a_line(text, 1000))
+                writer.manifest["notes"].append(single_line(text, 1000))
 
     @_never_raising
     def publish(self) -> None:
-        with WRITING:
+        with WRITE_LOCK:
             self.is_published = True
             for session, writer in self._open_writers():
-                with self._harmless(session, writer, "the manifest"):
+                with self._reporting_errors(session, writer, "the manifest"):
                     writer.publish()
                     session.published(writer)
 
     @_never_raising
-    def leave(self, session: "Session") -> None:
-        """End it as it is for a capture that ends."""
-        with WRITING:
+    def close_for(self, session: "CaptureSession") -> None:
+        """Publish the artifact of a session that ends, although its guards were not built."""
+        with WRITE_LOCK:
             for _, writer in [one for one in self._writers if one[0] is session]:
-                with self._harmless(session, writer, "the manifest"):
+                with self._reporting_errors(session, writer, "the manifest"):
                     writer.manifest["notes"].append("its guards were not built while this was captured")
                     writer.publish()
                     session.published(writer)
@@ -319,50 +316,50 @@ class Recording:
             self._writers = [one for one in self._writers if one[0] is not session]
 
     @_never_raising
-    def drop(self) -> None:
-        """Forget it: Dynamo starts over with this frame."""
-        with WRITING:
+    def discard(self) -> None:
+        """Remove its artifacts: Dynamo restarts the analysis of this frame."""
+        with WRITE_LOCK:
             for session, writer in self._writers:
-                with _harmless(session, writer.id):
+                with _reporting_errors(session, writer.id):
                     writer.remove()
             self._writers = []
 
     def _add(self, name: str, make: Callable[[], str], attached_as: str = "") -> None:
-        with WRITING:
+        with WRITE_LOCK:
             content: bytes | Exception
             try:
-                content = encoded(make())
+                content = to_bytes(make())
             except Exception as error:
                 content = error
             for session, writer in self._open_writers():
-                with self._harmless(session, writer, name):
+                with self._reporting_errors(session, writer, name):
                     if isinstance(content, Exception):
                         raise content
                     writer.add(name, content, attached_as)
 
-    def _open_writers(self) -> "list[tuple[Session, Writer]]":
+    def _open_writers(self) -> "list[tuple[CaptureSession, Writer]]":
         return [(session, writer) for session, writer in self._writers if session.is_open]
 
     @contextlib.contextmanager
-    def _harmless(self, session: "Session", writer: Writer, what: str) -> Iterator[None]:
+    def _reporting_errors(self, session: "CaptureSession", writer: Writer, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             self._note(session, writer, what, error)
 
-    def _note(self, session: "Session", writer: Writer, what: str, error: Exception) -> None:
-        text = _in_words(what, error)
+    def _note(self, session: "CaptureSession", writer: Writer, what: str, error: Exception) -> None:
+        text = _failure(what, error)
         writer.manifest["notes"].append(text)
         session.report(text)
 
 
 @contextlib.contextmanager
-def _harmless(session: "Session", what: str) -> Iterator[None]:
+def _reporting_errors(session: "CaptureSession", what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        session.report(_in_words(what, error))
+        session.report(_failure(what, error))
 
 
-def _in_words(what: str, error: Exception) -> str:
-    return in_a_line(f"{what} could not be captured: {type(error).__name__}: {error}")
+def _failure(what: str, error: Exception) -> str:
+    return single_line(f"{what} could not be captured: {type(error).__name__}: {error}")

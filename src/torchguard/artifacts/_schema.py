@@ -1,6 +1,7 @@
-"""The schema of what an artifact holds, as data, and a check against it.
+"""The schema of the JSON files in an artifact, as data, and a validator.
 
-It is written as JSON Schema, of which `problem_with` knows the few words used here.
+The schema uses the few keywords of JSON Schema that `problem_with` implements; `names` and `values` are its own, for
+the keys and values of an object with arbitrary keys.
 """
 
 import re
@@ -8,12 +9,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+# Manifests of these versions are read. In version 1 the arguments of a node were text: its graphs are not read.
+READABLE_VERSIONS = (1, SCHEMA_VERSION)
 MARKER = "torchguard artifact"
 
 Schema = Mapping[str, Any]
 
-# Flat, plain names: a path in a manifest leads nowhere but into the artifact's own directory.
+# File names without a directory: a path in a manifest cannot lead out of the directory of the artifact.
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}"
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -30,6 +33,7 @@ _TENSOR = _record(
     {"stride": {"type": "array", "items": {"type": ["integer", "string"]}}, "requires_grad": {"type": "boolean"}},
 )
 _VALUE = _record({}, {"tensor": _TENSOR, "symbol": _TEXT, "value": _TEXT})
+_SOURCE_LINE = _record({"file": _TEXT, "line": _COUNT, "function": _TEXT, "text": _TEXT})
 _NODE = _record(
     {
         "name": _TEXT,
@@ -42,15 +46,15 @@ _NODE = _record(
         "values": {"type": "array", "items": _VALUE},
     },
     {
-        "args": _TEXT,
+        "args": {"type": "array"},
+        "kwargs": {"type": "object"},
         "origin": _TEXT,
         "position": _COUNT,
-        "source": _record({"file": _TEXT, "line": _COUNT, "function": _TEXT, "text": _TEXT}),
+        "source": _SOURCE_LINE,
         "modules": {"type": "array", "items": _record({"path": _TEXT, "type": _TEXT})},
         "sequence": {"type": "integer"},
     },
 )
-_PLACE = _record({"file": _TEXT, "line": _COUNT, "function": _TEXT, "text": _TEXT})
 _GUARD = _record({"source": _TEXT, "type": _TEXT, "code": _TEXT, "line": _TEXT})
 
 SCHEMA: Mapping[str, Schema] = MappingProxyType(
@@ -58,7 +62,7 @@ SCHEMA: Mapping[str, Schema] = MappingProxyType(
         "manifest": _record(
             {
                 "marker": {"type": "string", "enum": [MARKER]},
-                "schema": {"type": "integer", "enum": [SCHEMA_VERSION]},
+                "schema": {"type": "integer", "enum": list(READABLE_VERSIONS)},
                 "id": _TEXT,
                 "created": _TEXT,
                 "compile_id": _TEXT,
@@ -125,7 +129,7 @@ SCHEMA: Mapping[str, Schema] = MappingProxyType(
                             "line": _COUNT,
                             "reason": _TEXT,
                             "hints": _TEXTS,
-                            "stack": {"type": "array", "items": _PLACE},
+                            "stack": {"type": "array", "items": _SOURCE_LINE},
                         }
                     ),
                 },
@@ -153,21 +157,22 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 def problem_with(value: Any, schema: Schema, at: str = "") -> str:
-    """What about a parsed JSON value does not fit a schema, in words; empty if all does."""
+    """What about a parsed JSON value violates a schema, in words; empty if nothing does. `at` is its path."""
     types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
     if not any(
         isinstance(value, _TYPES[t]) and (t == "boolean" or (value is not True and value is not False)) for t in types
     ):
-        return f"{at or 'it'} is {_kind(value)}, not {' or '.join(types)}"
+        return f"{at or 'it'} is {_kind(value)}, expected {' or '.join(types)}"
     if isinstance(value, dict):
         return _problem_in_object(value, schema, at)
     if isinstance(value, list):
-        found = (problem_with(one, schema["items"], f"{at}[{i}]") for i, one in enumerate(value))
+        items = schema.get("items")
+        found = (problem_with(one, items, f"{at}[{i}]") for i, one in enumerate(value)) if items else ()
         return next(filter(None, found), "")
     if "enum" in schema and value not in schema["enum"]:
-        return f"{at} is {value!r:.80}, none of {schema['enum']}"
+        return f"{at} is {value!r:.80}, expected one of {schema['enum']}"
     if "pattern" in schema and not re.fullmatch(schema["pattern"], str(value)):
-        return f"{at} is {value!r:.80}, which it cannot be"
+        return f"{at} is {value!r:.80}, expected to match {schema['pattern']}"
     if value.__class__ is int and value < schema.get("minimum", value):
         return f"{at} is negative"
     return ""
@@ -179,7 +184,7 @@ def _problem_in_object(value: dict[str, Any], schema: Schema, at: str) -> str:
             return f"{at + ': ' if at else ''}{name!r} is missing"
     for name, one in value.items():
         if "names" in schema and not re.fullmatch(schema["names"], name):
-            return f"{at}: {name!r:.80} is no name of a file"
+            return f"{at}: {name!r:.80} is not a file name"
         inner = schema.get("properties", {}).get(name, schema.get("values"))
         if inner is not None and (problem := problem_with(one, inner, f"{at}.{name}" if at else name)):
             return problem
@@ -187,11 +192,7 @@ def _problem_in_object(value: dict[str, Any], schema: Schema, at: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    return (
-        "nothing"
-        if value is None
-        else next(
-            (name for name in ("boolean", "object", "array", "string", "integer") if isinstance(value, _TYPES[name])),
-            "number",
-        )
-    )
+    if value is None:
+        return "null"
+    names = ("boolean", "object", "array", "string", "integer")
+    return next((name for name in names if isinstance(value, _TYPES[name])), "number")

@@ -1,4 +1,8 @@
-"""Writing an artifact: under a hidden name until it is whole, then by adding to it, the manifest always last."""
+"""Writing an artifact.
+
+Its directory has a hidden name until the manifest is written; then it is renamed. Files can be added afterwards. The
+manifest is always written last, so what it lists is complete.
+"""
 
 import contextlib
 import hashlib
@@ -18,19 +22,19 @@ from torchguard.artifacts._schema import MARKER, NAME, SCHEMA_VERSION
 from torchguard.artifacts._store import remove
 from torchguard.exceptions import ArtifactError
 
-NEW = ".new"  # what a file ends with until it is whole
+NEW = ".new"  # the suffix of a file until it is complete
 _RESERVED = {MANIFEST, f"{MANIFEST}{NEW}"}
 
 
 class Writer:
-    """Writes one artifact. Every method may raise OSError or ArtifactError, and leaves what was whole as it was."""
+    """Writes one artifact. A method that raises OSError or ArtifactError leaves the published artifact intact."""
 
     def __init__(self, root: Path, compile_id: str, about: dict[str, Any]) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.id = new_id(compile_id, secrets.token_hex(3))
         self._root, self._path = root, root / partial_name(self.id)
         self._path.mkdir()
-        self._journal: int | None = None
+        self._ownership_file: int | None = None
         self.manifest: dict[str, Any] = {
             "marker": MARKER,
             "schema": SCHEMA_VERSION,
@@ -46,7 +50,7 @@ class Writer:
         }
         try:
             with opened(self._path) as directory:
-                self._journal = _ownership.create(directory)
+                self._ownership_file = _ownership.create(directory)
         except BaseException:
             self.remove()
             raise
@@ -60,7 +64,7 @@ class Writer:
         return sum(about["bytes"] for about in self.manifest["files"].values())
 
     def add(self, name: str, content: bytes, attached_as: str = "") -> str:
-        """Write a file. Where the name is taken it gets a number; the name it got is returned."""
+        """Write a file and return its name, which has a number appended where the name was taken."""
         if not re.fullmatch(NAME, name) or name in _RESERVED or name.endswith(NEW):
             raise ArtifactError(
                 f"{name!r:.200} cannot be the name of a file in an artifact. Use letters, digits, . _ -"
@@ -71,32 +75,32 @@ class Writer:
             number += 1
             name = f"{stem}_{number}{dot}{extension}"
         with self._opened() as (directory, lock):
-            _ownership.note(lock, name)
+            _ownership.add_name(lock, name)
             _write(directory, name, content)
         about = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         taken[name] = {**about, "attached_as": attached_as} if attached_as else about
         return name
 
     def publish(self) -> None:
-        """Write the manifest. The first time, the artifact gets its name, and whoever lists it sees it whole."""
+        """Write the manifest. The first time, the directory also gets its final name."""
         try:
             with self._opened() as (directory, _):
                 _write(directory, MANIFEST, json.dumps(self.manifest, indent=1).encode(), is_synced=True)
-                if self._journal is not None:
+                if self._ownership_file is not None:
                     final = self._root / self.id
                     self._path.rename(final)
                     self._path = final
         except BaseException:
-            if self._journal is not None:  # it never was whole, and what there is of it fills the disk
+            if self._ownership_file is not None:  # never published: its files would only fill the disk
                 self.remove()
             raise
         self.close()
 
     def close(self) -> None:
-        """Let go of it. What was not published is then half-written."""
-        if self._journal is not None:
-            os.close(self._journal)
-            self._journal = None
+        """Release the lock. An artifact that was not published then counts as half-written."""
+        if self._ownership_file is not None:
+            os.close(self._ownership_file)
+            self._ownership_file = None
 
     def remove(self) -> None:
         self.close()
@@ -105,8 +109,8 @@ class Writer:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[int, int]]:
         with opened(self._path) as directory:
-            if self._journal is not None:
-                yield directory, self._journal
+            if self._ownership_file is not None:
+                yield directory, self._ownership_file
                 return
             with _ownership.held(directory) as lock:
                 if lock is None:
@@ -115,7 +119,7 @@ class Writer:
 
 
 def _write(directory: int, name: str, content: bytes, is_synced: bool = False) -> None:
-    """Write a file under another name, and give it its own when it is whole."""
+    """Write a file under a temporary name and rename it when it is complete."""
     fd = open_file(directory, name + NEW, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         with os.fdopen(fd, "wb") as file:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
+from torchguard._sizes import format_size
 from torchguard.cli import _targets, _views
 from torchguard.cli._targets import AsJson, Directory, Target, complete_device, complete_id, find_artifact, open_store
 from torchguard.cli._terminal import (
     CommandError,
     ExitCode,
     console,
-    format_bytes,
     indent,
     plain,
     plural,
@@ -204,14 +204,14 @@ def _memory(pairs: Iterable[Pair]) -> Analysis:
 
 def _memory_views(plan: Mapping[str, Any], graph: str, encoding: str) -> Iterator[RenderableType]:
     """The peak, the curve, and the tensors alive at the peak. `plan` is what `MemoryPlan.to_dict` returns."""
-    saved = f", {format_bytes(plan['saved'])} saved for backward" if plan["saved"] else ""
-    yield plain(f"{graph}: peak {format_bytes(plan['peak'])} at {plan['peak_node']}{saved}", "bold")
+    saved = f", {format_size(plan['saved'])} saved for backward" if plan["saved"] else ""
+    yield plain(f"{graph}: peak {format_size(plan['peak'])} at {plan['peak_node']}{saved}", "bold")
     yield indent("\n".join(chart([*plan["curve"].values()], ascii_only="utf" not in encoding.lower())))
     alive, rest = plan["at_peak"][:_LARGEST], plan["at_peak"][_LARGEST:]
-    rows = [(format_bytes(one["bytes"]), one["name"], _line_of(one["source_line"])) for one in alive]
+    rows = [(format_size(one["bytes"]), one["name"], _line_of(one["source_line"])) for one in alive]
     yield table(("ALIVE", "TENSOR", "WHERE"), rows, right=("ALIVE",))
     if rest:
-        yield plain(f"... and {len(rest)} more, {format_bytes(sum(one['bytes'] for one in rest))}", "dim")
+        yield plain(f"... and {len(rest)} more, {format_size(sum(one['bytes'] for one in rest))}", "dim")
     if plan["unknown"]:
         yield plain(f"Not counted, as their size is unknown: {', '.join(plan['unknown'])}", "yellow")
 
@@ -233,7 +233,7 @@ def chart(
     for row in range(height - 1, -1, -1):
         eighths = (round(min(max(tall - row, 0.0), 1.0) * 8) for tall in heights)
         cells = "".join(("#" if part >= 4 else " ") if ascii_only else _EIGHTHS[part] for part in eighths)
-        label = format_bytes(max(curve)) if row == height - 1 else "0 B" if row == 0 else ""
+        label = format_size(max(curve)) if row == height - 1 else "0 B" if row == 0 else ""
         rows.append(f"{label:>10} |{cells}".rstrip())
     return rows
 
@@ -257,7 +257,7 @@ def _graph_data(graph: Mapping[str, Any]) -> dict[str, Any]:
     """How often a graph has which op, and an outline by module. `graph` is a JSON file of an artifact."""
     nodes = graph["nodes"]
     calls = [node for node in nodes if node["op"].startswith("call_")]
-    runs = itertools.groupby((call for call in calls if call["target"] != "_operator.getitem"), key=_module_of)
+    runs = itertools.groupby((call for call in calls if call["target"] != "getitem"), key=_module_of)
     return {
         "name": graph["name"],
         "kind": graph["kind"],
@@ -298,9 +298,7 @@ def _run_lengths(ops: Sequence[str]) -> str:
 
 
 def _signature(node: Node) -> str:
-    """`x: float32[16, 4]`."""
-    value = node["values"][0] if node["values"] else {}
-    tensor = value.get("tensor")
-    if tensor is None:
-        return f"{node['name']}: {value.get('symbol', value.get('value', ''))}"
-    return f"{node['name']}: {tensor['dtype']}{tensor['shape']}"
+    """`x: f32[16, 4]`."""
+    from torchguard._graphs.listing import value_text  # loads torch
+
+    return f"{node['name']}: {value_text(node['values'][0]) if node['values'] else ''}"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import RenderableType
 
+from torchguard._sizes import format_size
 from torchguard.cli._targets import AsJson, Directory, open_store
 from torchguard.cli._terminal import (
     CommandError,
     ExitCode,
     console,
-    format_bytes,
     parse_age,
     plain,
     plural,
@@ -83,11 +83,11 @@ def clean(
 
 
 def _parse_size(size: str) -> int:
-    from torchguard.artifacts import ArtifactError, bytes_of
+    from torchguard._sizes import parse_size
 
     try:
-        return bytes_of(size)
-    except ArtifactError as error:
+        return parse_size(size)
+    except ValueError as error:
         raise CommandError(f"--max-size: {error}", ExitCode.USAGE) from error
 
 
@@ -103,7 +103,7 @@ def _confirm(removals: Sequence["Removal"]) -> None:
 
 
 def _removals_table(removals: Sequence["Removal"], is_done: bool) -> Iterator[RenderableType]:
-    rows = ((one.artifact.id, format_bytes(one.artifact.size), one.why) for one in removals)
+    rows = ((one.artifact.id, format_size(one.artifact.size), one.why) for one in removals)
     yield table(("ID", "SIZE", "WHY"), rows, right=("SIZE",), whole=("ID", "SIZE"))
-    total = format_bytes(sum(one.artifact.size for one in removals))
+    total = format_size(sum(one.artifact.size for one in removals))
     yield plain(f"{plural(len(removals), 'artifact')}, {total}{' removed' if is_done else ''}.", "bold")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
+from torchguard._sizes import format_size
 from torchguard.cli._targets import (
     HOW_TO_CAPTURE,
     AsJson,
@@ -19,7 +20,6 @@ from torchguard.cli._terminal import (
     ExitCode,
     console,
     format_age,
-    format_bytes,
     plain,
     print_json,
     print_message,
@@ -53,7 +53,7 @@ def list_artifacts(directory: Directory = None, as_json: AsJson = False) -> int:
 
 
 def _listing(artifacts: Sequence["Artifact"]) -> RenderableType:
-    rows = ((one.id, format_age(one.created), format_bytes(one.size), _contents(one)) for one in artifacts)
+    rows = ((one.id, format_age(one.created), format_size(one.size), _contents(one)) for one in artifacts)
     return table(("ID", "AGE", "SIZE", "COMPILED"), rows, right=("AGE", "SIZE"), whole=("ID", "AGE", "SIZE"))
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
+from torchguard._sizes import format_size
 from torchguard.cli import _script, _script_options, _views
 from torchguard.cli._observe import Observation, Options
 from torchguard.cli._targets import Directory, complete_device, load_device
@@ -23,7 +24,6 @@ from torchguard.cli._terminal import (
     CommandError,
     ExitCode,
     console,
-    format_bytes,
     indent,
     plain,
     plural,
@@ -183,7 +183,7 @@ def _report_views(observation: Observation) -> Iterator[RenderableType]:
             yield from _incidents(log)
         yield from (plain(f"{name} is not watched: {why}", "yellow") for name, why in watcher.unwatched.items())
     if artifacts:
-        total = format_bytes(sum(one.size for one in artifacts))
+        total = format_size(sum(one.size for one in artifacts))
         yield plain(f"{plural(len(artifacts), 'artifact')} in {artifacts[0].path.parent}, {total}", "bold")
         yield from (plain(f"  {one.id}") for one in artifacts[-_LIMIT:])
         yield plain("torchguard show ID shows one.", "dim")

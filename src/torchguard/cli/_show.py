@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import RenderableType
 
+from torchguard._sizes import format_size
 from torchguard.cli import _views
 from torchguard.cli._targets import AsJson, Directory, artifact_data, complete_id, find_artifact, open_store
-from torchguard.cli._terminal import ExitCode, console, format_bytes, plain, print_json, safe, source_line, table
+from torchguard.cli._terminal import ExitCode, console, plain, print_json, safe, source_line, table
 
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact
@@ -53,7 +54,7 @@ def _details(artifact: "Artifact") -> Iterator[RenderableType]:
     manifest = artifact.manifest()
     where = source_line(manifest["file"], manifest["line"])
     yield plain(f"{manifest['function']} ({where}), {manifest['compile_id']}, for {manifest['backend']}", "bold")
-    yield plain(f"{artifact.path}, {format_bytes(artifact.size)}, {artifact.created.astimezone():%Y-%m-%d %H:%M:%S}")
+    yield plain(f"{artifact.path}, {format_size(artifact.size)}, {artifact.created.astimezone():%Y-%m-%d %H:%M:%S}")
     yield table(
         ("GRAPH", "KIND", "NODES", "FILES"),
         [(g["name"], g["kind"], g["nodes"], ", ".join(g["files"].values())) for g in manifest["graphs"]],

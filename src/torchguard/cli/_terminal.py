@@ -19,7 +19,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from torchguard._sizes import shown_size as format_bytes  # noqa: F401  # the verbs import it from here
 from torchguard.exceptions import TorchGuardError
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from torchguard.cli._terminal import format_bytes, indent, plain, plural, source_line, table, truncation
+from torchguard._sizes import format_size
+from torchguard.cli._terminal import indent, plain, plural, source_line, table, truncation
 
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact
@@ -226,8 +227,8 @@ def device_report(report: "DeviceReport", limit: int = _LIMIT) -> Iterator[Rende
     names = ", ".join(dict.fromkeys(one.device.name for one in report.graphs))
     head = f"{plural(len(report.graphs), 'graph')} on {names}: {report.coverage}"
     yield plain(f"{head}; {plural(len(report.violations), 'violation')}", style)
-    moved = f"{format_bytes(report.transfer_bytes)} transferred for fallbacks"
-    yield plain(f"peak memory {format_bytes(report.peak_memory)}, {moved}")
+    moved = f"{format_size(report.transfer_bytes)} transferred for fallbacks"
+    yield plain(f"peak memory {format_size(report.peak_memory)}, {moved}")
     for title, counted in (("RULE", report.by_rule()), ("OP", report.by_op()), ("LINE", report.by_line())):
         if counted:
             yield table((title, "NODES"), [*counted.items()][:_COUNTED], right=("NODES",))

@@ -1,11 +1,12 @@
 """Functions compiled once to a static graph, then evaluated, pushed forward and pulled back; and certified."""
 
+from torchguard._graphs.listing import Line
 from torchguard.compiled._builder import Builder, Var
 from torchguard.compiled._compile import compile_out, compile_scalar, state_of
 from torchguard.compiled._functions import CompiledOut, CompiledScalar
 from torchguard.compiled._leaves import LeafType
-from torchguard.compiled._listing import Kink, Line
 from torchguard.compiled._load import load
+from torchguard.compiled._nonsmooth import NonsmoothPoint
 from torchguard.compiled._session import Session
 from torchguard.compiled.certify._certificate import Certificate, Verification
 from torchguard.compiled.certify._claims import Claim, Verdict
@@ -28,11 +29,11 @@ __all__ = [
     "CompiledOut",
     "CompiledScalar",
     "ImpureFunctionError",
-    "Kink",
     "LeafType",
     "LeafTypeError",
     "Line",
     "MissingRuleError",
+    "NonsmoothPoint",
     "SavedGraphError",
     "Session",
     "Var",

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchguard._graphs.listing import Line, lines_of, listing_of
 from torchguard._graphs.source_lines import caller_line
 from torchguard._torch import fakes, ops, pytrees
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
 from torchguard.compiled._leaves import LeafType, cotangent_type, is_there
-from torchguard.compiled._listing import Line, lines_of, listing_of
 from torchguard.compiled._nesting import nest_of
 from torchguard.compiled._purity import Watch, name_of
 from torchguard.compiled._trace import program_of

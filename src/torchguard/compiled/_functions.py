@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
+from torchguard._graphs.listing import Line, lines_of, listing_of, short_dtype
 from torchguard._torch import tensors
 from torchguard._torch.fakes import ONE_AT_A_TIME, one_at_a_time
 from torchguard.compiled._dynamic_shapes import Shared, SharingExecutables, shared
 from torchguard.compiled._executables import SAFER, Code, Executables, Graphs
-from torchguard.compiled._leaves import LeafType, check_all, fits, short_name, sized, sizes_of
-from torchguard.compiled._listing import Kink, Line, kinks_of, lines_of, listing_of
+from torchguard.compiled._leaves import LeafType, check_all, fits, sized, sizes_of
 from torchguard.compiled._nesting import Nest
+from torchguard.compiled._nonsmooth import NonsmoothPoint, nonsmooth_points_of
 from torchguard.compiled._save import save
 from torchguard.compiled._trace import Program, seed_types, tangent_types
 from torchguard.compiled.certify import _adjoint
@@ -161,9 +162,9 @@ class CompiledOut:
         return lines_of(self.graphs.forward)
 
     @property
-    def kinks(self) -> tuple[Kink, ...]:
+    def nonsmooth_points(self) -> tuple[NonsmoothPoint, ...]:
         """The operations that are not smooth everywhere, and what their derivative is taken to be there."""
-        return kinks_of(self.graphs.forward)
+        return nonsmooth_points_of(self.graphs.forward)
 
     def listing(self, kind: str = "forward") -> str:
         """A graph as text, one operation a line, with shapes, dtypes and source lines."""
@@ -411,7 +412,7 @@ class CompiledScalar(CompiledOut):
     def _check_results(self) -> None:
         outputs = self.graphs.outputs
         if len(outputs) != 1 or outputs[0].shape != () or not outputs[0].is_floating_point():
-            got = ", ".join(f"{short_name(value.dtype)}{list(value.shape)}" for value in outputs)
+            got = ", ".join(f"{short_dtype(value.dtype)}{list(value.shape)}" for value in outputs)
             raise CompileError(
                 f"compile_scalar: {self.name} returns {got}, not one number of shape []. Use compile_out."
             )

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchguard._graphs.listing import short_dtype
 from torchguard._torch import fakes
 from torchguard.exceptions import CompileError, LeafTypeError
-
-_SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool"}
-_SHORT |= {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class LeafType:
         named = dict(self.dynamic)
         sizes = [named.get(dim, str(size)) for dim, size in enumerate(self.shape)]
         where = "" if self.device.type == "cpu" else f" {self.device}"
-        return f"{short_name(self.dtype)}[{', '.join(sizes)}]{where}"
+        return f"{short_dtype(self.dtype)}[{', '.join(sizes)}]{where}"
 
     def in_full(self) -> str:
         """The type with its strides, where they are not those of a contiguous tensor."""
@@ -48,10 +46,6 @@ class LeafType:
         for dim in reversed(order):
             strides[dim], step = step, step * (sizes[dim] or 1)
         return replace(self, shape=tuple(sizes), stride=tuple(strides), dynamic=())
-
-
-def short_name(dtype: torch.dtype) -> str:
-    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 @functools.cache
@@ -119,7 +113,7 @@ def wrong_with(leaf: LeafType, value: Any) -> str | None:
     ):
         return f"has shape {_sizes(value.shape)}, and {leaf} was compiled for"
     if value.dtype != leaf.dtype:
-        return f"is {short_name(value.dtype)}, and {leaf} was compiled for"
+        return f"is {short_dtype(value.dtype)}, and {leaf} was compiled for"
     if value.device != leaf.device:
         return f"is on {value.device}, and {leaf.device} was compiled for"
     expected = leaf.resized(value.shape).stride if leaf.dynamic else leaf.stride

@@ -1,4 +1,4 @@
-"""Compiled functions read from JSON files, without trust: nothing is unpickled, and nothing but ATen is looked up."""
+"""Compiled functions read from JSON files that are not trusted: only pure ATen operations are looked up and run."""
 
 import json
 import re
@@ -9,177 +9,158 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from torchguard._torch import fakes
-from torchguard.compiled._encode import FORMAT, TORCH_VALUES, VERSION, operation
+from torchguard._graphs.codec import decode_argument, torch_value
+from torchguard._graphs.listing import type_text
+from torchguard._torch import fakes, pytrees
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
 from torchguard.compiled._leaves import LeafType, is_there
-from torchguard.compiled._listing import type_text
 from torchguard.compiled._nesting import Nest, nest_of
+from torchguard.compiled._save import FORMAT, VERSION, find_operation
 from torchguard.compiled._trace import fakes_of, program_of
 from torchguard.exceptions import SavedGraphError
 
 _KINDS: dict[str, type[CompiledOut]] = {kind.kind: kind for kind in (CompiledOut, CompiledScalar)}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,200}")
 _LARGEST = 64 << 20  # bytes of a file
+# What Python and torch raise for data of another form than expected.
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError)
 
 
 def load(path: str | Path, *, backend: str = "inductor", probe: bool = True) -> CompiledOut:
-    """Read a compiled function from a file. Whatever the file holds, nothing but ATen operations is looked up."""
+    """Read a compiled function from a file. Whatever the file holds, only pure ATen operations are looked up."""
     try:
         if Path(path).stat().st_size > _LARGEST:
-            raise SavedGraphError(f"load: {path} is larger than {_LARGEST >> 20} MiB.")
-        read = json.loads(Path(path).read_text())
-        return _decoded(read, backend, probe)
-    except SavedGraphError:
-        raise
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        RecursionError,
-        OverflowError,
-        RuntimeError,
-    ) as error:
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise SavedGraphError(f"load: {path} does not hold a graph: {type(error).__name__}: {said}") from error
+            raise SavedGraphError(f"it is larger than {_LARGEST >> 20} MiB.")
+        return _decode(json.loads(Path(path).read_text()), backend, probe)
+    except SavedGraphError as error:
+        raise SavedGraphError(f"load: {path}: {error}") from error
+    except _MALFORMED as error:
+        message = (str(error).strip().splitlines() or [""])[0]
+        raise SavedGraphError(f"load: {path} does not hold a graph: {type(error).__name__}: {message}") from error
 
 
 @fakes.one_at_a_time
-def _decoded(read: Any, backend: str, probe: bool) -> CompiledOut:
-    if not isinstance(read, dict) or read.get("format") != FORMAT:
-        raise SavedGraphError("load: the file was not written by save().")
-    if read["version"] != VERSION:
-        raise SavedGraphError(f"load: the file is of version {read['version']!r}, and {VERSION} is known.")
-    leaves = tuple(_decoded_leaf(leaf) for leaf in read["leaves"])
+def _decode(data: Any, backend: str, probe: bool) -> CompiledOut:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise SavedGraphError("the file was not written by save().")
+    if data["version"] != VERSION:
+        raise SavedGraphError(f"expected version {VERSION} of the format, got {data['version']!r:.60}.")
+    leaves = tuple(_decode_leaf(leaf) for leaf in data["leaves"])
     if len({leaf.name for leaf in leaves}) != len(leaves):
-        raise SavedGraphError("load: two leaves have one name.")
-    graph = _decoded_graph(read["graph"], leaves, read.get("sources") or {})
-    arguments = None if read["arguments"] is None else _decoded_nest(read["arguments"])
-    results = _decoded_nest(read["results"])
+        raise SavedGraphError("two leaves have the same name.")
+    graph = _decode_graph(data["graph"], leaves, data.get("sources") or {})
+    arguments = None if data["arguments"] is None else _decode_nest(data["arguments"])
+    results = _decode_nest(data["results"])
     if arguments is not None and len(arguments.places) != len(leaves):
-        raise SavedGraphError("load: the arguments do not hold as many tensors as there are leaves.")
-    program = program_of(graph, _shown(read["name"])[:200], leaves)
-    made = _KINDS[read["kind"]](program, Signature(arguments, lambda: results), backend=backend, probe=probe)
-    if len(made.graphs.outputs) != len(results.places):
-        raise SavedGraphError("load: the graph does not return as many tensors as its results hold.")
+        raise SavedGraphError(
+            f"the arguments hold {len(arguments.places)} tensors, but there are {len(leaves)} leaves."
+        )
+    program = program_of(graph, _printable(data["name"])[:200], leaves)
+    made = _KINDS[data["kind"]](program, Signature(arguments, lambda: results), backend=backend, probe=probe)
+    if (outputs := len(made.graphs.outputs)) != len(results.places):
+        raise SavedGraphError(f"the graph returns {outputs} tensors, but the results hold {len(results.places)}.")
     return made
 
 
-def _decoded_leaf(read: dict[str, Any]) -> LeafType:
-    shape, stride = tuple(map(_count, read["shape"])), tuple(map(_count, read["stride"]))
+def _decode_leaf(data: dict[str, Any]) -> LeafType:
+    shape, stride = tuple(map(_size, data["shape"])), tuple(map(_size, data["stride"]))
     if len(shape) != len(stride):
-        raise SavedGraphError(f"load: leaf {read['name']!r} has {len(shape)} sizes and {len(stride)} strides.")
-    dtype = _torch_value("dtype", read["dtype"])
-    differentiable = read["differentiable"] is True and dtype.is_floating_point
+        raise SavedGraphError(f"leaf {data['name']!r} has {len(shape)} sizes but {len(stride)} strides.")
+    dtype = torch_value("dtype", data["dtype"])
+    differentiable = data["differentiable"] is True and dtype.is_floating_point
     if dtype.is_complex:
-        raise SavedGraphError(f"load: leaf {read['name']!r} is complex.")
-    return LeafType(_shown(read["name"]), shape, dtype, _device(read["device"]), stride, differentiable)
+        raise SavedGraphError(f"leaf {data['name']!r} is complex.")
+    device = _require_device(torch.device(data["device"]))
+    return LeafType(_printable(data["name"]), shape, dtype, device, stride, differentiable)
 
 
-def _count(value: Any) -> int:
+def _size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**48:
-        raise SavedGraphError(f"load: {value!r} is no size.")
+        raise SavedGraphError(f"{value!r:.60} is not a size.")
     return value
 
 
-def _decoded_graph(read: dict[str, Any], leaves: tuple[LeafType, ...], sources: dict[str, Any]) -> GraphModule:
+def _decode_graph(data: dict[str, Any], leaves: tuple[LeafType, ...], sources: dict[str, Any]) -> GraphModule:
     graph, nodes = Graph(), {}
-    if len(read["inputs"]) != len(leaves):
-        raise SavedGraphError("load: the graph does not take as many tensors as there are leaves.")
-    for (name, _), leaf in zip(read["inputs"], leaves, strict=True):
+    if len(data["inputs"]) != len(leaves):
+        raise SavedGraphError(f"the graph has {len(data['inputs'])} inputs, but there are {len(leaves)} leaves.")
+    for (name, _), leaf in zip(data["inputs"], leaves, strict=True):
         nodes[name] = graph.placeholder(_new_name(name, nodes))
         nodes[name].meta["val"] = leaf.fake()
-    for encoded in read["nodes"]:
+    for encoded in data["nodes"]:
         name = _new_name(encoded["name"], nodes)
-        target = operation(encoded["op"])
-        args = tuple(_decoded_value(part, nodes) for part in encoded["args"])
-        kwargs = {
-            _checked_name(key): _decoded_value(part, nodes) for key, part in (encoded.get("kwargs") or {}).items()
-        }
-        node = nodes[name] = graph.create_node("call_function", target, args, kwargs, name=name)
+        try:
+            nodes[name] = _decode_node(graph, name, encoded, nodes)
+        except SavedGraphError as error:
+            raise SavedGraphError(f"%{name}: {error}") from error
         if isinstance(sources.get(name), str):
-            node.stack_trace = "".join(filter(str.isprintable, sources[name]))[:300]
-        values = torch.fx.map_arg((args, kwargs), lambda part: part.meta["val"])
-        with fakes.fake_mode(), torch.no_grad():
-            node.meta["val"] = target(*values[0], **values[1])
-        if type_text(node.meta["val"]) != encoded["type"]:
-            raise SavedGraphError(
-                f"load: %{name} is {type_text(node.meta['val'])}, and the file says {encoded['type']!r}."
-            )
-    results = [nodes[name] for name in read["outputs"]]
+            nodes[name].stack_trace = "".join(filter(str.isprintable, sources[name]))[:300]
+    results = [nodes[name] for name in data["outputs"]]
     if not all(isinstance(node.meta["val"], Tensor) for node in results):
-        raise SavedGraphError("load: an output is no tensor.")
+        raise SavedGraphError("an output is not a tensor.")
     graph.output(results)
     made = GraphModule(torch.nn.Module(), graph)
     assert len(fakes_of(made)) == len(leaves)
     return made
 
 
-def _decoded_value(read: Any, nodes: dict[str, Node]) -> Any:
-    if isinstance(read, list):
-        return [_decoded_value(part, nodes) for part in read]
-    if not isinstance(read, dict):
-        return read
-    ((key, value),) = read.items()
-    if key == "node":
-        return nodes[value]
-    if key == "float":
-        return float({"inf": "inf", "-inf": "-inf", "nan": "nan"}[value])
-    if key == "device":
-        return _device(value)
-    return _torch_value(key, value)
+def _decode_node(graph: Graph, name: str, data: dict[str, Any], nodes: dict[str, Node]) -> Node:
+    """A node whose type, computed anew by its operation on fake tensors, is the one in the file."""
+    operation = find_operation(data["op"])
+    args = tuple(decode_argument(part, nodes) for part in data["args"])
+    kwargs = {_identifier(key): decode_argument(part, nodes) for key, part in (data.get("kwargs") or {}).items()}
+    for part in pytrees.flatten((args, kwargs))[0]:
+        if isinstance(part, torch.device):
+            _require_device(part)
+    node = graph.create_node("call_function", operation, args, kwargs, name=name)
+    values = torch.fx.map_arg((args, kwargs), lambda part: part.meta["val"])
+    with fakes.fake_mode(), torch.no_grad():
+        node.meta["val"] = operation(*values[0], **values[1])
+    if (computed := type_text(node.meta["val"])) != data["type"]:
+        raise SavedGraphError(f"the file says {data['type']!r:.200}, but its type is {computed}.")
+    return node
 
 
-def _device(name: Any) -> torch.device:
-    device = torch.device(name)
+def _require_device(device: torch.device) -> torch.device:
     if not is_there(device):
-        raise SavedGraphError(f"load: the file is for {device}, and this machine has no such device.")
+        raise SavedGraphError(f"the file needs the device {device}, which this machine does not have.")
     return device
 
 
-def _torch_value(key: str, name: Any) -> Any:
-    found = getattr(torch, name, None) if isinstance(name, str) and _NAME.fullmatch(name) else None
-    if key not in TORCH_VALUES or not isinstance(found, TORCH_VALUES[key]):
-        raise SavedGraphError(f"load: {key} {name!r} is not known.")
-    return found
-
-
-def _checked_name(name: Any) -> str:
+def _identifier(name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise SavedGraphError(f"load: {name!r} is no name.")
+        raise SavedGraphError(f"{name!r:.200} is not a name.")
     return name
 
 
-def _shown(name: Any) -> str:
-    """A name that is only shown: whatever a terminal would not obey."""
+def _printable(name: Any) -> str:
+    """A name that is only displayed: it must not hold control characters, which could drive a terminal."""
     if not isinstance(name, str) or not name.isprintable():
-        raise SavedGraphError(f"load: {name!r} is no name.")
+        raise SavedGraphError(f"{name!r:.200} is not a name.")
     return name
 
 
 def _new_name(name: Any, taken: dict[str, Node]) -> str:
-    if _checked_name(name) in taken:
-        raise SavedGraphError(f"load: %{name} is there twice.")
+    if _identifier(name) in taken:
+        raise SavedGraphError(f"two nodes are called %{name}.")
     return name
 
 
-def _decoded_nest(read: Any) -> Nest:
+def _decode_nest(data: Any) -> Nest:
     numbers: list[int] = []
-    value = _decoded_part(read, numbers)
+    value = _decode_part(data, numbers)
     if numbers != list(range(len(numbers))):
-        raise SavedGraphError(f"load: the tensors of a value are numbered {numbers}.")
+        raise SavedGraphError(f"the tensors of a value are numbered {numbers}, expected 0 to {len(numbers) - 1}.")
     return nest_of(value, "load: ", "")[0]
 
 
-def _decoded_part(read: Any, numbers: list[int]) -> Any:
-    if type(read) is int:
-        numbers.append(read)
+def _decode_part(data: Any, numbers: list[int]) -> Any:
+    if type(data) is int:
+        numbers.append(data)
         return torch.empty(0)
-    if read is None:
+    if data is None:
         return None
-    ((key, value),) = read.items()
-    parts = ((_shown(name), part) for name, part in value.items()) if key == "dict" else enumerate(value)
-    decoded = {name: _decoded_part(part, numbers) for name, part in parts}
+    ((key, value),) = data.items()
+    parts = ((_printable(name), part) for name, part in value.items()) if key == "dict" else enumerate(value)
+    decoded = {name: _decode_part(part, numbers) for name, part in parts}
     return decoded if key == "dict" else {"tuple": tuple, "list": list}[key](decoded.values())

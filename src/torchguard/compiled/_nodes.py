@@ -1,4 +1,4 @@
-"""How to read a node of an ATen graph."""
+"""Nodes of ATen graphs: operation names and constants."""
 
 import contextlib
 import operator
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-# These take the shape of a tensor, and none of its values.
+# These read the shape of a tensor, not its values.
 OF_SHAPES = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
-# These return memory as others left it.
+# These return uninitialised memory.
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
@@ -23,13 +23,8 @@ def op_name(node: Node) -> str:
     return name if name == "_to_copy" else name.removesuffix("_copy")
 
 
-def full_name(node: Node) -> str:
-    """An operation as it is saved and shown: `aten.mm.default`, `getitem`."""
-    return "getitem" if node.target is operator.getitem else str(node.target)
-
-
 def attribute(gm: GraphModule, path: object) -> Tensor:
-    """The constant a `get_attr` node stands for, on the CPU: that is where graphs are checked."""
+    """The constant that a `get_attr` node refers to, moved to the CPU, where graphs are checked."""
     owner: Any = gm
     for part in str(path).split("."):
         owner = getattr(owner, part)
@@ -37,6 +32,6 @@ def attribute(gm: GraphModule, path: object) -> Tensor:
 
 
 def on_the_cpu() -> contextlib.AbstractContextManager[Any]:
-    """New tensors are made on the CPU, whatever `torch.set_default_device` says."""
+    """New tensors are created on the CPU, whatever `torch.set_default_device` says."""
     is_default = torch.get_default_device().type == "cpu"
     return contextlib.nullcontext() if is_default else torch.device("cpu")

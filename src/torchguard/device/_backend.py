@@ -22,6 +22,7 @@ from torch import fx
 
 from torchguard import artifacts
 from torchguard._torch import aot, inductor
+from torchguard.artifacts._capture import start_from_environment
 from torchguard.device._check import check
 from torchguard.device._device import FIELDS, RUN, STRICT, Device, check_names, did_you_mean, read_bool
 from torchguard.device._report import DeviceReport
@@ -49,7 +50,7 @@ class MockBackend:
         self._lock = threading.Lock()  # the autograd engine may compile in its own threads
         self._reports: list[DeviceReport] = []
         self._logged: set[DeviceViolation] = set()
-        artifacts.start_from_environment()
+        start_from_environment()
 
     def report(self) -> DeviceReport:
         """The report of all graphs compiled so far."""

@@ -7,7 +7,6 @@ composed: `_optional(_list_of(_read_dtype))`.
 
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchguard._sizes import parse_size
 from torchguard._torch import ops
 from torchguard.device import _op_patterns
 from torchguard.device._rules.base import Constraint
@@ -27,9 +27,6 @@ DECOMPOSITIONS = ("none", "core", "inductor")
 # The word for "no restriction" in TOML and in the environment, which have no None.
 ANY = "any"
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 Reader = Callable[[Any], Any]
@@ -143,12 +140,10 @@ def _read_alignment(value: object) -> tuple[tuple[int, int], ...]:
 
 
 def _read_bytes(value: object) -> int:
-    if not isinstance(value, str):
-        return _read_whole(value)
-    match = _SIZE.fullmatch(value.strip().lower())
-    if match is None or match[2] not in _UNITS or not float(match[1]):
-        raise ValueError
-    return int(match[1]) * _UNITS[match[2]] if match[1].isdecimal() else int(float(match[1]) * _UNITS[match[2]])
+    try:
+        return _read_whole(parse_size(value) if isinstance(value, str) else value)
+    except ValueError:
+        raise ValueError from None  # without a detail: `allowed` says the same
 
 
 def _read_op(value: object) -> str:

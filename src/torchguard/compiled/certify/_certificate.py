@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import torchguard
-from torchguard.compiled._encode import graph_hash
 from torchguard.compiled._rounding import precision
+from torchguard.compiled._save import graph_hash
 from torchguard.compiled.certify._claims import Claim, Verdict
 from torchguard.compiled.certify._probe import probe_claims
 from torchguard.exceptions import CompileError, MissingRuleError
@@ -151,7 +151,7 @@ def certify(made: "CompiledOut", level: str, *, at: Any, seed: int) -> Certifica
         tuple(f"{leaf.name}: {leaf.in_full()}" for leaf in made.leaves),
         tuple(sorted(versions.items())),
         tuple(sorted(flags.items())),
-        tuple(map(str, made.kinks)),
+        tuple(map(str, made.nonsmooth_points)),
         tuple(claims),
     )
 

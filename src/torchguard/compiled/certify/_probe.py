@@ -125,7 +125,7 @@ def _claim_of(trial: _Trial, excuse: Callable[[list[tuple[float, float]]], str])
 
 def _excuse(made: "CompiledOut", point: tuple[Tensor, ...], seen: Sequence[tuple[float, float]]) -> str:
     """Why a remainder may be large though the derivative is right; nothing where there is no reason."""
-    if made.kinks:
+    if made.nonsmooth_points:
         return ", and kinks may lower it"
     if any(op_name(node) == "detach" for node in made.graph.nodes):
         return ", and what is detached moves all the same"
