@@ -53,4 +53,4 @@ def _members_missing(markdown: str, html: str) -> Iterator[str]:
     for module, members in _CHOSEN_MEMBERS.findall(markdown):
         for member in members.split(", "):
             if f'id="{module}.{member}"' not in html:
-                yield f"{module}.{member} is missing from the page. Write a docstring, or `:::` and the module that defines it."
+                yield f"{module}.{member} is not rendered. Write a docstring, or `:::` and the module that defines it."
