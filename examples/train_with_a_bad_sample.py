@@ -103,9 +103,7 @@ def main() -> None:
     largest = torch.stack([(one - other).abs().max() for one, other in pairs]).max().item()
     lost = [not p.isfinite().all() for p in naive.parameters()]
     print(f"\n  guarded on all samples, against plain on the good samples: weights differ by at most {largest:.1e}")
-    print(
-        f"  plain on all samples, bad rows dropped at the loss: {sum(lost)} of {len(lost)} weights are NaN\n"
-    )
+    print(f"  plain on all samples, bad rows dropped at the loss: {sum(lost)} of {len(lost)} weights are NaN\n")
     if err.is_err(f).nonzero().flatten().tolist() != list(BAD) or not largest < 1e-4:
         raise SystemExit("a broken sample changed the weights, or another sample was flagged")
 
