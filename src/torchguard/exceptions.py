@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchguard.device._report import DeviceReport
-    from torchguard.device._violations import Violation
+    from torchguard.device._violations import DeviceViolation
 
 
 class TorchGuardError(Exception):
@@ -159,7 +159,7 @@ class DeviceRejectionError(TorchGuardError, RuntimeError):
     def __init__(
         self,
         report: "DeviceReport | None",
-        violations: "tuple[Violation, ...] | None" = None,
+        violations: "tuple[DeviceViolation, ...] | None" = None,
         devices: tuple[str, ...] | None = None,
     ) -> None:
         super().__init__(report)

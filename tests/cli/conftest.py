@@ -44,7 +44,7 @@ def captured(tmp_path_factory):
 
 @pytest.fixture
 def invoke(monkeypatch):
-    """Call the command in this process, as wide as a file may be."""
+    """Call the command in this process, with output as wide as in a file."""
     monkeypatch.delenv("COLUMNS", raising=False)
     runner = CliRunner()
     return lambda *args: runner.invoke(app, [str(arg) for arg in args])
@@ -52,7 +52,7 @@ def invoke(monkeypatch):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch, request):
-    """Write a module of its own name into the current directory, and give the name."""
+    """Write a module with a unique name into the current directory, and return the name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
@@ -70,7 +70,7 @@ def module(tmp_path, monkeypatch, request):
 
 @pytest.fixture
 def script(tmp_path):
-    """Write a script into the directory that `command` runs in, and give its name."""
+    """Write a script into the directory that `command` runs in, and return its name."""
 
     def write(source, name="script.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
@@ -82,7 +82,7 @@ def script(tmp_path):
 
 @pytest.fixture
 def command(tmp_path):
-    """Run `python -m torchguard` in an empty directory, as a process of its own."""
+    """Run `python -m torchguard` in an empty directory, in its own process."""
 
     def run(*args, cwd=tmp_path, **environment):
         path = [str(Path(artifacts.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]

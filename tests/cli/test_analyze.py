@@ -1,4 +1,4 @@
-"""`torchguard analyze`, of artifacts and of what a callable builds."""
+"""`torchguard analyze`, of artifacts and of models that a callable builds."""
 
 import contextlib
 import hashlib
@@ -11,11 +11,11 @@ import torch
 
 from torchguard import artifacts
 from torchguard._torch.fakes import fake_tensors
+from torchguard.cli._analyze import chart
 from torchguard.cli._rebuild import arguments, pairs_in, rebuilt
-from torchguard.cli._targets import load
+from torchguard.cli._targets import load_target
 from torchguard.cli._terminal import CommandError
-from torchguard.cli._trace import Collected, check_one
-from torchguard.cli._views import chart
+from torchguard.cli._trace import GraphCollector, check
 from torchguard.device import Device, mock_backend
 
 BUILD = """
@@ -51,12 +51,12 @@ class Nested:
 
 @pytest.fixture
 def trained(captured):
-    """The artifact of a model that was trained, of sizes that are numbers."""
+    """The artifact of a trained model, without symbolic sizes."""
     return next(one for one in captured if one.id.endswith("0_0") and "backward.json" in one.files)
 
 
 @pytest.mark.parametrize("kind", ["guards", "memory", "graph"])
-def test_the_newest_artifact_is_taken_if_none_is_named(invoke, captured, kind):
+def test_without_an_id_the_newest_artifact_is_analyzed(invoke, captured, kind):
     result = invoke("analyze", "--type", kind, "--dir", captured.root)
     assert result.exit_code == 0
     assert captured.find().id in result.stderr
@@ -72,52 +72,52 @@ def test_each_type_gives_json_alone(invoke, captured, trained, kind):
 
 def test_guards_of_an_artifact_are_counted_and_recompiles_explained(invoke, captured):
     again = next(one for one in captured if one.id.endswith("0_1"))
-    told = invoke("analyze", "--type", "guards", again.id, "--dir", captured.root).stdout
-    assert "TENSOR_MATCH" in told
-    assert told.startswith("1 compilation\n")
-    assert "expected 16, actual 8" in told
-    assert "mark_dynamic" in told
+    output = invoke("analyze", "--type", "guards", again.id, "--dir", captured.root).stdout
+    assert "TENSOR_MATCH" in output
+    assert output.startswith("1 compilation\n")
+    assert "expected 16, actual 8" in output
+    assert "mark_dynamic" in output
 
 
 def test_guards_of_a_callable_come_with_their_cost(invoke, module, fake_guard_clock):
-    told = json.loads(invoke("analyze", "-t", "guards", f"{module(BUILD)}:build", "--json").stdout)
-    (frame,) = told["frames"]
+    output = json.loads(invoke("analyze", "-t", "guards", f"{module(BUILD)}:build", "--json").stdout)
+    (frame,) = output["frames"]
     assert frame["function"] == "Net.forward"
     assert len(frame["guards"]) == frame["guard_count"] > 0
-    assert told["cost"]["hot_us"] > 0
-    assert any("layers" in source for source, _ in told["cost"]["by_source"])
+    assert output["cost"]["hot_us"] > 0
+    assert any("layers" in source for source, _ in output["cost"]["by_source"])
 
 
-def test_graph_breaks_of_a_callable_are_shown_with_their_line(invoke, module):
-    told = invoke("analyze", "-t", "guards", f"{module(BUILD)}:breaking").stdout
-    assert "graph break" in told
-    assert "torch._dynamo.graph_break()" in told
+def test_graph_breaks_of_a_callable_are_printed_with_their_source_line(invoke, module):
+    output = invoke("analyze", "-t", "guards", f"{module(BUILD)}:breaking").stdout
+    assert "graph break" in output
+    assert "torch._dynamo.graph_break()" in output
 
 
-def test_memory_is_shown_forward_and_backward_with_what_is_alive(invoke, module):
-    told = invoke("analyze", "-t", "memory", f"{module(BUILD)}:build").stdout
-    assert "0/0 forward: peak" in told
-    assert "0/0 backward: peak" in told
-    assert "ALIVE" in told
-    assert "█" in told
+def test_memory_is_printed_forward_and_backward_with_the_tensors_alive(invoke, module):
+    output = invoke("analyze", "-t", "memory", f"{module(BUILD)}:build").stdout
+    assert "0/0 forward: peak" in output
+    assert "0/0 backward: peak" in output
+    assert "ALIVE" in output
+    assert "█" in output
 
 
 @pytest.mark.long
-def test_where_the_encoding_has_no_blocks_the_chart_does_without(command, captured, trained):
+def test_if_the_encoding_has_no_blocks_the_chart_is_ascii(command, captured, trained):
     ran = command("analyze", "-t", "memory", trained.id, "--dir", captured.root, PYTHONIOENCODING="ascii")
     assert ran.returncode == 0
     assert "|####" in ran.stdout
 
 
 @pytest.mark.parametrize("name", ["inference", "compiled", "Nested.make"])
-def test_a_callable_may_give_what_can_be_called(invoke, module, name):
+def test_a_callable_may_return_any_model_that_can_be_called(invoke, module, name):
     result = invoke("analyze", "-t", "graph", f"{module(BUILD)}:{name}")
     assert result.exit_code == 0
     assert "aten.addmm.default" in result.stdout
     assert "layers.0: t, addmm" in result.stdout
 
 
-def test_a_device_is_given_by_name_or_file_and_broken_rules_end_with_1(invoke, module, tmp_path):
+def test_a_device_is_given_by_name_or_file_and_broken_rules_exit_with_1(invoke, module, tmp_path):
     target = f"{module(BUILD)}:build"
     (tmp_path / "mine.toml").write_text('name = "mine"\ndeny = ["aten.gelu"]\n')
     result = invoke("analyze", "-t", "device", "--device", "mine.toml", target)
@@ -143,15 +143,15 @@ def resnet():
 
 
 @pytest.mark.parametrize("build", [gpt2, resnet])
-def test_what_is_made_again_from_an_artifact_is_judged_as_the_graph_itself(tmp_path, build):
+def test_a_graph_rebuilt_from_an_artifact_gets_the_report_of_the_graph_itself(tmp_path, build):
     model, given = build()
-    live = Collected()
+    live = GraphCollector()
     with artifacts.capture(tmp_path, on_graphs=live) as captured:
         torch.compile(model, backend="aot_eager")(given)[0].sum().backward()
     device = Device.from_toml("edge-npu")
     (pair,) = live
     (again,) = pairs_in(captured.artifacts[0])
-    expected, found = check_one(pair, device), check_one(again, device)
+    expected, found = check(pair, device), check(again, device)
     assert found.coverage == expected.coverage
     assert [plan.curve for plan in found.memory] == [plan.curve for plan in expected.memory]
     assert found.by_op() == expected.by_op()
@@ -174,9 +174,9 @@ def build():
 """
 
 
-def test_parameters_are_told_from_activations_as_by_the_backend(invoke, module, tmp_path):
+def test_parameters_and_activations_are_distinguished_as_by_the_backend(invoke, module, tmp_path):
     name = module(ROLES)
-    target = load(f"{name}:build")
+    target = load_target(f"{name}:build")
     model, (x,) = target.model, target.args
     backend = mock_backend("edge-npu")
     torch.compile(model, backend=backend)(x).sum().backward()
@@ -186,18 +186,18 @@ def test_parameters_are_told_from_activations_as_by_the_backend(invoke, module, 
     expected = backend.report().by_rule()
     assert expected["TGD101"] == 3
     for given in (["--dir", tmp_path / "store"], [f"{name}:build"]):
-        told = json.loads(invoke("analyze", "-t", "device", "--device", "edge-npu", "--json", *given).stdout)
-        assert told["by_rule"] == expected
-        shown = invoke("analyze", "-t", "device", "--device", "edge-npu", *given).stdout
-        assert "edge-npu has float16, bfloat16 (one.bias and 3 more) [2 times]" in shown
-        shown = invoke("analyze", "-t", "memory", *given).stdout
-        assert "one.weight" in shown
-        assert "primals" not in shown
+        output = json.loads(invoke("analyze", "-t", "device", "--device", "edge-npu", "--json", *given).stdout)
+        assert output["by_rule"] == expected
+        output = invoke("analyze", "-t", "device", "--device", "edge-npu", *given).stdout
+        assert "edge-npu supports float16, bfloat16 (one.bias and 3 more) [2 times]" in output
+        output = invoke("analyze", "-t", "memory", *given).stdout
+        assert "one.weight" in output
+        assert "primals" not in output
 
 
 @pytest.mark.parametrize("op", ["placeholder", "get_attr"])
 def test_a_name_in_an_artifact_is_never_run(tmp_path, op):
-    """Names go into the code of a graph that is made again."""
+    """Names become part of the code of a rebuilt graph."""
     file = str(tmp_path / "ran").replace(".", "\\x2e")  # the name of a buffer has no dot
     name = f'x=open("{file}", "w")' if op == "placeholder" else f'x"), open("{file}", "w"), (lambda *_: 1)(1, "'
     tensor = {"tensor": {"shape": [1], "stride": [1], "dtype": "float32", "device": "cpu"}}
@@ -208,7 +208,7 @@ def test_a_name_in_an_artifact_is_never_run(tmp_path, op):
     assert not (tmp_path / "ran").exists()
 
 
-def test_symbols_stand_for_the_sizes_at_hand(invoke, tmp_path):
+def test_symbols_are_replaced_by_the_concrete_sizes(invoke, tmp_path):
     model = torch.nn.Linear(3, 5)
     x = torch.randn(4, 6, 3)
     plans = []
@@ -223,7 +223,7 @@ def test_symbols_stand_for_the_sizes_at_hand(invoke, tmp_path):
     assert plans[0] == plans[1]
 
 
-def test_sizes_that_were_symbols_are_named_and_break_the_rule_of_a_device_that_needs_numbers(invoke, tmp_path):
+def test_symbolic_sizes_are_named_and_break_the_rule_of_a_device_without_dynamic_shapes(invoke, tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.GELU()).bfloat16()
     with artifacts.capture(tmp_path / "store"), torch.no_grad():
         compiled = torch.compile(model, backend="aot_eager", dynamic=True)
@@ -232,15 +232,15 @@ def test_sizes_that_were_symbols_are_named_and_break_the_rule_of_a_device_that_n
     result = invoke(*analyze, "edge-npu")
     assert result.exit_code == 1
     assert re.search(r"^at sizes (s\d+)=4$", result.stdout, re.MULTILINE)
-    assert re.search(r"TGD304 inference: aten.addmm.default: sizes s\d+ are not known", result.stdout)
-    told = json.loads(invoke(*analyze, "edge-npu", "--json").stdout)
-    assert [*told["sizes"].values()] == [4]
+    assert re.search(r"TGD304 inference: aten.addmm.default: sizes s\d+ are symbolic", result.stdout)
+    output = json.loads(invoke(*analyze, "edge-npu", "--json").stdout)
+    assert [*output["sizes"].values()] == [4]
     (tmp_path / "any.toml").write_text('name = "any"\n')
     result = invoke(*analyze, tmp_path / "any.toml")
     assert (result.exit_code, "TGD304" in result.stdout) == (0, False)
 
 
-def test_an_artifact_without_graphs_of_autograd_says_so(invoke, tmp_path):
+def test_an_artifact_without_graphs_of_aotautograd_is_refused(invoke, tmp_path):
     with artifacts.capture(tmp_path):
         torch.compile(lambda x: x.sin(), backend="eager")(torch.randn(4))
     result = invoke("analyze", "-t", "memory", "--dir", tmp_path)
@@ -251,15 +251,15 @@ def test_an_artifact_without_graphs_of_autograd_says_so(invoke, tmp_path):
 WRONG = {
     "no_such_module:build": (2, "module 'no_such_module' cannot be imported"),
     "{module}:nothing": (2, "has no 'nothing'"),
-    "{module}:": (2, "is no target"),
-    "{module}:a_number": (2, "this is a int, not a callable"),
-    "{module}:alone": (2, "returned a Linear. It has to return (model, args) or (model, args, kwargs)"),
-    "{module}:unpacked": (2, "args is a Tensor. Return a tuple"),
-    "{module}:no_model": (2, "model is a int"),
+    "{module}:": (2, "is not a target"),
+    "{module}:a_number": (2, "expected a callable, got a value of type int"),
+    "{module}:alone": (2, "returned a value of type Linear. It must return (model, args) or (model, args, kwargs)"),
+    "{module}:unpacked": (2, "args: expected a tuple, (x,) for one argument, got a value of type Tensor"),
+    "{module}:no_model": (2, "model: expected a module or a function, got a value of type int"),
     "{module}:many": (2, "returned a tuple of 4"),
-    "{module}:no_kwargs": (2, "kwargs is a list"),
+    "{module}:no_kwargs": (2, "kwargs: expected a dict, got a value of type list"),
     "{module}:raises": (1, "calling it without arguments failed: RuntimeError: no weights"),
-    "{module}:does_not_fit": (1, "calling the model failed: RuntimeError: mat1 and mat2"),
+    "{module}:wrong_shape": (1, "calling the model failed: RuntimeError: mat1 and mat2"),
 }
 WRONG_MODULE = """
 import torch
@@ -272,14 +272,14 @@ def no_model(): return 3, (x,)
 def many(): return nn.Linear(3, 3), (x,), {}, 1
 def no_kwargs(): return nn.Linear(3, 3), (x,), [1]
 def raises(): raise RuntimeError("no weights")
-def does_not_fit(): return nn.Linear(4, 4), (x,)
+def wrong_shape(): return nn.Linear(4, 4), (x,)
 """
 
 
 @pytest.mark.parametrize(
     ("target", "expected"), WRONG.items(), ids=[name.partition(":")[2] or "empty" for name in WRONG]
 )
-def test_a_wrong_target_is_said_in_one_sentence(invoke, module, target, expected):
+def test_the_error_for_a_wrong_target_is_one_sentence(invoke, module, target, expected):
     code, says = expected
     result = invoke("analyze", "-t", "graph", target.format(module=module(WRONG_MODULE)))
     assert (result.exit_code, result.stdout) == (code, "")
@@ -287,7 +287,7 @@ def test_a_wrong_target_is_said_in_one_sentence(invoke, module, target, expected
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_a_module_that_raises_when_imported_is_told_with_its_line(invoke, module):
+def test_the_error_for_a_module_that_raises_has_its_source_line(invoke, module):
     name = module("x = 1\n1 / 0")
     result = invoke("analyze", "-t", "graph", f"{name}:build")
     assert result.exit_code == 2
@@ -295,7 +295,7 @@ def test_a_module_that_raises_when_imported_is_told_with_its_line(invoke, module
     assert ".py:2)" in result.stderr
 
 
-def test_a_device_goes_with_its_own_type_alone(invoke, captured):
+def test_a_device_is_for_its_own_type_alone(invoke, captured):
     assert invoke("analyze", "-t", "graph", "--device", "edge-npu", "--dir", captured.root).exit_code == 2
     result = invoke("analyze", "-t", "device", "--dir", captured.root)
     assert result.exit_code == 2
@@ -325,7 +325,7 @@ HOSTILE = [{"schema": 1, "nodes": [{"name": 5}]}, {"schema": 1}, [], None, "x", 
 
 @pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize("file", ["dynamo.json", "forward.json", "guards.json", "recompiles.json"])
-def test_a_file_of_another_form_is_said_in_one_sentence(invoke, captured, tmp_path, content, file):
+def test_the_error_for_a_malformed_file_is_one_sentence(invoke, captured, tmp_path, content, file):
     found = next(one for one in captured if file in one.files and "forward.json" in one.files)
     path = tmp_path / "store" / found.id
     shutil.copytree(found.path, path)
@@ -343,7 +343,7 @@ def test_a_file_of_another_form_is_said_in_one_sentence(invoke, captured, tmp_pa
 
 
 @pytest.mark.parametrize("parts", [80, 2_000])
-def test_ops_that_take_many_tensors_can_be_made_again(invoke, tmp_path, parts):
+def test_ops_that_take_many_tensors_can_be_rebuilt(invoke, tmp_path, parts):
     def joined(x):
         return torch.cat([x * (i + 1) for i in range(3)] + [x] * parts)
 
@@ -353,7 +353,7 @@ def test_ops_that_take_many_tensors_can_be_made_again(invoke, tmp_path, parts):
     assert result.exit_code == 0, result.stderr
 
 
-def test_arguments_are_read_as_they_were():
+def test_arguments_are_parsed_as_they_were():
     text = (
         "(x, [0, -1], -inf, None, 'mean', slice(None, 2, None)) {'dtype': torch.bfloat16, 'device': device(type='cpu')}"
     )
@@ -362,7 +362,7 @@ def test_arguments_are_read_as_they_were():
     assert kwargs == {"dtype": torch.bfloat16, "device": torch.device("cpu")}
 
 
-def test_a_chart_has_its_peak_at_the_top_and_fits_its_width():
+def test_a_chart_has_its_peak_at_the_top_and_its_width_is_limited():
     rows = chart([0, 1024, 2048, 0], width=4, height=2)
     assert rows == ["   2.0 KiB |  █", "       0 B | ██"]
     assert all(len(row) <= 72 for row in chart(range(5000)))

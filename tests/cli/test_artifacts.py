@@ -14,7 +14,7 @@ from torchguard import artifacts
 
 @pytest.fixture
 def store(captured, tmp_path):
-    """A copy of the artifacts, to be changed."""
+    """A copy of the artifacts that the test may change."""
     shutil.copytree(captured.root, tmp_path / "copy")
     return artifacts.Store(tmp_path / "copy")
 
@@ -26,15 +26,15 @@ def ids(store):
 def test_list_shows_the_newest_first(invoke, captured):
     result = invoke("list", "--dir", captured.root)
     assert result.exit_code == 0
-    shown = [line.split()[0] for line in result.stdout.splitlines()[1:]]
-    assert shown == ids(captured)
+    listed = [line.split()[0] for line in result.stdout.splitlines()[1:]]
+    assert listed == ids(captured)
     assert "Net.forward" in result.stdout
 
 
 def test_list_as_json_is_json_alone(invoke, captured):
-    told = json.loads(invoke("list", "--dir", captured.root, "--json").stdout)
-    assert [one["id"] for one in told["artifacts"]] == ids(captured)
-    assert {"forward", "backward"} <= {graph["kind"] for one in told["artifacts"] for graph in one["graphs"]}
+    output = json.loads(invoke("list", "--dir", captured.root, "--json").stdout)
+    assert [one["id"] for one in output["artifacts"]] == ids(captured)
+    assert {"forward", "backward"} <= {graph["kind"] for one in output["artifacts"] for graph in one["graphs"]}
 
 
 def test_list_takes_the_directory_of_the_environment(invoke, captured, monkeypatch):
@@ -45,7 +45,7 @@ def test_list_takes_the_directory_of_the_environment(invoke, captured, monkeypat
 @pytest.mark.parametrize(
     "verb", [["list"], ["show"], ["diff", "a", "b"], ["analyze", "--type", "guards"]], ids=" ".join
 )
-def test_without_artifacts_it_says_how_to_make_some(invoke, tmp_path, verb):
+def test_without_artifacts_a_message_says_how_to_capture_some(invoke, tmp_path, verb):
     result = invoke(*verb, "--dir", tmp_path / "none")
     assert result.exit_code == 3
     assert result.stdout == ""
@@ -64,9 +64,9 @@ def test_a_corrupt_artifact_is_listed_as_such(invoke, store):
     result = invoke("list", "--dir", store.root)
     assert result.exit_code == 0
     assert "corrupt" in result.stdout
-    told = json.loads(invoke("list", "--dir", store.root, "--json").stdout)
-    assert told["artifacts"][0]["state"] == "corrupt"
-    assert told["artifacts"][0]["problem"]
+    output = json.loads(invoke("list", "--dir", store.root, "--json").stdout)
+    assert output["artifacts"][0]["state"] == "corrupt"
+    assert output["artifacts"][0]["problem"]
 
 
 def test_show_takes_the_start_of_an_id(invoke, captured):
@@ -74,34 +74,34 @@ def test_show_takes_the_start_of_an_id(invoke, captured):
     assert str(first.path) in invoke("show", first.id[:-1], "--dir", captured.root).stdout
 
 
-def test_show_tells_graphs_recompiles_and_advice(invoke, captured):
+def test_show_prints_graphs_recompiles_and_advice(invoke, captured):
     recompiled = next(one for one in captured if "recompiles.json" in one.files and "0_1" in one.id)
-    told = invoke("show", recompiled.id, "--dir", captured.root).stdout
-    assert "forward.py" in told
-    assert "size mismatch at index 0. expected 16, actual 8" in told
-    assert "mark_dynamic(x, 0)" in told
+    output = invoke("show", recompiled.id, "--dir", captured.root).stdout
+    assert "forward.py" in output
+    assert "size mismatch at index 0. expected 16, actual 8" in output
+    assert "mark_dynamic(x, 0)" in output
 
 
-def test_show_tells_graph_breaks_with_the_line(invoke, captured):
+def test_show_prints_graph_breaks_with_the_source_line(invoke, captured):
     broken = next(one for one in captured if "broken" in one.manifest()["function"] and "recompiles.json" in one.files)
-    told = invoke("show", broken.id, "--dir", captured.root).stdout
-    assert "1 graph break" in told
-    assert "torch._dynamo.graph_break()" in told
+    output = invoke("show", broken.id, "--dir", captured.root).stdout
+    assert "1 graph break" in output
+    assert "torch._dynamo.graph_break()" in output
 
 
 def test_show_as_json(invoke, captured):
-    told = json.loads(invoke("show", "--dir", captured.root, "--json").stdout)
-    assert told["id"] == captured.find().id
-    assert told["guards"]["frames"][0]["guard_count"] > 0
+    output = json.loads(invoke("show", "--dir", captured.root, "--json").stdout)
+    assert output["id"] == captured.find().id
+    assert output["guards"]["frames"][0]["guard_count"] > 0
 
 
-def test_show_writes_out_a_file(invoke, captured):
+def test_show_writes_a_file_to_stdout(invoke, captured):
     artifact = next(one for one in captured if "forward.py" in one.files)
     result = invoke("show", artifact.id, "--file", "forward.py", "--dir", captured.root)
     assert result.stdout == artifact.read_text("forward.py")
 
 
-def test_show_of_a_file_that_is_not_there_names_those_that_are(invoke, captured):
+def test_show_of_a_missing_file_names_those_that_exist(invoke, captured):
     result = invoke("show", "--file", "../secret", "--dir", captured.root)
     assert result.exit_code == 1
     assert "guards.json" in result.stderr
@@ -115,14 +115,14 @@ def test_an_unknown_id_gets_close_matches(invoke, captured):
     assert f"Did you mean {known}" in result.stderr
 
 
-def test_an_id_that_could_be_several_is_refused(invoke, captured):
+def test_an_ambiguous_id_is_refused(invoke, captured):
     result = invoke("show", "2", "--dir", captured.root)
     assert result.exit_code == 3
     assert "Write more" in result.stderr
 
 
 @pytest.mark.parametrize("verb", [["show"], ["analyze", "--type", "guards"]], ids=" ".join)
-def test_where_all_artifacts_are_half_written_there_is_nothing_to_show(invoke, store, verb):
+def test_partly_written_artifacts_alone_are_not_found(invoke, store, verb):
     for one in store:
         (one.path / "manifest.json").unlink()
         one.path.rename(store.root / f".{one.id}.partial")
@@ -131,12 +131,12 @@ def test_where_all_artifacts_are_half_written_there_is_nothing_to_show(invoke, s
     assert "There is no whole artifact" in result.stderr
 
 
-def test_diff_of_an_artifact_with_itself_is_fine(invoke, captured):
+def test_diff_of_an_artifact_with_itself_exits_with_0(invoke, captured):
     known = captured.find().id
     assert invoke("diff", known, known, "--dir", captured.root).exit_code == 0
 
 
-def test_diff_tells_what_differs_in_shapes(invoke, captured):
+def test_diff_prints_shapes_that_differ(invoke, captured):
     a, b = sorted(one.id for one in captured if "Net" in one.manifest()["function"])
     result = invoke("diff", a, b, "--dir", captured.root)
     assert result.exit_code == 1
@@ -144,14 +144,14 @@ def test_diff_tells_what_differs_in_shapes(invoke, captured):
     assert json.loads(invoke("diff", a, b, "--dir", captured.root, "--json").stdout)
 
 
-def test_clean_keeps_what_it_is_told_to(invoke, store):
+def test_clean_keeps_the_newest(invoke, store):
     kept = ids(store)[:1]
     result = invoke("clean", "--keep", 1, "--yes", "--dir", store.root)
     assert result.exit_code == 0
     assert ids(store) == kept
 
 
-def test_clean_by_itself_removes_what_is_older_than_a_week(invoke, store):
+def test_clean_without_options_removes_artifacts_older_than_a_week(invoke, store):
     before = ids(store)
     result = invoke("clean", "--yes", "--dir", store.root)
     assert result.exit_code == 0
@@ -174,12 +174,12 @@ def test_clean_by_age(invoke, store):
 
 def test_a_dry_run_removes_nothing(invoke, store):
     before = ids(store)
-    told = json.loads(invoke("clean", "--all", "--dry-run", "--json", "--dir", store.root).stdout)
-    assert sorted(one["id"] for one in told["removed"]) == sorted(before)
+    output = json.loads(invoke("clean", "--all", "--dry-run", "--json", "--dir", store.root).stdout)
+    assert sorted(one["id"] for one in output["removed"]) == sorted(before)
     assert ids(store) == before
 
 
-def test_without_a_terminal_and_yes_clean_refuses_in_words(invoke, store):
+def test_without_a_terminal_and_without_yes_clean_refuses(invoke, store):
     before = ids(store)
     result = invoke("clean", "--all", "--dir", store.root)
     assert result.exit_code == 2
@@ -187,9 +187,9 @@ def test_without_a_terminal_and_yes_clean_refuses_in_words(invoke, store):
     assert ids(store) == before
 
 
-def test_clean_says_why_each_goes(invoke, store):
-    told = json.loads(invoke("clean", "--all", "--dry-run", "--json", "--dir", store.root).stdout)
-    assert {one["why"] for one in told["removed"]} == {"all"}
+def test_clean_says_why_each_is_removed(invoke, store):
+    output = json.loads(invoke("clean", "--all", "--dry-run", "--json", "--dir", store.root).stdout)
+    assert {one["why"] for one in output["removed"]} == {"all"}
 
 
 def test_clean_removes_only_what_torchguard_wrote(invoke, store):
@@ -202,7 +202,7 @@ def test_clean_removes_only_what_torchguard_wrote(invoke, store):
 @pytest.mark.parametrize(
     "wrong", [["--older-than", "soon"], ["--max-size", "much"], ["--all", "--keep", "3"]], ids=" ".join
 )
-def test_clean_says_what_is_wrong_with_an_amount(invoke, store, wrong):
+def test_clean_refuses_wrong_options(invoke, store, wrong):
     result = invoke("clean", *wrong, "--yes", "--dir", store.root)
     assert result.exit_code == 2
     assert len(ids(store)) > 1
@@ -210,27 +210,27 @@ def test_clean_says_what_is_wrong_with_an_amount(invoke, store, wrong):
 
 @pytest.mark.parametrize(("answer", "left"), [("y", 0), ("n", 4)])
 def test_on_a_terminal_clean_asks(store, answer, left):
-    ours, theirs = pty.openpty()
+    terminal, child = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "torchguard", "clean", "--all", "--dir", store.root],
-        stdin=theirs,
+        stdin=child,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    os.write(ours, f"{answer}\n".encode())
+    os.write(terminal, f"{answer}\n".encode())
     _, asked = process.communicate(timeout=100)
-    os.close(ours)
-    os.close(theirs)
+    os.close(terminal)
+    os.close(child)
     assert "Remove them?" in asked
     assert len(ids(store)) == left
 
 
-def test_clean_removes_what_it_showed_and_nothing_that_came_or_changed_since(store):
-    ours, theirs = pty.openpty()
+def test_clean_removes_what_it_listed_and_nothing_added_or_changed_since(store):
+    terminal, child = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "torchguard", "clean", "--all", "--dir", store.root],
-        stdin=theirs,
+        stdin=child,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -240,22 +240,22 @@ def test_clean_removes_what_it_showed_and_nothing_that_came_or_changed_since(sto
     while "Remove them?" not in asked:
         asked += process.stderr.read(1)
     changed, *rest = store
-    came = store.root / changed.id.replace("20", "21", 1)
-    shutil.copytree(rest[0].path, came)
+    added = store.root / changed.id.replace("20", "21", 1)
+    shutil.copytree(rest[0].path, added)
     (changed.path / "more.json").write_text("{}")
-    os.write(ours, b"y\n")
+    os.write(terminal, b"y\n")
     process.communicate(timeout=100)
-    os.close(ours)
-    os.close(theirs)
-    assert sorted(path.name for path in store.root.iterdir()) == sorted([changed.id, came.name])
+    os.close(terminal)
+    os.close(child)
+    assert sorted(path.name for path in store.root.iterdir()) == sorted([changed.id, added.name])
 
 
-def test_text_in_artifacts_cannot_drive_the_terminal(invoke, store):
+def test_text_in_artifacts_cannot_control_the_terminal(invoke, store):
     path = store.find().path / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["function"] = "[bold]f[/bold]\x1b[2J\x9b31m\u202e"
     path.write_text(json.dumps(manifest))
     for verb in ("list", "show"):
-        told = invoke(verb, "--dir", store.root).stdout
-        assert "[bold]f[/bold]" in told
-        assert not {"\x1b", "\x9b", "\u202e"} & set(told)
+        output = invoke(verb, "--dir", store.root).stdout
+        assert "[bold]f[/bold]" in output
+        assert not {"\x1b", "\x9b", "\u202e"} & set(output)

@@ -5,16 +5,16 @@ import json
 import pytest
 import torch
 
-from torchguard.cli._doctor import Finding, finding
+from torchguard.cli._doctor import Finding, finding_lines
 
 
-def test_doctor_finds_this_machine_fit(command):
+def test_doctor_finds_that_torchguard_works_here(command):
     ran = command("doctor", "--json")
     assert ran.returncode == 0
-    told = json.loads(ran.stdout)
-    found = {one["name"]: one for one in told["findings"]}
-    assert told["is_fine"]
-    assert torch.__version__.startswith(found["torch"]["found"])  # which may leave out the build
+    output = json.loads(ran.stdout)
+    found = {one["name"]: one for one in output["findings"]}
+    assert output["is_fine"]
+    assert torch.__version__.startswith(found["torch"]["found"])  # the metadata may lack the build
     assert {"python", "C++ compiler", "graphviz", "GPU", "triton"} <= found.keys()
     assert found["hooks of guards"]["is_fine"]
     assert found["hooks of artifacts"]["is_fine"]
@@ -23,7 +23,7 @@ def test_doctor_finds_this_machine_fit(command):
 
 
 @pytest.mark.long
-def test_a_missing_compiler_is_told_with_what_to_do(command):
+def test_a_missing_compiler_is_printed_with_a_remedy(command):
     ran = command("doctor", PATH="/nowhere", CXX="", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     assert ran.returncode == 0
     assert "missing C++ compiler" in ran.stdout
@@ -31,16 +31,16 @@ def test_a_missing_compiler_is_told_with_what_to_do(command):
     assert "missing compile inductor" in ran.stdout
 
 
-def test_what_is_needed_and_broken_is_told_as_such():
+def test_what_is_needed_and_missing_is_printed_as_broken():
     broken = Finding("torch", False, "not installed", "Install torch.")
     assert broken.is_broken
-    line, remedy = finding(broken)
+    line, remedy = finding_lines(broken)
     assert str(line).startswith("broken  torch")
     assert "Install torch." in str(remedy.renderable)
-    assert not Finding("graphviz", False, "no dot", needed=False).is_broken
+    assert not Finding("graphviz", False, "dot not found", needed=False).is_broken
 
 
-def test_doctor_ends_with_1_where_torch_is_too_old(invoke, tmp_path, monkeypatch):
+def test_doctor_exits_with_1_if_torch_is_too_old(invoke, tmp_path, monkeypatch):
     about = tmp_path / "torch-2.4.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0\n")

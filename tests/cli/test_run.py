@@ -1,4 +1,4 @@
-"""`torchguard run`: a script behaves as it does without, and then one sees what was compiled."""
+"""`torchguard run`: a script behaves as under `python`, and the report says what was compiled."""
 
 import json
 import os
@@ -36,19 +36,19 @@ print("trained")
 
 @pytest.fixture
 def both(command, script, tmp_path):
-    """Run a script by itself and by torchguard, and give both."""
+    """Run a script by python and by torchguard, and return both results."""
 
     def run(source, *args):
         name = script(source)
-        plain = subprocess.run(
+        expected = subprocess.run(
             [sys.executable, name, *args], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
         )
-        return plain, command("run", "--quiet", name, *args)
+        return expected, command("run", "--quiet", name, *args)
 
     return run
 
 
-def test_a_run_shows_compilations_breaks_recompiles_and_artifacts(command, script, tmp_path):
+def test_the_report_has_compilations_breaks_recompiles_and_artifacts(command, script, tmp_path):
     ran = command("run", "--report", "report.json", script(TRAIN))
     assert ran.returncode == 0
     assert ran.stdout == "trained\n"
@@ -65,8 +65,8 @@ def test_a_run_shows_compilations_breaks_recompiles_and_artifacts(command, scrip
     assert {one["id"] for one in listed} == {one["id"] for one in report["artifacts"]}
 
 
-def test_a_script_sees_itself_as_without(both):
-    plain, ours = both(
+def test_a_script_sees_the_same_process_as_under_python(both):
+    expected, ran = both(
         "import sys, __main__\n"
         "print(__name__, __file__, sys.argv, sys.path[0], __spec__, __package__, __doc__, type(__builtins__))\n"
         "print(__main__.__dict__ is globals(), type(__loader__).__name__, __annotations__, sys.excepthook)\n"
@@ -76,13 +76,13 @@ def test_a_script_sees_itself_as_without(both):
         "-m",
         "two words",
     )
-    assert ours.stdout == plain.stdout
-    assert ours.stderr == plain.stderr == ""
+    assert ran.stdout == expected.stdout
+    assert ran.stderr == expected.stderr == ""
 
 
 def test_future_imports_of_torchguard_do_not_leak(both):
-    plain, ours = both("def f(x: 1 + 1): ...\nprint(f.__annotations__)\n")
-    assert ours.stdout == plain.stdout == "{'x': 2}\n"
+    expected, ran = both("def f(x: 1 + 1): ...\nprint(f.__annotations__)\n")
+    assert ran.stdout == expected.stdout == "{'x': 2}\n"
 
 
 ENDINGS = {
@@ -104,33 +104,33 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("source", ENDINGS.values(), ids=ENDINGS)
-def test_a_script_ends_as_without(both, source):
-    plain, ours = both(source)
-    assert ours.returncode == plain.returncode
-    assert ours.stdout == plain.stdout
-    assert ours.stderr == plain.stderr
+def test_a_script_ends_as_under_python(both, source):
+    expected, ran = both(source)
+    assert ran.returncode == expected.returncode
+    assert ran.stdout == expected.stdout
+    assert ran.stderr == expected.stderr
 
 
 def test_a_spawned_process_finds_the_script(both):
-    plain, ours = both(
+    expected, ran = both(
         "import multiprocessing\n"
         "def work(x):\n    return x * 2, __name__\n"
         "if __name__ == '__main__':\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        print(pool.map(work, [1, 2]))\n"
     )
-    assert ours.stdout == plain.stdout == "[(2, '__mp_main__'), (4, '__mp_main__')]\n"
-    assert ours.stderr == plain.stderr
+    assert ran.stdout == expected.stdout == "[(2, '__mp_main__'), (4, '__mp_main__')]\n"
+    assert ran.stderr == expected.stderr
 
 
 def test_a_module_runs_as_by_python_m(command, script, tmp_path):
     script("", "package/__init__.py")
     script("import sys\nprint(__name__, __spec__.name, __package__, sys.argv[1:], sys.path[0])", "package/__main__.py")
-    plain = subprocess.run(
+    expected = subprocess.run(
         [sys.executable, "-m", "package", "-x", "1"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    ours = command("run", "-q", "-m", "package", "-x", "1")
-    assert ours.stdout == plain.stdout
+    ran = command("run", "-q", "-m", "package", "-x", "1")
+    assert ran.stdout == expected.stdout
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_module_runs_as_by_python_m(command, script, tmp_path):
     ],
     ids=["file", "directory", "module", "device", "strict"],
 )
-def test_what_cannot_be_run_is_said_in_a_sentence(command, script, arguments, says):
+def test_the_error_for_what_cannot_be_run_is_a_sentence(command, script, arguments, says):
     script("print('ran')")
     ran = command("run", *arguments)
     assert ran.returncode == 2
@@ -153,14 +153,14 @@ def test_what_cannot_be_run_is_said_in_a_sentence(command, script, arguments, sa
     assert "Traceback" not in ran.stderr
 
 
-# Whoever runs the tests in the background may have them ignore interrupts, which is inherited.
+# Tests that run in the background may ignore SIGINT, and their child processes inherit this.
 _INTERRUPTIBLE = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 
 
-def test_an_interrupt_ends_it_as_without(script, tmp_path):
+def test_an_interrupt_ends_a_run_as_under_python(script, tmp_path):
     name = script("import sys, time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     arguments = [sys.executable, "-c", _INTERRUPTIBLE, "-m", "torchguard", "run", "--quiet", name]
     with subprocess.Popen(
@@ -169,14 +169,14 @@ def test_an_interrupt_ends_it_as_without(script, tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, signal.SIGINT)
-        _, told = process.communicate(timeout=120)
+        _, output = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT
-    assert told.splitlines()[-1] == "KeyboardInterrupt"
-    assert "torchguard" not in told
+    assert output.splitlines()[-1] == "KeyboardInterrupt"
+    assert "torchguard" not in output
 
 
 @pytest.mark.long
-def test_a_script_that_fails_is_reported_on_all_the_same(command, script):
+def test_a_script_that_fails_is_reported_too(command, script):
     ran = command("run", script(TRAIN + "raise RuntimeError('too late')\n"))
     assert ran.returncode == 1
     assert "RuntimeError: too late" in ran.stderr
@@ -218,14 +218,14 @@ def test_a_report_on_the_device_goes_into_the_artifacts(command, script, tmp_pat
 
 @pytest.mark.parametrize(("ending", "code"), [("", 4), ("sys.exit(5)\n", 5)], ids=["well", "badly"])
 @pytest.mark.long
-def test_strict_ends_with_4_if_rules_are_broken_and_the_script_ended_well(command, script, ending, code):
+def test_strict_exits_with_4_if_rules_are_broken_and_the_script_exited_with_0(command, script, ending, code):
     ran = command("run", "-q", "--no-capture", "--strict", "--device", "edge-npu", script(TRAIN + ending))
     assert ran.returncode == code
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("hidden", ["sys.stdout = None", "sys.stdout.close()", "sys.stderr = object()"])
-def test_strict_ends_with_4_whatever_the_script_did_to_its_streams(command, script, hidden):
+def test_strict_exits_with_4_whatever_the_script_did_to_its_streams(command, script, hidden):
     ran = command("run", "-q", "--no-capture", "--strict", "--device", "edge-npu", script(f"{TRAIN}{hidden}\n"))
     assert ran.returncode == 4
     assert "Traceback" not in ran.stderr
@@ -234,17 +234,17 @@ def test_strict_ends_with_4_whatever_the_script_did_to_its_streams(command, scri
 def test_a_script_without_torch_runs(command, script):
     ran = command("run", script("print(1)"))
     assert ran.stdout == "1\n"
-    assert "torch.compile was never used" in ran.stderr
+    assert "torch.compile was never called" in ran.stderr
 
 
-def test_a_report_that_cannot_be_written_is_said_past_a_script_that_hides_stderr(command, script):
+def test_a_report_that_cannot_be_written_is_an_error_on_the_original_stderr(command, script):
     ran = command("run", "-q", "--report", "no/such/place.json", script("import sys\nsys.stderr = None\n"))
     assert ran.returncode == 0
     assert "place.json cannot be written: No such file or directory." in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
-def test_a_report_finds_its_way_past_a_script_that_hides_stderr(command, script):
+def test_a_report_is_printed_on_the_original_stderr(command, script):
     ran = command("run", script("import sys\nsys.stdout.close()\nsys.stderr = None\n"))
     assert ran.returncode == 0
-    assert "torch.compile was never used" in ran.stderr
+    assert "torch.compile was never called" in ran.stderr

@@ -1,4 +1,4 @@
-"""`torchguard run --watch`: models that know nothing of it tell which samples went bad."""
+"""`torchguard run --watch`: the report says which samples of unmodified models went bad."""
 
 import copy
 import io
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from torchguard import guards
-from torchguard.cli import _facts
-from torchguard.cli import _views as guards_view
+from torchguard.cli import _views
 from torchguard.cli._terminal import console
 from torchguard.cli._watched import Watcher
 
@@ -41,7 +40,7 @@ def batch(*bad):
 
 @pytest.fixture
 def watcher(monkeypatch):
-    """What `--watch` puts in the place of `torch.compile`, for this test."""
+    """Replaces `torch.compile`, as `--watch` does, for one test."""
     monkeypatch.setattr(torch, "compile", torch.compile)
     monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
     watcher = Watcher()
@@ -55,7 +54,7 @@ def model():
 
 
 def bad(log):
-    return [(one.call, one.incident.sample, one.incident.path) for one in log.seen]
+    return [(one.call, one.incident.sample, one.incident.path) for one in log.incidents]
 
 
 def in_place(model):
@@ -157,13 +156,13 @@ def test_a_part_of_a_watched_model_is_not_watched_again(watcher, model):
     assert bad(log) == [(1, 1, "input")]
 
 
-def test_a_loss_without_parameters_is_not_taken_for_a_model(watcher, model):
+def test_a_loss_without_parameters_is_not_watched(watcher, model):
     loss = nn.MSELoss()
     torch.compile(lambda x: loss(model(x), torch.zeros(6, 2)), backend="eager")(batch())
     assert [log.name for log in watcher.logs] == ["Net"]
 
 
-def test_a_method_decorated_in_the_class_of_a_model_is_named_as_not_watched(watcher):
+def test_a_model_with_a_compiled_method_is_named_as_not_watched(watcher):
     class Decorated(Net):
         forward = torch.compile(Net.forward, backend="eager")
 
@@ -172,7 +171,7 @@ def test_a_method_decorated_in_the_class_of_a_model_is_named_as_not_watched(watc
     assert "Compile the module" in watcher.unwatched["Decorated"]
 
 
-def test_a_model_that_cannot_be_watched_runs_all_the_same(watcher):
+def test_a_model_that_cannot_be_watched_runs_unwatched(watcher):
     class Own(Net):
         def report(self):
             return "mine"
@@ -189,7 +188,7 @@ def test_functions_that_are_compiled_inside_others_stay_in_one_graph(watcher, mo
     assert step(batch()).shape == (6, 2)
 
 
-def test_training_saving_and_copying_go_on_as_before(watcher, model):
+def test_training_saving_and_copying_work_as_before(watcher, model):
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.SGD(compiled.parameters(), 0.1)
     for x in (batch(), batch()):
@@ -216,20 +215,20 @@ def saved(model):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled, saved], ids=lambda way: way.__name__)
-def test_a_model_watched_where_it_is_is_copied_and_pickled_as_one_of_its_own_class(watcher, model, copied):
+def test_a_model_watched_in_place_is_copied_and_pickled_with_its_own_class(watcher, model, copied):
     step = as_closure(model)
     step(batch())
-    twin = copied(model)
-    assert type(twin) is Net
-    assert "_watch" not in vars(twin)
-    assert torch.equal(twin(batch()), model(batch()))
+    copy_of_model = copied(model)
+    assert type(copy_of_model) is Net
+    assert "_watch" not in vars(copy_of_model)
+    assert torch.equal(copy_of_model(batch()), model(batch()))
     step(batch(3))
-    twin(batch(1))
+    copy_of_model(batch(1))
     assert bad(watcher.logs[0]) == [(2, 3, "input")]
 
 
-def test_a_run_tells_which_samples_went_bad_and_what_does_not_fit(command, invoke, tmp_path):
-    """Of a model without a line of the script's own, and with what watching added to its graph."""
+def test_the_report_has_bad_samples_and_device_violations(command, invoke, tmp_path):
+    """The model has no source line in the script, and its graph has ops that watching added."""
     (tmp_path / "script.py").write_text(
         "import torch\n"
         "model = torch.nn.Sequential(torch.nn.Linear(4, 2))\n"
@@ -243,7 +242,7 @@ def test_a_run_tells_which_samples_went_bad_and_what_does_not_fit(command, invok
     ran = command("run", *options, "script.py")
     assert ran.returncode == 4
     assert ran.stdout == "torch.Size([3, 2])\n"
-    assert "Sequential: something went bad in 1 of 2 calls." in ran.stderr
+    assert "Sequential: samples went bad in 1 of 2 calls." in ran.stderr
     assert "call 2: sample 1: NAN at input" in ran.stderr
     assert "forward_of_Sequential" in ran.stderr
     assert "Nothing was compiled" not in ran.stderr
@@ -257,7 +256,7 @@ def test_a_run_tells_which_samples_went_bad_and_what_does_not_fit(command, invok
     assert analyzed.exit_code == 0, analyzed.output
 
 
-def test_recompiles_of_watched_models_are_shown_and_what_watches_is_not(watcher):
+def test_recompiles_of_watched_models_are_printed_without_those_of_torchguard(watcher):
     class Scaled(Net):
         def __init__(self):
             super().__init__()
@@ -266,21 +265,20 @@ def test_recompiles_of_watched_models_are_shown_and_what_watches_is_not(watcher)
         def forward(self, x):
             return super().forward(x) * self.scale
 
-    with guards.inspect() as seen:
+    with guards.inspect() as inspection:
         model, other = Scaled(), Net()
         compiled = torch.compile(model, backend="eager", dynamic=False)
         compiled(batch())
         model.scale = 2
         compiled(batch())
         torch.compile(other, backend="eager")(batch())
-    told = _facts.of_inspection(seen)
-    shown = io.StringIO()
-    console(shown).print(guards_view.compilations(told), *guards_view.recompiles(told), sep="\n")
-    lines = shown.getvalue().splitlines()
+    output = io.StringIO()
+    console(output).print(*_views.compilation_views(_views.inspection_data(inspection)), sep="\n")
+    lines = output.getvalue().splitlines()
     assert [line.split()[1:3] for line in lines if "forward_of" in line and " s" in line] == [
         ["forward_of_Scaled", "watched"],
         ["forward_of_Scaled", "watched"],
         ["forward_of_Net", "watched"],
     ]
     assert "    - L['self'].scale == 1, but it is 2" in lines
-    assert "shell.py" not in shown.getvalue()
+    assert "_watch" not in output.getvalue()

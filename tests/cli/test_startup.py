@@ -1,4 +1,4 @@
-"""The command starts fast, says what it can do, and lets a shell complete it."""
+"""Start-up without torch, help, versions and shell completion."""
 
 import importlib.metadata
 import subprocess
@@ -26,17 +26,17 @@ print("torch" in sys.modules, result.output)
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
 def test_help_and_versions_load_no_torch(arguments):
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", _HELP.format(arguments=arguments)], capture_output=True, text=True, check=True
     ).stdout
-    assert told.startswith("False")
+    assert output.startswith("False")
 
 
 @pytest.fixture
 def complete(invoke, monkeypatch):
-    """What bash is offered for the last of these words."""
+    """The completions that bash gets for the last of these words."""
 
-    def offered(*words):
+    def completions(*words):
         monkeypatch.setenv("_TORCHGUARD_COMPLETE", "complete_bash")
         monkeypatch.setenv("COMP_WORDS", "\n".join(["torchguard", *map(str, words)]))
         monkeypatch.setenv("COMP_CWORD", str(len(words)))
@@ -44,20 +44,20 @@ def complete(invoke, monkeypatch):
         assert result.exit_code == 0
         return result.stdout.split()
 
-    return offered
+    return completions
 
 
 def test_a_completion_loads_no_torch(tmp_path):
-    ask = "import sys\nfrom torchguard.cli import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
-    told = subprocess.run(
-        [sys.executable, "-c", ask],
+    code = "import sys\nfrom torchguard.cli import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", code],
         env={"_TORCHGUARD_COMPLETE": "complete_bash", "COMP_WORDS": "torchguard show ", "COMP_CWORD": "2"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert told.split() == ["False"]
+    assert output.split() == ["False"]
 
 
 def test_verbs_and_options_are_completed(complete):
@@ -67,7 +67,7 @@ def test_verbs_and_options_are_completed(complete):
     assert complete("analyze", "--type", "") == ["guards", "device", "memory", "graph"]
 
 
-def test_completing_behind_version_does_not_tell_it(complete):
+def test_completing_behind_version_does_not_print_it(complete):
     assert complete("--version", "") == [*VERBS]
 
 
@@ -84,7 +84,7 @@ def test_ids_of_artifacts_are_completed_the_newest_first(complete, captured):
 
 
 @pytest.mark.parametrize("words", [["--"], ["--device", ""]], ids=["option", "value"])
-def test_behind_the_script_nothing_of_ours_is_completed(complete, words):
+def test_behind_the_script_no_option_of_torchguard_is_completed(complete, words):
     assert complete("run", "train.py", *words) == []
 
 
@@ -93,17 +93,17 @@ def test_completion_can_be_installed(invoke, option):
     assert option in invoke("--help").stdout
 
 
-def test_version_tells_ours_and_that_of_torch(invoke):
+def test_version_prints_those_of_torchguard_and_torch(invoke):
     result = invoke("--version")
     assert result.exit_code == 0
     assert result.stdout == f"torchguard {torchguard.__version__}\ntorch {importlib.metadata.version('torch')}\n"
 
 
-def test_version_is_told_without_torch(invoke, monkeypatch):
-    def lacking(name):
+def test_version_works_without_torch(invoke, monkeypatch):
+    def not_installed(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", lacking)
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
     assert "torch is not installed" in invoke("--version").stdout
 
 
@@ -117,11 +117,11 @@ def test_help_shows_flags_without_a_type(invoke, monkeypatch, verb):
     monkeypatch.setenv("COLUMNS", "200")
     group = typer.main.get_command(app)
     flags = flags_of(group.commands[verb] if verb else group)
-    told = invoke(*([verb] if verb else []), "--help").stdout
+    output = invoke(*([verb] if verb else []), "--help").stdout
     assert "--help" in flags
-    assert all(flag in told for flag in flags)
-    assert "bool" not in told.lower()
-    assert "--dir" not in told or "<path>" in told  # what takes a value is still shown with its type
+    assert all(flag in output for flag in flags)
+    assert "bool" not in output.lower()
+    assert "--dir" not in output or "<path>" in output  # options with a value are still printed with their type
 
 
 def test_a_script_can_set_what_torch_reads_when_it_is_loaded(tmp_path):
@@ -130,8 +130,8 @@ def test_a_script_can_set_what_torch_reads_when_it_is_loaded(tmp_path):
         "import os, sys\nassert 'torch' not in sys.modules\nimport torch\nprint('loaded', torch.__name__)\n"
     )
     command = [sys.executable, "-m", "torchguard", "run", "--no-capture", str(script)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert "loaded torch" in told.stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "loaded torch" in output.stdout
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -142,12 +142,12 @@ def test_help_of_each_verb_shows_an_example(invoke, verb):
 
 
 def test_help_names_every_verb_and_the_exit_codes(invoke):
-    told = invoke("--help").stdout
-    assert all(f" {verb} " in told for verb in VERBS)
-    assert "Ends with 0" in told
+    output = invoke("--help").stdout
+    assert all(f" {verb} " in output for verb in VERBS)
+    assert "Exits with 0" in output
 
 
-def test_an_unknown_verb_is_wrong_usage_and_close_ones_are_named(invoke):
+def test_an_unknown_verb_is_wrong_usage_and_similar_ones_are_named(invoke):
     result = invoke("lst")
     assert result.exit_code == 2
     assert "list" in result.stderr

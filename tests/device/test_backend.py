@@ -1,4 +1,4 @@
-"""The backend: when it raises, what it logs, what it runs, and that it leaves guards and results alone."""
+"""The backend: when it raises, what it logs, what it runs, and that it changes no guards and no results."""
 
 import logging
 import pickle
@@ -34,7 +34,7 @@ class MyModel(nn.Module):
 
 
 class Normed(nn.Module):
-    """Writes into its buffers when it is trained."""
+    """Updates its buffers in training."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Tied(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A half in half precision, with a graph break between."""
+    """One layer in bfloat16 and one in float32, with a graph break between them."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Mixed(nn.Module):
         return self.two(x).sum(-1)
 
 
-# Dynamo asks for it itself where a graph goes on after a break.
+# Dynamo itself reads .grad where a graph resumes after a break.
 NOT_A_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
@@ -82,7 +82,7 @@ def rejection(call, *args):
 
 
 def check_equal_to_eager(make, x, within=1e-5, **compile_options):
-    """Values, gradients and buffers of a model after two steps, against the same model uncompiled."""
+    """Compare values, gradients and buffers after two steps with those of the same model uncompiled."""
     torch.manual_seed(0)
     model = make()
     torch.manual_seed(0)
@@ -101,10 +101,10 @@ def check_equal_to_eager(make, x, within=1e-5, **compile_options):
         torch.testing.assert_close(two, one)
 
 
-# The documented use, as it stands there.
+# The documented use.
 
 
-def test_it_is_a_backend_by_itself():
+def test_mock_backend_is_a_backend_without_being_called():
     model = MyModel()
     opt_model = torch.compile(model, backend=mock_backend)
     x = torch.randn(3, 16)
@@ -112,7 +112,7 @@ def test_it_is_a_backend_by_itself():
     assert mock_backend.report().violations == ()
 
 
-def test_the_documented_variables_configure_it_when_something_is_compiled(monkeypatch):
+def test_the_documented_variables_are_read_at_each_compilation(monkeypatch):
     opt_model = torch.compile(MyModel(width=20), backend=mock_backend)
     monkeypatch.setenv("MOCK_STRICT", "1")
     monkeypatch.setenv("MOCK_ALIGNMENT", "16")
@@ -122,7 +122,7 @@ def test_the_documented_variables_configure_it_when_something_is_compiled(monkey
     assert "pad dim 1 from 20 to 32" in str(error)
 
 
-def test_strict_is_one_error_for_forward_and_backward_before_anything_runs():
+def test_strict_raises_one_error_for_forward_and_backward_before_anything_runs():
     model = Normed()
     strict = Device(name="chip", deny=["aten._native_batch_norm_legit_functional", "aten.native_batch_norm_backward"])
     error = rejection(torch.compile(model, backend=mock_backend(strict, mode="strict")), torch.randn(4, 16))
@@ -135,36 +135,35 @@ def test_strict_is_one_error_for_forward_and_backward_before_anything_runs():
     assert "return self.norm(self.linear(x)) * self.scale" in str(error)
 
 
-def test_strict_checks_what_is_not_trained_too():
+def test_strict_checks_inference_graphs():
     compiled = torch.compile(MyModel(), backend=mock_backend(Device(deny="aten.gelu"), mode="strict"))
     with torch.no_grad():
         error = rejection(compiled, torch.randn(3, 16))
     assert [violation.graph for violation in error.violations] == ["inference"]
 
 
-def test_strict_leaves_alone_what_fits():
+def test_strict_does_not_change_results_without_violations():
     x = torch.randn(16, 16)
     check_equal_to_eager(lambda: MyModel().requires_grad_(), x, backend=mock_backend(Device(), mode="strict"))
 
 
-def test_warning_logs_each_violation_once_and_runs_on(caplog):
+def test_warning_logs_each_violation_once_and_runs_the_model(caplog):
     backend = mock_backend(Device(deny="aten.gelu"), mode="warning")
     model = MyModel()
     with caplog.at_level(logging.WARNING, "torchguard.device"):
         for rows in (3, 4):
             torch._dynamo.reset()
             torch.compile(model, backend=backend, dynamic=False)(torch.randn(rows, 16))
-    ours = [record for record in caplog.records if record.name == "torchguard.device"]
-    (record,) = ours
+    (record,) = [record for record in caplog.records if record.name == "torchguard.device"]
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("TGD501 forward: aten.gelu.default: mock does not have aten.gelu")
+    assert record.getMessage().startswith("TGD501 forward: aten.gelu.default: mock does not support aten.gelu")
     assert len(backend.report().graphs) == 4
 
 
 @pytest.mark.parametrize(
     ("value", "strict"), [("1", True), ("true", True), ("YES", True), ("0", False), ("off", False), ("", False)]
 )
-def test_the_mode_is_strict_if_the_environment_says_so(monkeypatch, value, strict):
+def test_mock_strict_sets_the_mode(monkeypatch, value, strict):
     monkeypatch.setenv("MOCK_STRICT", value)
     compiled = torch.compile(MyModel(), backend=mock_backend(Device(deny="aten.gelu")))
     if strict:
@@ -173,7 +172,7 @@ def test_the_mode_is_strict_if_the_environment_says_so(monkeypatch, value, stric
         compiled(torch.randn(3, 16))
 
 
-def test_what_is_said_in_python_beats_the_environment(monkeypatch):
+def test_python_arguments_win_over_the_environment(monkeypatch):
     monkeypatch.setenv("MOCK_STRICT", "1")
     torch.compile(MyModel(), backend=mock_backend(Device(deny="aten.gelu"), mode="warning"))(torch.randn(3, 16))
     monkeypatch.setenv("MOCK_ALIGNMENT", "64")
@@ -183,7 +182,7 @@ def test_what_is_said_in_python_beats_the_environment(monkeypatch):
     assert {violation.code for violation in backend.report().violations} == {"TGD301"}
 
 
-def test_a_device_may_be_a_file_with_changes(tmp_path):
+def test_a_device_may_be_a_file_with_overrides(tmp_path):
     path = tmp_path / "chip.toml"
     path.write_text('deny = ["aten.gelu"]\nalignment = 64')
     backend = mock_backend(path, alignment=None)
@@ -194,7 +193,7 @@ def test_a_device_may_be_a_file_with_changes(tmp_path):
     assert changed.report().violations == ()
 
 
-def test_options_of_torch_compile_are_honoured(tmp_path):
+def test_options_of_torch_compile_are_used(tmp_path):
     path = tmp_path / "chip.toml"
     path.write_text('deny = ["aten.gelu"]')
     options = {"mode": "strict", "run": "eager", "device": str(path)}
@@ -205,38 +204,38 @@ def test_options_of_torch_compile_are_honoured(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
-        ({"mod": "strict"}, "there is no 'mod'. Did you mean 'mode'"),
+        ({"mod": "strict"}, "unknown name 'mod'. Did you mean 'mode'"),
         ({"mode": "stric"}, "'stric' is not allowed. Did you mean 'strict'? Use strict or warning"),
         ({"run": "fast"}, "'fast' is not allowed. Use eager or inductor"),
-        ({"device": "nowhere.toml"}, "no file at 'nowhere.toml'"),
-        ({"device": 3}, "3 is no device"),
+        ({"device": "nowhere.toml"}, "there is no file 'nowhere.toml'"),
+        ({"device": 3}, "expected a Device or the path of a TOML file, got 3"),
     ],
     ids=["unknown", "mode", "run", "file", "number"],
 )
-def test_options_that_are_wrong_are_refused(options, told):
+def test_wrong_options_raise(options, expected):
     with pytest.raises(BackendCompilerFailed) as raised:
         torch.compile(MyModel(), backend=mock_backend, options=options)(torch.randn(3, 16))
     assert isinstance(raised.value.inner_exception, DeviceError)
-    assert told in str(raised.value.inner_exception)
+    assert expected in str(raised.value.inner_exception)
 
 
-def test_bad_settings_are_refused_where_they_are_given(monkeypatch):
+def test_wrong_settings_raise_where_they_are_given(monkeypatch):
     with pytest.raises(DeviceError, match="mode: 'loud' is not allowed"):
         mock_backend(Device(), mode="loud")
     with pytest.raises(DeviceError, match="run: 'fast' is not allowed"):
         mock_backend(Device(), run="fast")
-    with pytest.raises(DeviceError, match=r"there is no 'alignmnt'. Did you mean 'alignment'"):
+    with pytest.raises(DeviceError, match=r"unknown name 'alignmnt'. Did you mean 'alignment'"):
         mock_backend(Device(), alignmnt=16)
-    with pytest.raises(DeviceError, match="3 is no device"):
+    with pytest.raises(DeviceError, match="expected a Device or the path of a TOML file, got 3"):
         mock_backend(3)  # pyright: ignore[reportArgumentType, reportCallIssue]
     monkeypatch.setenv("MOCK_STRICT", "perhaps")
     with pytest.raises(BackendCompilerFailed, match=r"MOCK_STRICT: 'perhaps' is not allowed. Use 1 or 0"):
         torch.compile(MyModel(), backend=mock_backend)(torch.randn(3, 16))
 
 
-def test_it_goes_by_name_once_installed():
+def test_the_backend_has_a_name_once_installed():
     code = (
         "import torch\n"
         "from torchguard.device import mock_backend\n"
@@ -250,10 +249,10 @@ def test_it_goes_by_name_once_installed():
     assert ran.stdout.strip() == "['TGD102']"
 
 
-# What runs is what eager runs.
+# Results are those of eager.
 
-EVERYTHING_WRONG = Device(
-    name="nothing goes",
+SUPPORTS_NOTHING = Device(
+    name="supports nothing",
     parameters=[],
     activations=[],
     indices=[],
@@ -276,8 +275,8 @@ TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
     [(MyModel, torch.ones(3, 16)), (Normed, torch.randn(5, 16)), (Tied, TOKENS), (Mixed, torch.randn(3, 16))],
     ids=["plain", "buffers", "tied", "mixed"],
 )
-def test_a_device_on_which_nothing_goes_changes_no_result(make, x, decompositions):
-    backend = mock_backend(EVERYTHING_WRONG, decompositions=decompositions)
+def test_a_device_that_supports_nothing_changes_no_result(make, x, decompositions):
+    backend = mock_backend(SUPPORTS_NOTHING, decompositions=decompositions)
     check_equal_to_eager(make, x, backend=backend)
     report = backend.report()
     assert report.coverage.by_count == 0
@@ -299,7 +298,7 @@ def test_inductor_hides_no_op_from_the_check():
     assert [violation.op for violation in error.violations] == ["aten.gelu.default", "aten.gelu_backward.default"]
 
 
-def test_the_environment_may_choose_inductor(monkeypatch):
+def test_mock_run_selects_inductor(monkeypatch):
     monkeypatch.setenv("MOCK_RUN", "inductor")
     backend = mock_backend(Device())
     assert backend._settings({}).run == "inductor"
@@ -308,10 +307,10 @@ def test_the_environment_may_choose_inductor(monkeypatch):
         backend._settings({})
 
 
-# The graph that is checked is the device's.
+# The checked graph has the ops of the device.
 
 
-def test_decompositions_make_the_graph_that_is_checked_and_keep_the_lines():
+def test_the_checked_graph_is_decomposed_and_keeps_source_lines():
     norm = nn.LayerNorm(16)
 
     def checked(decompositions):
@@ -319,10 +318,9 @@ def test_decompositions_make_the_graph_that_is_checked_and_keep_the_lines():
         backend = mock_backend(Device(deny="aten.*", decompositions=decompositions))
         torch.compile(lambda x: norm(x).relu(), backend=backend)(torch.randn(3, 16))
         found = backend.report().violations
-        assert all(
-            one.source_line is not None and one.source_line.file == __file__ for one in found if one.graph == "forward"
-        )
-        return {violation.op for violation in found if violation.graph == "forward"}
+        in_forward = [violation for violation in found if violation.graph == "forward"]
+        assert all(one.source_line is not None and one.source_line.file == __file__ for one in in_forward)
+        return {violation.op for violation in in_forward}
 
     assert "aten.native_layer_norm.default" in checked("none")
     assert "aten.native_layer_norm.default" in checked("core")
@@ -332,19 +330,19 @@ def test_decompositions_make_the_graph_that_is_checked_and_keep_the_lines():
     assert "aten.native_layer_norm.default" not in chosen
 
 
-def test_what_cannot_be_taken_apart_is_told():
-    with pytest.raises(BackendCompilerFailed, match=r"torch cannot take apart 'aten.convolution'. Leave it out"):
+def test_an_op_without_a_decomposition_raises():
+    with pytest.raises(BackendCompilerFailed, match=r"torch cannot decompose 'aten.convolution'. Remove it"):
         torch.compile(torch.relu, backend=mock_backend(decompositions="aten.convolution"))(torch.randn(3))
 
 
-# Nothing is guarded, and nothing compiled again, for being checked.
+# A check adds no guards and causes no recompiles.
 
 SYMBOLIC = {"alignment": {-1: 16, 0: 8}, "max_dim": 64, "max_memory": 100, "layouts": "contiguous"}
 
 
 @pytest.mark.parametrize("run", ["eager", "inductor"])
 @pytest.mark.parametrize("decompositions", ["none", "core", "inductor"])
-def test_symbolic_sizes_get_no_guard_and_no_recompile(decompositions, run):
+def test_checking_symbolic_sizes_adds_no_guard_and_no_recompile(decompositions, run):
     def model(x, y):
         x = nn.functional.layer_norm(x, [16])
         return nn.functional.gelu(x @ y).softmax(-1).sum() + x.reshape(-1, 4).mean()
@@ -360,29 +358,29 @@ def test_symbolic_sizes_get_no_guard_and_no_recompile(decompositions, run):
         return [sorted(str(guard) for guard in frame.guards.all_guards()) for frame in seen.frames]
 
     backend = mock_backend(Device(**SYMBOLIC, decompositions=decompositions), run=run)
-    ours = compiled_with(backend)
-    assert len(ours) == 1
-    assert ours == compiled_with("aot_eager" if run == "eager" else "inductor")
+    guards_of_frames = compiled_with(backend)
+    assert len(guards_of_frames) == 1
+    assert guards_of_frames == compiled_with("aot_eager" if run == "eager" else "inductor")
     conditions = {violation.condition for violation in backend.report().violations if violation.condition}
     assert any(condition.endswith("% 16 == 0") for condition in conditions)
 
 
-def test_a_recompile_for_other_sizes_is_one_of_torch_itself():
+def test_other_sizes_recompile_only_as_torch_itself_does():
     backend = mock_backend(Device(alignment=16))
     compiled = torch.compile(MyModel(), backend=backend)
     for rows in (3, 5, 7, 9):
         compiled(torch.randn(rows, 16)).sum().backward()
-    assert len(backend.report().graphs) == 4  # at first static, then once and for all with a symbol
+    assert len(backend.report().graphs) == 4  # first with static sizes, then once with a symbolic one
 
 
 @NOT_A_LEAF
-def test_every_graph_of_a_broken_function_is_checked():
+def test_every_graph_of_a_function_with_a_graph_break_is_checked():
     backend = mock_backend(Device(deny="aten.addmm"))
     torch.compile(Mixed(), backend=backend)(torch.randn(3, 16)).sum().backward()
     assert [graph.name for graph in backend.report().graphs] == ["forward", "backward"] * 2
 
 
-def test_compiled_autograd_compiles_for_the_device_too():
+def test_graphs_of_compiled_autograd_are_checked():
     backend = mock_backend(Device(deny="aten.gelu_backward"))
     with torch._dynamo.config.patch(compiled_autograd=True):
         compiled = torch.compile(MyModel(), backend=backend)
@@ -405,7 +403,7 @@ def test_threads_may_compile_with_one_backend():
     assert len(backend.report().violations) == len(backend.report().graphs) / 2 > 0
 
 
-def test_a_rejection_travels_between_processes():
+def test_a_rejection_can_be_pickled():
     strict = mock_backend(Device(name="chip", deny="aten.gelu"), mode="strict")
     error = rejection(torch.compile(MyModel(), backend=strict), torch.randn(3, 16))
     again = pickle.loads(pickle.dumps(error))
@@ -416,7 +414,7 @@ def test_a_rejection_travels_between_processes():
     assert again.report is None
 
 
-def test_a_report_can_be_forgotten():
+def test_clear_forgets_the_report():
     backend = mock_backend(Device(deny="aten.gelu"))
     torch.compile(MyModel(), backend=backend)(torch.randn(3, 16))
     assert backend.report().graphs

@@ -1,4 +1,4 @@
-"""The memory plan against an interpreter that runs the graph and counts the storages that are there."""
+"""The memory plan, compared with an interpreter that runs the graph and counts live storages."""
 
 import operator
 
@@ -29,15 +29,15 @@ def live_bytes(values):
 
 
 def run_and_count(module, inputs, held=(), freed=frozenset()):
-    """Run a graph with real tensors; return what it returns, and the bytes that were alive while each node ran.
+    """Run a graph with real tensors; return its outputs, and the bytes that are live while each node runs.
 
     Args:
-        held: what else the caller has.
-        freed: positions of the inputs that the graph may let go of.
+        held: further values that the caller holds.
+        freed: positions of the inputs that the graph may free.
     """
     nodes = list(module.graph.nodes)
     placeholders = module.graph.find_nodes(op="placeholder")
-    kept = [*held, *(value for i, value in enumerate(inputs) if i not in freed)]
+    held_values = [*held, *(value for i, value in enumerate(inputs) if i not in freed)]
     waiting = {node: inputs[i] for i, node in enumerate(placeholders) if i in freed}
     left = {node: set(node.users) for node in nodes}
     env, curve, result = {}, {}, None
@@ -48,12 +48,12 @@ def run_and_count(module, inputs, held=(), freed=frozenset()):
             waiting.pop(node, None)
         elif node.op == "get_attr":
             env[node] = getattr(module, node.target)
-            kept.append(env[node])
+            held_values.append(env[node])
         elif node.op == "output":
             result = args[0]
         else:
             env[node] = node.target(*args, **kwargs)
-        curve[node.name] = live_bytes([*kept, *waiting.values(), *env.values()])
+        curve[node.name] = live_bytes([*held_values, *waiting.values(), *env.values()])
         for used in node.all_input_nodes:
             left[used].discard(node)
         for done in {node, *node.all_input_nodes}:
@@ -63,7 +63,7 @@ def run_and_count(module, inputs, held=(), freed=frozenset()):
     return result, curve
 
 
-# Each makes of values of shape (6, 4) one of the same shape, through what is named.
+# Each takes values of shape (6, 4) and returns one of the same shape, by the ops of its name.
 UNARY = {
     "relu": lambda g, x: g.call_function(aten.relu.default, (x,)),
     "clone": lambda g, x: g.call_function(aten.clone.default, (x,)),
@@ -110,7 +110,7 @@ BINARY = {
 
 
 def _crossed(g, x, y):
-    """A half of each: views of two storages, one of which is used no more."""
+    """One half of each input: views of two storages, one of which has no further use."""
     half = g.call_function(aten.split.Tensor, (x, 3))
     other = g.call_function(aten.split.Tensor, (y, 3))
     parts = [g.call_function(operator.getitem, (half, 0)), g.call_function(operator.getitem, (other, 1))]
@@ -119,13 +119,13 @@ def _crossed(g, x, y):
 
 @st.composite
 def graphs(draw):
-    """A graph over inputs some of which may share a storage or go unused, with nodes nobody uses."""
+    """A graph whose inputs may share a storage or be unused, with nodes that have no users."""
     graph = fx.Graph()
     values = [graph.placeholder(f"x{i}") for i in range(draw(st.integers(1, 3)))]
     for _ in range(draw(st.integers(1, 8))):
         one, other = (values[draw(st.integers(0, len(values) - 1))] for _ in range(2))
         made = draw(st.one_of(*(st.sampled_from(sorted(kind)) for kind in (UNARY, BINARY))))
-        # What is there twice may become one.
+        # CSE may remove a duplicate.
         values += [
             UNARY[made](graph, one) if made in UNARY else BINARY[made](graph, one, other)
             for _ in range(draw(st.integers(1, 2)))
@@ -142,14 +142,14 @@ def with_fake_values(module, inputs):
 
 
 def without_duplicates(module):
-    """As the partitioner leaves it: a node that computes what another one does is gone, and its views are not."""
+    """The graph as the partitioner leaves it: duplicates are removed, and their views are not."""
     return fx.GraphModule(module, fx_graph_cse(module.graph))
 
 
 @pytest.mark.parametrize("change", [lambda module: module, without_duplicates], ids=["as drawn", "without duplicates"])
 @settings(max_examples=150)
 @given(graphs())
-def test_the_plan_is_what_an_interpreter_counts_at_every_node(change, drawn):
+def test_the_plan_equals_what_an_interpreter_counts_at_every_node(change, drawn):
     module, share = drawn
     count = len(module.graph.find_nodes(op="placeholder"))
     base = torch.randn(count, 6, 4)
@@ -163,7 +163,7 @@ def test_the_plan_is_what_an_interpreter_counts_at_every_node(change, drawn):
 
 
 class Branches(nn.Module):
-    """Saves a lot, returns something that is saved too, and has a parameter the backward does not need."""
+    """Saves several tensors, returns one of them, and has a parameter that the backward graph does not use."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ class Attention(nn.Module):
 
 
 class Twice(nn.Module):
-    """Computes something twice, of which the partitioner leaves one, with views of both."""
+    """Computes a product twice. The partitioner removes one, and keeps the views of both."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +216,7 @@ MODELS = {
 
 
 def real_like(module):
-    """Inputs of a graph's shapes, sharing storages where its fake ones do."""
+    """Real inputs with the shapes of a graph's fake ones, which share storages where these do."""
     made, inputs = {}, []
     for node in module.graph.find_nodes(op="placeholder"):
         fake = node.meta["val"]
@@ -229,7 +229,7 @@ def real_like(module):
 
 @pytest.mark.parametrize("decompositions", ["none", "core"])
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_and_backward_are_planned_with_what_is_saved_between(name, decompositions):
+def test_forward_and_backward_are_planned_with_the_saved_tensors(name, decompositions):
     make, shape = MODELS[name]
     backend = device.mock_backend(device.Device(decompositions=decompositions))
     result = torch.compile(make(), backend=backend)(torch.randn(shape))
@@ -252,14 +252,14 @@ def test_forward_and_backward_are_planned_with_what_is_saved_between(name, decom
     returned = [value for i, value in enumerate(outputs) if i not in saved.values()]
     owned = {t.untyped_storage()._cdata for t in tensors_in([*given, *returned])}
     freed = {i for i in saved if inputs[i].untyped_storage()._cdata not in owned}
-    kept = live_bytes([inputs[i] for i in freed])
-    assert one.memory.saved == kept > 0
+    saved_bytes = live_bytes([inputs[i] for i in freed])
+    assert one.memory.saved == saved_bytes > 0
     del outputs
     _, curve = run_and_count(backward, inputs, held=[*given, *returned], freed=freed)
     assert dict(other.memory.curve) == curve
 
 
-def test_views_of_what_was_there_twice_share_what_is_left():
+def test_views_of_duplicates_share_the_remaining_storage():
     def twice(x):
         one, other = (x * 2).t(), (x * 2).view(-1)
         return one.sin().sum() + other.cos().sum()
@@ -269,7 +269,7 @@ def test_views_of_what_was_there_twice_share_what_is_left():
     assert backend.report().memory[0].peak == 3 * 256 * 256 * 4 + 4  # x, the product, its sine, and the sum of that
 
 
-def test_what_a_branch_holds_is_alive_while_it_runs():
+def test_tensors_of_a_branch_are_live_while_it_runs():
     def branch(x, w):
         return torch.cond(x.sum() > 0, lambda x, w: (x @ w).relu() @ w + x @ w @ w, lambda x, w: x @ w, (x, w))
 
@@ -289,7 +289,7 @@ def test_what_a_branch_holds_is_alive_while_it_runs():
     }
 
 
-def test_what_is_alive_at_the_peak_is_named_with_its_line():
+def test_live_tensors_at_the_peak_have_names_and_source_lines():
     backend = device.mock_backend()
     model = Branches()
     torch.compile(model, backend=backend)(torch.randn(4, 8))
@@ -303,7 +303,7 @@ def test_what_is_alive_at_the_peak_is_named_with_its_line():
     assert list(plan.at_peak) == sorted(plan.at_peak, key=lambda live: -live.bytes)
 
 
-def test_sizes_that_are_symbols_give_an_expression():
+def test_symbolic_sizes_give_an_expression():
     backend = device.mock_backend()
     compiled = torch.compile(Branches(), backend=backend, dynamic=True)
     with torch.no_grad():
@@ -313,7 +313,7 @@ def test_sizes_that_are_symbols_give_an_expression():
     assert "*s" in plan.expression
 
 
-def test_outputs_may_be_anything():
+def test_outputs_may_be_constants():
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output([x, None, 3])

@@ -1,4 +1,4 @@
-"""Models as people train them: checked forward and backward, and run as eager runs them."""
+"""Common models: both graphs are checked, and results are those of eager."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def bert():
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=48,
-        problem_type="single_label_classification",  # set by the model at its first call, and guarded, if left out
+        problem_type="single_label_classification",  # otherwise the first call sets it, which fails a guard
     )
     return BertForSequenceClassification(config).eval()
 
@@ -26,7 +26,7 @@ def gpt2():
 
 
 class Cnn(nn.Module):
-    """With batch norm in training: its buffers change with every call."""
+    """A model with batch norm in training, whose buffers change with every call."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ MODELS = {
     "gpt2": (gpt2, TOKENS),
     "cnn": (Cnn, torch.linspace(-1, 1, 1536).reshape(2, 3, 16, 16)),
 }
-# What each of them has in its forward, and in its backward.
+# An op of the forward graph of each, and one of its backward graph.
 DENIED = {
     "bert": ("aten.gelu", "aten.gelu_backward"),
     "gpt2": ("aten.tanh", "aten.tanh_backward"),
@@ -66,7 +66,7 @@ def name(request):
     return request.param
 
 
-def test_results_and_gradients_are_those_of_eager(name):
+def test_results_and_gradients_equal_those_of_eager(name):
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     model = make()
@@ -92,7 +92,7 @@ def test_results_and_gradients_are_those_of_eager(name):
     assert report.memory[1].peak > report.memory[0].saved > 0
 
 
-def test_strict_names_what_forward_and_backward_lack_before_the_forward_runs(name):
+def test_strict_names_violations_of_both_graphs_before_the_forward_runs(name):
     make, inputs = MODELS[name]
     compiled = torch.compile(make(), backend=mock_backend(Device(deny=DENIED[name]), mode="strict"))
     with pytest.raises(BackendCompilerFailed) as raised:
@@ -103,7 +103,7 @@ def test_strict_names_what_forward_and_backward_lack_before_the_forward_runs(nam
     assert all(one.source_line is not None for one in error.violations)
 
 
-def test_strict_passes_a_model_that_fits(name):
+def test_strict_passes_a_model_without_violations(name):
     make, inputs = MODELS[name]
     backend = mock_backend(Device(max_memory="1GiB", max_rank=6), mode="strict")
     loss_of(torch.compile(make(), backend=backend), inputs).backward()
@@ -122,7 +122,7 @@ def test_inference_is_one_graph(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("example", examples())
-def test_the_examples_have_something_to_say(example):
+def test_every_example_finds_violations(example):
     make, inputs = MODELS["bert"]
     backend = mock_backend(example, mode="warning")
     loss_of(torch.compile(make(), backend=backend), inputs).backward()
@@ -132,8 +132,8 @@ def test_the_examples_have_something_to_say(example):
     assert report.to_json()
 
 
-def test_checks_are_not_noisy():
-    """On a transformer that is aligned but for its batch and its labels, indices and views make no violations."""
+def test_indices_and_views_make_no_violations():
+    """Of a transformer, only the batch and the labels are not aligned."""
     make, inputs = MODELS["bert"]
     backend = mock_backend(Device(alignment=16, layouts=["contiguous", "broadcast"]), mode="warning")
     loss_of(torch.compile(make(), backend=backend), inputs)

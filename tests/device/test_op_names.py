@@ -1,9 +1,9 @@
-"""Ops that a device does not have: by which names they are found, and what is advised."""
+"""Ops that a device does not support: the names they are found by, and the remedies."""
 
 import pytest
 import torch
+from chip import codes, only, violations_of
 from torch import nn
-from violating import codes, found, only
 
 ANY = {"parameters": None, "activations": None}
 
@@ -13,35 +13,35 @@ x = torch.randn(4, 8)
 
 def test_denied_ops_are_found_by_name_overload_and_glob():
     for pattern in ("aten.gelu", "aten.gelu.default", "gelu", "aten.gel*", "aten::gelu"):
-        violation = only(found(nn.GELU(), x, deny=pattern))
+        violation = only(violations_of(nn.GELU(), x, deny=pattern))
         assert (violation.code, violation.op) == ("TGD501", "aten.gelu.default")
-        assert violation.message.startswith("chip does not have aten.gel")
-    assert violation.remedy == "torch can take it apart: decompositions=['aten.gelu.default']"
-    assert found(nn.GELU(), x, deny="aten.gelu_backward") == ()
-    assert found(nn.GELU(), x, deny="aten.add.Scalar") == ()
+        assert violation.message.startswith("chip does not support aten.gel")
+    assert violation.remedy == "torch can decompose it: decompositions=['aten.gelu.default']"
+    assert violations_of(nn.GELU(), x, deny="aten.gelu_backward") == ()
+    assert violations_of(nn.GELU(), x, deny="aten.add.Scalar") == ()
 
 
 @pytest.mark.parametrize("op", ["cos", "exp", "add"])
-def test_taking_apart_is_no_advice_where_it_hides_the_op(op):
+def test_decomposing_is_not_suggested_where_it_would_hide_the_op(op):
     functions = {"cos": torch.cos, "exp": torch.exp, "add": lambda x: x + 1}
-    assert only(found(functions[op], x, deny=op)).remedy == ""
+    assert only(violations_of(functions[op], x, deny=op)).remedy == ""
 
 
-def test_taking_apart_is_advice_that_can_be_followed():
+def test_the_suggestion_to_decompose_can_be_followed():
     norm = nn.LayerNorm(8)
-    remedy = only(found(norm, x, deny="aten.native_layer_norm")).remedy
-    assert remedy == "torch can take it apart: decompositions=['aten.native_layer_norm.default']"
+    remedy = only(violations_of(norm, x, deny="aten.native_layer_norm")).remedy
+    assert remedy == "torch can decompose it: decompositions=['aten.native_layer_norm.default']"
     with torch.no_grad():
         names = {"deny": "aten.native_layer_norm", "decompositions": ["aten.native_layer_norm.default"]}
-        assert found(norm, x, **names) == ()
-    assert found(norm, x, deny=["aten.native_layer_norm", "aten.rsqrt"])[0].remedy == ""
-    assert found(nn.GELU(), x, allow=["aten.erf", "aten.mul.*"])[0].remedy == ""
-    assert "take it apart" in found(nn.GELU(), x, allow=["aten.erf", "aten.mul.*", "aten.add.*"])[0].remedy
+        assert violations_of(norm, x, **names) == ()
+    assert violations_of(norm, x, deny=["aten.native_layer_norm", "aten.rsqrt"])[0].remedy == ""
+    assert violations_of(nn.GELU(), x, allow=["aten.erf", "aten.mul.*"])[0].remedy == ""
+    assert "decompose it" in violations_of(nn.GELU(), x, allow=["aten.erf", "aten.mul.*", "aten.add.*"])[0].remedy
 
 
 _image, _row = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8)
-# What is denied, what is compiled, and the op that is in the graph for it.
-BY_OTHER_NAMES = {
+# The denied name: the function, its input, and the op that the graph contains.
+PROGRAM_NAMES = {
     "linear": (nn.Linear(8, 8), x, "addmm"),
     "linear without bias": (nn.Linear(8, 8, bias=False), x, "mm"),
     "softmax": (lambda x: x.softmax(-1), x, "_softmax"),
@@ -73,44 +73,44 @@ BY_OTHER_NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", BY_OTHER_NAMES)
-def test_an_op_is_found_by_the_name_it_has_in_programs(name):
-    fn, value, in_graph = BY_OTHER_NAMES[name]
+@pytest.mark.parametrize("name", PROGRAM_NAMES)
+def test_an_op_is_found_by_its_name_in_programs(name):
+    fn, value, in_graph = PROGRAM_NAMES[name]
     denied = name.split(" ")[0]
     with torch.no_grad():
-        (violation, *_) = found(fn, value, deny=denied, **ANY)
+        (violation, *_) = violations_of(fn, value, deny=denied, **ANY)
         assert violation.op.startswith(f"aten.{in_graph}.")
-        assert violation.message == f"chip does not have aten.{denied.removeprefix('aten.')}"
-        allowed = found(fn, value, allow=denied, **ANY)
+        assert violation.message == f"chip does not support aten.{denied.removeprefix('aten.')}"
+        allowed = violations_of(fn, value, allow=denied, **ANY)
     assert not any(one.op.startswith(f"aten.{in_graph}.") for one in allowed)
 
 
 def test_a_denied_view_is_found_and_an_allowed_list_needs_no_views():
-    assert codes(found(nn.Linear(8, 8), x, deny="aten.t")) == ["TGD501"]
-    assert found(nn.Linear(8, 8), x, allow=["aten.addmm", "aten.mm", "aten.sum.*"]) == ()
+    assert codes(violations_of(nn.Linear(8, 8), x, deny="aten.t")) == ["TGD501"]
+    assert violations_of(nn.Linear(8, 8), x, allow=["aten.addmm", "aten.mm", "aten.sum.*"]) == ()
 
 
-def test_what_is_not_on_the_list_is_not_allowed():
-    violation = only(found(nn.GELU(), x, allow=["aten.relu", "aten.mm"]))
-    assert (violation.code, violation.message) == ("TGD502", "is not among what chip has")
-    assert found(nn.GELU(), x, allow="aten.gelu*") == ()
+def test_ops_that_are_not_on_the_allow_list_are_found():
+    violation = only(violations_of(nn.GELU(), x, allow=["aten.relu", "aten.mm"]))
+    assert (violation.code, violation.message) == ("TGD502", "is not among the ops that chip allows")
+    assert violations_of(nn.GELU(), x, allow="aten.gelu*") == ()
 
 
-def test_what_is_denied_is_not_allowed():
-    assert codes(found(nn.GELU(), x, allow="aten.*", deny="aten.gelu")) == ["TGD501"]
+def test_deny_wins_over_allow():
+    assert codes(violations_of(nn.GELU(), x, allow="aten.*", deny="aten.gelu")) == ["TGD501"]
 
 
-def test_ops_of_libraries_and_of_higher_order_have_names_too():
+def test_custom_and_higher_order_ops_have_names():
     with torch.library._scoped_library("torchguard_device_test", "DEF") as library:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
         library._register_fake("twice", torch.empty_like)
         twice = torch.ops.torchguard_device_test.twice
-        assert codes(found(lambda x: twice(x), x, deny="torchguard_device_test.twice")) == ["TGD501"]
+        assert codes(violations_of(lambda x: twice(x), x, deny="torchguard_device_test.twice")) == ["TGD501"]
 
     def branch(x):
         return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
 
-    assert codes(found(branch, x, deny="higher_order.cond")) == ["TGD501"]
-    inside = only(found(branch, x, deny="aten.cos"))
+    assert codes(violations_of(branch, x, deny="higher_order.cond")) == ["TGD501"]
+    inside = only(violations_of(branch, x, deny="aten.cos"))
     assert inside.graph.startswith("inference.")

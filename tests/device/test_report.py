@@ -1,4 +1,4 @@
-"""What a report says: coverage, partitions, transfers, and where things come from."""
+"""The report: coverage, partitions, transfers and source lines."""
 
 import json
 
@@ -37,12 +37,12 @@ def test_coverage_counts_ops_and_their_flops():
     coverage = report_of(Net(), x, deny="aten.gelu").coverage
     assert (coverage.ops, coverage.supported_ops) == (3, 2)
     assert coverage.by_count == pytest.approx(100 * 2 / 3)
-    assert coverage.by_flops == 100  # products are all that torch counts
+    assert coverage.by_flops == 100  # of these ops torch counts products alone
     assert report_of(Net(), x, deny="aten.addmm").coverage.by_flops == 0
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_flops_are_those_that_torch_counts(dynamic):
+def test_flops_equal_those_of_torchs_counter(dynamic):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
     image = torch.randn(2, 3, 8, 8)
     with FlopCounterMode(display=False) as counted, torch.no_grad():
@@ -50,7 +50,7 @@ def test_flops_are_those_that_torch_counts(dynamic):
     assert report_of(model, image, dynamic).coverage.flops == counted.get_total_flops() > 0
 
 
-def test_the_flops_of_training_are_counted_in_both_graphs():
+def test_flops_of_training_are_counted_in_both_graphs():
     backend = mock_backend(Device())
     model = Net()
     torch.compile(model, backend=backend)(x).sum().backward()
@@ -59,7 +59,7 @@ def test_the_flops_of_training_are_counted_in_both_graphs():
     assert backend.report().coverage.flops == counted.get_total_flops()
 
 
-def test_an_op_that_is_missing_splits_the_graph_and_its_tensors_move():
+def test_an_unsupported_op_splits_the_graph_and_its_tensors_are_transferred():
     report = report_of(Net(), x, deny="aten.gelu")
     assert [partition.ops for partition in report.partitions] == [1, 1]
     assert [(one.bytes, one.direction) for one in report.transfers] == [
@@ -70,14 +70,14 @@ def test_an_op_that_is_missing_splits_the_graph_and_its_tensors_move():
     assert all("nn.functional.gelu(self.one(x))" in one.source_line.text for one in report.transfers)
 
 
-def test_what_fits_is_one_partition_and_moves_nothing():
+def test_a_supported_graph_is_one_partition_without_transfers():
     report = report_of(Net(), x)
     assert [partition.ops for partition in report.partitions] == [3]
     assert report.transfers == ()
     assert report.coverage.by_count == 100
 
 
-def test_what_is_moved_once_is_there_for_the_next():
+def test_a_tensor_is_transferred_once_for_all_its_uses():
     def fan(x):
         y = x.relu()
         return y.sin() + y.cos()
@@ -87,41 +87,41 @@ def test_what_is_moved_once_is_there_for_the_next():
     assert report.transfer_bytes == 3 * 4 * 16 * 4
 
 
-def moved(fn, x, **fields):
+def bytes_to_host(fn, x, **fields):
     transfers = report_of(fn, x, **fields).transfers
     return [one.bytes for one in transfers if one.direction == "to the host"]
 
 
-def test_of_a_storage_every_byte_that_is_needed_moves_once():
+def test_every_used_byte_of_a_storage_is_transferred_once():
     rows = torch.randn(1000, 256)
     row = 256 * 4
-    assert moved(lambda x: x[:2].cos() + x[2:4].cos(), rows, deny="aten.cos") == [4 * row]
-    assert moved(lambda x: x[:2].cos() + x[1:3].cos(), rows, deny="aten.cos") == [3 * row]
-    assert moved(lambda x: x[:2].cos() + x[:2].sin(), rows, deny=["aten.cos", "aten.sin"]) == [2 * row]
-    assert moved(lambda x: x.expand(100, 256).cos(), rows[0], deny="aten.cos") == [row]
-    assert moved(lambda x: x[:4, ::2].cos(), rows, deny="aten.cos") == [4 * row // 2]
-    assert moved(lambda x: x[:, ::2].cos(), rows, deny="aten.cos") == [1000 * row // 2]
-    assert moved(lambda x: x[:0].cos(), rows, deny="aten.cos") == [0]
+    assert bytes_to_host(lambda x: x[:2].cos() + x[2:4].cos(), rows, deny="aten.cos") == [4 * row]
+    assert bytes_to_host(lambda x: x[:2].cos() + x[1:3].cos(), rows, deny="aten.cos") == [3 * row]
+    assert bytes_to_host(lambda x: x[:2].cos() + x[:2].sin(), rows, deny=["aten.cos", "aten.sin"]) == [2 * row]
+    assert bytes_to_host(lambda x: x.expand(100, 256).cos(), rows[0], deny="aten.cos") == [row]
+    assert bytes_to_host(lambda x: x[:4, ::2].cos(), rows, deny="aten.cos") == [4 * row // 2]
+    assert bytes_to_host(lambda x: x[:, ::2].cos(), rows, deny="aten.cos") == [1000 * row // 2]
+    assert bytes_to_host(lambda x: x[:0].cos(), rows, deny="aten.cos") == [0]
 
 
-def test_a_view_that_a_device_does_not_have_is_an_op_it_cannot_run():
+def test_an_unsupported_view_counts_as_an_unsupported_op():
     report = report_of(lambda x: x.t().sin(), x, deny="aten.t")
     assert (report.coverage.ops, report.coverage.supported_ops) == (2, 1)
-    assert report.graphs[0].split.fallbacks == ("t",)
+    assert report.graphs[0].fallbacks == ("t",)
     assert report_of(lambda x: x.t().sin(), x).coverage.ops == 1
 
 
-def test_views_go_where_what_they_look_at_is_made():
+def test_views_run_where_their_input_is():
     report = report_of(lambda x: x.sin().t().cos().t(), x, deny=["aten.sin", "aten.cos"])
     assert report.partitions == ()
     assert sorted(one.direction for one in report.transfers) == ["to the device", "to the host"]
 
 
-def test_support_is_told_in_torchs_own_terms():
+def test_partitions_come_from_torchs_partitioner():
     assert issubclass(_Supported, OperatorSupportBase)
 
 
-def test_a_condition_that_holds_now_stops_nothing_now():
+def test_a_condition_that_holds_now_makes_no_op_unsupported():
     report = report_of(Net(), torch.randn(8, 16), dynamic=True, alignment={0: 8})
     assert all(one.condition and one.holds_now for one in report.violations)
     assert report.violations
@@ -138,12 +138,12 @@ def test_violations_are_counted_by_rule_op_and_line():
     assert all(line.startswith(f"{__file__}:") for line in report.by_line())
 
 
-def test_it_reads_and_it_is_json():
+def test_the_report_as_text_and_as_json():
     report = report_of(Net(), x, deny="aten.gelu", alignment=128, max_memory="1MB")
     text = str(report)
     assert text.startswith("1 graph on chip: ")
     assert "pad dim 1 from 16 to 128" in text
-    assert "bytes to move" in text
+    assert "bytes to transfer" in text
     assert "peak " in text
     plain = json.loads(report.to_json())
     assert plain == json.loads(report.to_json(indent=2))
@@ -157,16 +157,16 @@ def test_it_reads_and_it_is_json():
     assert str(device.DeviceReport()) == "nothing was compiled"
 
 
-def test_one_is_not_many_and_nothing_counted_is_not_everything():
+def test_the_text_has_singulars_and_says_where_no_flops_are_counted():
     text = str(report_of(torch.relu, x, deny="aten.relu"))
     assert text.startswith("1 graph on chip: 0.0 % of 1 op, no FLOPs counted; 1 violation\n")
-    assert "  0 partitions, 1 op left to the host, " in text
+    assert "  0 partitions, 1 host fallback, " in text
     text = str(report_of(Net(), x))
     assert "% of 3 ops, 100.0 % of 8,192 FLOPs; 0 violations" in text
-    assert "  1 partition, 0 ops left to the host, 0 bytes to move" in text
+    assert "  1 partition, 0 host fallbacks, 0 bytes to transfer" in text
 
 
-def test_the_sum_of_reports_is_about_the_graphs_of_both():
+def test_the_sum_of_reports_covers_the_graphs_of_both():
     one, other = report_of(Net(), x, deny="aten.gelu"), report_of(Net(), x)
     both = one + other
     assert len(both.graphs) == 2
@@ -175,16 +175,16 @@ def test_the_sum_of_reports_is_about_the_graphs_of_both():
     assert both.transfer_bytes == one.transfer_bytes
 
 
-def test_a_capture_holds_the_report(tmp_path):
+def test_a_capture_contains_the_report(tmp_path):
     with artifacts.capture(tmp_path) as captured:
         backend = mock_backend(Device(deny="aten.gelu"))
         torch.compile(Net(), backend=backend)(x).sum().backward()
     (artifact,) = captured.artifacts
     (name,) = artifact.attached("device.json")
-    kept = artifact.read_json(name)
-    assert kept == json.loads(backend.report().to_json(partitions=False))
-    assert kept["schema"] == 1
-    assert {"violations", "coverage", "memory", "transfers", "fallbacks"} <= kept["graphs"][0].keys()
+    attached = artifact.read_json(name)
+    assert attached == json.loads(backend.report().to_json(partitions=False))
+    assert attached["schema"] == 1
+    assert {"violations", "coverage", "memory", "transfers", "fallbacks"} <= attached["graphs"][0].keys()
 
 
 def test_compiling_does_not_wait_for_partitions(tmp_path):
@@ -192,14 +192,14 @@ def test_compiling_does_not_wait_for_partitions(tmp_path):
         backend = mock_backend(Device(deny="aten.gelu"))
         torch.compile(Net(), backend=backend)(x)
     graph = backend.report().graphs[0]
-    assert "partitions" not in vars(graph)  # nobody has asked for them
+    assert "partitions" not in vars(graph)  # a cached property that was not read
     assert graph.to_dict()["partitions"][0]["ops"] == 1
 
 
-def test_a_capture_of_what_is_rejected_holds_the_report_too(tmp_path):
+def test_a_capture_of_a_rejected_graph_contains_the_report(tmp_path):
     with artifacts.capture(tmp_path) as captured:
         backend = mock_backend(Device(deny="aten.gelu"), mode="strict")
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
             torch.compile(Net(), backend=backend)(x)
-    kept = [artifact for artifact in captured.artifacts if artifact.attached("device.json")]
-    assert len(kept) == 1
+    attached = [artifact for artifact in captured.artifacts if artifact.attached("device.json")]
+    assert len(attached) == 1

@@ -1,159 +1,38 @@
-"""`torchguard analyze`.
+"""`torchguard analyze`: guards, memory, ops or device support of an artifact, or of a model that a callable builds."""
 
-What can be analyzed, of a target that is built now or of an artifact that was captured: data, and its view.
-"""
-
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
 
-import torchguard
-from torchguard.cli import _facts, _targets, _views
-from torchguard.cli._targets import AsJson, Directory, Target, complete_id, find, open_store
-from torchguard.cli._terminal import CommandError, ExitCode, console, emit_json, plain, say
-from torchguard.cli._trace import Pair, check_all, check_one, traced
+from torchguard.cli import _targets, _views
+from torchguard.cli._targets import AsJson, Directory, Target, complete_device, complete_id, find_artifact, open_store
+from torchguard.cli._terminal import (
+    CommandError,
+    ExitCode,
+    console,
+    format_bytes,
+    indent,
+    plain,
+    plural,
+    print_json,
+    print_message,
+    source_line,
+    table,
+    truncation,
+)
+from torchguard.cli._trace import Pair, check, trace
 from torchguard.exceptions import TorchGuardError
 
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact
     from torchguard.device import Device
-
-
-class Kind(StrEnum):
-    guards = "guards"
-    device = "device"
-    memory = "memory"
-    graph = "graph"
-
-
-@dataclass(frozen=True)
-class Analysis:
-    data: dict[str, Any]
-    shown: tuple[RenderableType, ...]
-    exit_code: ExitCode = ExitCode.FINE
-
-
-def guards_of_target(target: Target) -> Analysis:
-    """It is called twice: what is compiled again for the same arguments is compiled for nothing."""
-    from torchguard import guards
-
-    target.try_out()
-    inspector = guards.GuardInspector(target.model)
-    with guards.inspect() as seen:
-        for _ in range(2):
-            target.call(inspector.compiled)
-    found = _facts.of_inspection(seen, with_guards=True)
-    try:
-        found["cost"] = _facts.of_cost(guards.cost(inspector.compiled, *target.args, **target.kwargs))
-        dear = _views.cost(found["cost"])
-    except TorchGuardError as error:  # Dynamo may have found nothing to guard
-        found["cost"], dear = None, plain(f"What guards cost could not be measured: {error}", "yellow")
-    return Analysis(found, (*_guards_shown(found), dear))
-
-
-def guards_of_artifact(artifact: "Artifact") -> Analysis:
-    found = _facts.of_artifact(artifact)
-    return Analysis(found, tuple(_guards_shown(found)))
-
-
-def _guards_shown(found: _facts.Facts) -> list[RenderableType]:
-    kinds = [_views.guard_kinds(found)] if found["guard_kinds"] else []
-    return [_views.compilations(found), *_views.graph_breaks(found), *_views.recompiles(found), *kinds]
-
-
-def device_of_target(target: Target, device: "Device") -> Analysis:
-    with traced(target) as (pairs, _):
-        return _device(pairs, device)
-
-
-def device_of_artifact(artifact: "Artifact", device: "Device") -> Analysis:
-    return _device(_pairs_in(artifact), device)
-
-
-def _device(pairs: Iterable[Pair], device: "Device") -> Analysis:
-    pairs = list(pairs)
-    report = check_all(pairs, device)
-    sizes = {name: size for pair in pairs for name, size in pair.sizes.items() if name.isidentifier()}
-    shown = [*_views.sizes(sizes), *_views.device_report(report)]
-    exit_code = ExitCode.FOUND if report.violations else ExitCode.FINE
-    return Analysis({**_views.device_facts(report), "sizes": sizes}, tuple(shown), exit_code)
-
-
-def memory_of_target(target: Target) -> Analysis:
-    with traced(target) as (pairs, _):
-        return _memory([_plans_of(one) for one in pairs])
-
-
-def memory_of_artifact(artifact: "Artifact") -> Analysis:
-    return _memory([_plans_of(one) for one in _pairs_in(artifact)])
-
-
-def _pairs_in(artifact: "Artifact") -> list[Pair]:
-    from torchguard.cli._rebuild import pairs_in
-
-    if not (pairs := pairs_in(artifact)):
-        raise CommandError(
-            f"{artifact.id} has no graph of AOTAutograd: its backend, {artifact.manifest()['backend']}, does without.",
-            ExitCode.NOTHING,
-        )
-    return pairs
-
-
-def _plans_of(pair: Pair) -> dict[str, Any]:
-    """The memory of a pair of graphs: the backward starts with what the forward left."""
-    from torchguard.device import Device
-
-    graphs = check_one(pair, Device(name="any")).graphs
-    return {"compile_id": pair.compile_id, "graphs": {one.name: one.memory.to_dict() for one in graphs}}
-
-
-def _memory(plans: Iterable[Mapping[str, Any]]) -> Analysis:
-    plans = list(plans)
-    shown = [
-        view
-        for one in plans
-        for name, plan in one["graphs"].items()
-        for view in _views.memory(plan, f"{one['compile_id']} {name}", sys.stdout.encoding or "ascii")
-    ]
-    return Analysis({"compilations": plans}, tuple(shown))
-
-
-def graph_of_target(target: Target) -> Analysis:
-    with traced(target) as (_, artifacts):
-        found = [one for artifact in artifacts for one in _graphs_in(artifact)]
-    return _graph(found)
-
-
-def graph_of_artifact(artifact: "Artifact") -> Analysis:
-    return _graph(_graphs_in(artifact))
-
-
-def _graphs_in(artifact: "Artifact") -> list[dict[str, Any]]:
-    files = [graph["files"].get("json") for graph in artifact.manifest()["graphs"]]
-    return [{"artifact": artifact.id, **_views.graph_facts(artifact.read_json(file))} for file in files if file]
-
-
-def _graph(found: list[dict[str, Any]]) -> Analysis:
-    return Analysis({"graphs": found}, tuple(view for one in found for view in _views.graph(one)))
-
-
-OF_TARGET: Mapping[Kind, Callable[[Target], Analysis]] = {
-    Kind.guards: guards_of_target,
-    Kind.memory: memory_of_target,
-    Kind.graph: graph_of_target,
-}
-OF_ARTIFACT: Mapping[Kind, Callable[["Artifact"], Analysis]] = {
-    Kind.guards: guards_of_artifact,
-    Kind.memory: memory_of_artifact,
-    Kind.graph: graph_of_artifact,
-}
-
 
 EXAMPLE = """
 torchguard analyze --type guards
@@ -164,15 +43,14 @@ torchguard analyze --type device --device edge-npu mypackage.models:build
 """
 
 
-def complete_device(ctx: typer.Context) -> list[str]:
-    """The names that a shell may offer, those of `device.examples()`; without torch, which that package loads."""
-    if ctx.params.get("name"):  # behind the script of `run`: the script's own --device
-        return []
-    examples = Path(torchguard.__file__).parent / "device" / "examples"
-    return sorted(path.stem for path in examples.glob("*.toml"))
+class Kind(StrEnum):
+    guards = "guards"
+    device = "device"
+    memory = "memory"
+    graph = "graph"
 
 
-Type = Annotated[Kind, typer.Option("--type", "-t", help="What to look at.")]
+Type = Annotated[Kind, typer.Option("--type", "-t", help="What to analyze.")]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
@@ -194,6 +72,15 @@ TargetArgument = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Analysis:
+    """The result, as data for JSON and as text for the terminal."""
+
+    data: dict[str, Any]
+    views: Sequence[RenderableType]
+    exit_code: ExitCode = ExitCode.OK
+
+
 def analyze(
     kind: Type,
     target: TargetArgument = None,
@@ -201,40 +88,219 @@ def analyze(
     directory: Directory = None,
     as_json: AsJson = False,
 ) -> int:
-    """Look into guards, memory, the graph, or what a device can run of it.
+    """Analyze guards, memory, the graph, or which of its ops a device can run.
 
-    With --type device it ends with 1 where a rule is broken.
+    With --type device it exits with 1 if a rule is broken.
     """
-    if kind is not Kind.device and device is not None:
-        raise CommandError(f"--device goes with --type device, not with {kind}.", ExitCode.USAGE)
-    analysis = _analysis(kind, target, device, directory)
-    if as_json:
-        emit_json({"type": kind.value, **analysis.data})
+    loaded = _load_device(kind, device)
+    if target is not None and _targets.is_target(target):
+        analysis = _analyze_target(kind, _targets.load_target(target), loaded)
     else:
-        console().print(*analysis.shown, sep="\n")
+        artifact = find_artifact(open_store(directory), target)
+        if target is None:
+            print_message(f"The newest artifact is {artifact.id}.", "dim")
+        analysis = _analyze_artifact(kind, artifact, loaded)
+    if as_json:
+        print_json({"type": kind.value, **analysis.data})
+    else:
+        console().print(*analysis.views, sep="\n")
     return analysis.exit_code
 
 
-def _analysis(kind: Kind, target: str | None, device: str | None, directory: Directory) -> Analysis:
-    if target is not None and _targets.is_target(target):
-        if kind is Kind.device:
-            return device_of_target(_targets.load(target), load_device(device))
-        return OF_TARGET[kind](_targets.load(target))
-    artifact = find(open_store(directory), target)
-    if target is None:
-        say(f"The newest artifact is {artifact.id}.", "dim")
-    if kind is Kind.device:
-        return device_of_artifact(artifact, load_device(device))
-    return OF_ARTIFACT[kind](artifact)
+def _load_device(kind: Kind, name: str | None) -> "Device | None":
+    if kind is Kind.device and name is None:
+        from torchguard.device import examples
 
-
-def load_device(name: str | None) -> "Device":
-    from torchguard.device import Device, examples
-
-    if name is None:
         known = ", ".join(examples())
         raise CommandError(f"--type device needs --device: a TOML file, or one of {known}.", ExitCode.USAGE)
+    if kind is not Kind.device and name is not None:
+        raise CommandError(f"--device is for --type device, not for --type {kind}.", ExitCode.USAGE)
+    return None if name is None else _targets.load_device(name)
+
+
+def _analyze_target(kind: Kind, target: Target, device: "Device | None") -> Analysis:
+    if kind is Kind.guards:
+        return _guards_of_target(target)
+    with trace(target) as (pairs, artifacts):
+        return _analyze_graphs(kind, pairs, artifacts, device)
+
+
+def _analyze_artifact(kind: Kind, artifact: "Artifact", device: "Device | None") -> Analysis:
+    if kind is Kind.guards:
+        data = _views.artifact_compilations(artifact)
+        return Analysis(data, [*_views.compilation_views(data), *_views.guard_kinds(data)])
+    pairs = [] if kind is Kind.graph else _pairs_in(artifact)
+    return _analyze_graphs(kind, pairs, [artifact], device)
+
+
+def _pairs_in(artifact: "Artifact") -> list[Pair]:
+    from torchguard.cli._rebuild import pairs_in
+
+    if not (pairs := pairs_in(artifact)):
+        backend = artifact.manifest()["backend"]
+        raise CommandError(
+            f"{artifact.id} has no graph of AOTAutograd: its backend, {backend}, does not use it.", ExitCode.NOT_FOUND
+        )
+    return pairs
+
+
+def _analyze_graphs(
+    kind: Kind, pairs: Sequence[Pair], artifacts: Iterable["Artifact"], device: "Device | None"
+) -> Analysis:
+    if kind is Kind.graph:
+        return _graphs(artifacts)
+    return _memory(pairs) if device is None else _device(pairs, device)
+
+
+def _guards_of_target(target: Target) -> Analysis:
+    """Compile the model and call it twice: a recompile for the same arguments shows that something is wrong."""
+    from torchguard import guards
+
+    target.prepare()
+    inspector = guards.GuardInspector(target.model)
+    with guards.inspect() as inspection:
+        for _ in range(2):
+            target.call(inspector.compiled)
+    data = _views.inspection_data(inspection, with_guards=True)
     try:
-        return Device.from_toml(name)
-    except TorchGuardError as error:
-        raise CommandError(str(error), ExitCode.USAGE) from error
+        data["cost"] = _views.cost_data(guards.cost(inspector.compiled, *target.args, **target.kwargs))
+        cost = _views.cost(data["cost"])
+    except TorchGuardError as error:  # Dynamo may have found nothing to guard
+        data["cost"], cost = None, plain(f"The cost of guards could not be measured: {error}", "yellow")
+    return Analysis(data, [*_views.compilation_views(data), *_views.guard_kinds(data), cost])
+
+
+def _device(pairs: Sequence[Pair], device: "Device") -> Analysis:
+    from torchguard.device import DeviceReport
+
+    report = sum((check(pair, device) for pair in pairs), start=DeviceReport())
+    sizes = {name: size for pair in pairs for name, size in pair.sizes.items() if name.isidentifier()}
+    at_sizes = f"at sizes {', '.join(f'{name}={size}' for name, size in sizes.items())}"
+    views = [*([plain(at_sizes, "bold")] if sizes else []), *_views.device_report(report)]
+    exit_code = ExitCode.FAILURE if report.violations else ExitCode.OK
+    return Analysis({**report.to_dict(), "sizes": sizes}, views, exit_code)
+
+
+# Memory
+
+_LARGEST = 10
+_CHART_HEIGHT, _CHART_WIDTH = 8, 60
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def _memory(pairs: Iterable[Pair]) -> Analysis:
+    from torchguard.device import Device
+
+    compilations, views = [], []
+    for pair in pairs:
+        # Checked together, as the backward graph starts with the tensors that the forward graph saved.
+        graphs = check(pair, Device(name="any")).graphs
+        plans = {one.name: one.memory.to_dict() for one in graphs}
+        compilations.append({"compile_id": pair.compile_id, "graphs": plans})
+        for name, plan in plans.items():
+            views += _memory_views(plan, f"{pair.compile_id} {name}", sys.stdout.encoding or "ascii")
+    return Analysis({"compilations": compilations}, views)
+
+
+def _memory_views(plan: Mapping[str, Any], graph: str, encoding: str) -> Iterator[RenderableType]:
+    """The peak, the curve, and the tensors alive at the peak. `plan` is what `MemoryPlan.to_dict` returns."""
+    saved = f", {format_bytes(plan['saved'])} saved for backward" if plan["saved"] else ""
+    yield plain(f"{graph}: peak {format_bytes(plan['peak'])} at {plan['peak_node']}{saved}", "bold")
+    yield indent("\n".join(chart([*plan["curve"].values()], ascii_only="utf" not in encoding.lower())))
+    alive, rest = plan["at_peak"][:_LARGEST], plan["at_peak"][_LARGEST:]
+    rows = [(format_bytes(one["bytes"]), one["name"], _line_of(one["source_line"])) for one in alive]
+    yield table(("ALIVE", "TENSOR", "WHERE"), rows, right=("ALIVE",))
+    if rest:
+        yield plain(f"... and {len(rest)} more, {format_bytes(sum(one['bytes'] for one in rest))}", "dim")
+    if plan["unknown"]:
+        yield plain(f"Not counted, as their size is unknown: {', '.join(plan['unknown'])}", "yellow")
+
+
+def _line_of(line: Mapping[str, Any] | None) -> str:
+    return source_line(line["file"], line["line"]) if line else ""
+
+
+def chart(
+    curve: Sequence[int], width: int = _CHART_WIDTH, height: int = _CHART_HEIGHT, ascii_only: bool = False
+) -> list[str]:
+    """The rows of a bar chart, highest first. Each column is the maximum over its part of the curve."""
+    if not curve or max(curve) <= 0:
+        return ["(nothing)"]
+    columns = min(width, len(curve))
+    ends = [len(curve) * i // columns for i in range(columns + 1)]
+    heights = [max(curve[a:b]) / max(curve) * height for a, b in itertools.pairwise(ends)]
+    rows = []
+    for row in range(height - 1, -1, -1):
+        eighths = (round(min(max(tall - row, 0.0), 1.0) * 8) for tall in heights)
+        cells = "".join(("#" if part >= 4 else " ") if ascii_only else _EIGHTHS[part] for part in eighths)
+        label = format_bytes(max(curve)) if row == height - 1 else "0 B" if row == 0 else ""
+        rows.append(f"{label:>10} |{cells}".rstrip())
+    return rows
+
+
+# Graphs
+
+_OPS, _OUTLINE = 20, 60  # how many of each are printed
+
+Node = Mapping[str, Any]
+
+
+def _graphs(artifacts: Iterable["Artifact"]) -> Analysis:
+    graphs = []
+    for artifact in artifacts:
+        files = [graph["files"].get("json") for graph in artifact.manifest()["graphs"]]
+        graphs += [{"artifact": artifact.id, **_graph_data(artifact.read_json(file))} for file in files if file]
+    return Analysis({"graphs": graphs}, [view for graph in graphs for view in _graph_views(graph)])
+
+
+def _graph_data(graph: Mapping[str, Any]) -> dict[str, Any]:
+    """How often a graph has which op, and an outline by module. `graph` is a JSON file of an artifact."""
+    nodes = graph["nodes"]
+    calls = [node for node in nodes if node["op"].startswith("call_")]
+    runs = itertools.groupby((call for call in calls if call["target"] != "_operator.getitem"), key=_module_of)
+    return {
+        "name": graph["name"],
+        "kind": graph["kind"],
+        "nodes": len(nodes),
+        "inputs": [_signature(node) for node in nodes if node["op"] == "placeholder"],
+        "ops": dict(Counter(node["target"] for node in calls).most_common()),
+        "outline": [{"module": module, "ops": [_short_name(node) for node in run]} for module, run in runs],
+    }
+
+
+def _graph_views(graph: Mapping[str, Any]) -> Iterator[RenderableType]:
+    counts = f"{plural(graph['nodes'], 'node')}, {plural(len(graph['inputs']), 'input')}"
+    yield plain(f"{graph['name']} ({graph['kind']}): {counts}", "bold")
+    ops, outline = [*graph["ops"].items()], graph["outline"]
+    yield table(("OP", "TIMES"), ops[:_OPS], right=("TIMES",))
+    yield from truncation(len(ops), _OPS)
+    yield plain("Outline", "bold")
+    for part in outline[:_OUTLINE]:
+        module = plain(f"{part['module'] or '(no module)'}: ", "cyan")
+        yield indent(module.append_text(plain(_run_lengths(part["ops"]), "default")))
+    yield from truncation(len(outline), _OUTLINE)
+
+
+def _module_of(node: Node) -> str:
+    path = node["modules"][-1]["path"] if node.get("modules") else ""
+    return path.removeprefix("L['self']").removeprefix(".")
+
+
+def _short_name(node: Node) -> str:
+    """`mm` for `aten.mm.default`."""
+    return node["target"].removeprefix("aten.").removesuffix(".default")
+
+
+def _run_lengths(ops: Sequence[str]) -> str:
+    """`mm, relu x2` for mm, relu, relu."""
+    runs = ((op, sum(1 for _ in run)) for op, run in itertools.groupby(ops))
+    return ", ".join(f"{op} x{times}" if times > 1 else op for op, times in runs)
+
+
+def _signature(node: Node) -> str:
+    """`x: float32[16, 4]`."""
+    value = node["values"][0] if node["values"] else {}
+    tensor = value.get("tensor")
+    if tensor is None:
+        return f"{node['name']}: {value.get('symbol', value.get('value', ''))}"
+    return f"{node['name']}: {tensor['dtype']}{tensor['shape']}"

@@ -1,6 +1,7 @@
-"""Looks on while a script runs: what is compiled, guarded, captured, checked against a device, and watched.
+"""Observing a run: inspecting what is compiled, capturing artifacts, checking graphs against a device, watching models.
 
-A line on the terminal while something is compiled.
+Nothing is loaded before the script imports torch, and nothing is hooked before it first calls `torch.compile`. Whatever
+fails here becomes a line in `Observation.problems`: the script runs on.
 """
 
 import contextlib
@@ -15,11 +16,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from torchguard.cli._script import before_compiling, when_loaded
-from torchguard.cli._targets import root_of
-from torchguard.cli._terminal import in_a_line
-from torchguard.cli._trace import Collected, check_one
-from torchguard.cli._views import without_ours
+from torchguard.cli._script import on_first_compile, on_import
+from torchguard.cli._targets import artifact_root
+from torchguard.cli._terminal import one_line
+from torchguard.cli._trace import GraphCollector, check
+from torchguard.cli._views import without_internal_violations
 from torchguard.exceptions import TorchGuardError
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from torchguard.guards import Inspection
 
 
-class CompilingLine:
-    """`compiling 0/0 ... 3 s`, on stderr, gone when it is done; nothing where stderr is no terminal."""
+class ProgressLine:
+    """`torchguard: compiling 0/0, 3 s` on stderr while torch compiles; nothing if stderr is no terminal."""
 
     def __init__(self) -> None:
         self._live: Live | None = None
@@ -44,7 +45,7 @@ class CompilingLine:
 
     def _start(self, compile_id: str) -> None:
         self._compile_id, self._started = compile_id, time.monotonic()
-        # The script's own stdout and stderr stay as they are.
+        # rich must not redirect the script's stdout and stderr.
         self._live = Live(
             console=Console(stderr=True),
             get_renderable=self._line,
@@ -64,8 +65,8 @@ class CompilingLine:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to do beside running the script."""
+class Options:
+    """What to do while the script runs: the options of `run`."""
 
     capture: bool = True
     directory: Path | None = None
@@ -75,13 +76,21 @@ class Wanted:
 
 
 class Observation:
-    """What was seen of a run. Nothing is loaded until the script loads torch, and nothing it does is changed."""
+    """What was observed of a run.
 
-    def __init__(self, wanted: Wanted) -> None:
-        self._wanted = wanted
-        self._directory = root_of(wanted.directory)  # now, as the script may go elsewhere
-        self._open = contextlib.ExitStack()
-        self._pairs = Collected()
+    Attributes:
+        inspection: what was compiled; None if `torch.compile` was never called.
+        watcher: the watched models; None without `--watch`, or if the script never imported torch.
+        device_report: None without `--device`, or if there was no graph to check.
+        artifacts: those that were written.
+        problems: what could not be observed, one sentence each.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._directory = artifact_root(options.directory)  # resolved now, as the script may change the directory
+        self._contexts = contextlib.ExitStack()
+        self._graphs = GraphCollector()
         self._captured: Captured | None = None
         self.inspection: Inspection | None = None
         self.watcher: Watcher | None = None
@@ -90,66 +99,66 @@ class Observation:
         self.problems: list[str] = []
 
     def start(self) -> None:
-        when_loaded("torch", self._attach)
+        on_import("torch", self._attach)
 
     def finish(self) -> None:
         if self.watcher is not None:
             self.watcher.finish()
-        self.device_report = self._checked()
+        self.device_report = self._check_graphs()
         try:
-            self._open.close()
+            self._contexts.close()
         except (TorchGuardError, OSError) as error:
             self.problems.append(str(error))
         if self._captured is not None:
             self.problems += self._captured.problems
-            self.artifacts = self._captured.artifacts if self._wanted.capture else []
+            self.artifacts = self._captured.artifacts if self._options.capture else []
 
     @property
     def has_findings(self) -> bool:
-        """Whether a rule of the device was broken, or a sample went bad."""
+        """Whether a rule of the device is broken or a sample went bad: what `--strict` is about."""
         violations = self.device_report.violations if self.device_report is not None else ()
-        return bool(violations) or any(log.bad_calls for log in (self.watcher.logs if self.watcher is not None else ()))
+        return bool(violations) or any(log.bad_calls for log in (self.watcher.logs if self.watcher else ()))
 
     def _attach(self) -> None:
-        before_compiling(self._listen)
-        if self._wanted.watch:
+        on_first_compile(self._observe)
+        if self._options.watch:
             from torchguard.cli._watched import Watcher
 
             self.watcher = Watcher()
             self.watcher.install()
 
-    def _listen(self) -> None:
+    def _observe(self) -> None:
         try:
             from torchguard import guards
 
-            if self._wanted.progress:
-                CompilingLine().install()
-            self.inspection = self._open.enter_context(guards.inspect())
-            if self._wanted.capture or self._wanted.device is not None:
+            if self._options.progress:
+                ProgressLine().install()
+            self.inspection = self._contexts.enter_context(guards.inspect())
+            if self._options.capture or self._options.device is not None:
                 self._capture()
-        except Exception as error:  # whatever keeps us from looking, the script goes on
-            self.problems.append(in_a_line(f"This run could not be looked at: {error}"))
+        except Exception as error:
+            self.problems.append(one_line(f"This run could not be observed: {error}"))
 
     def _capture(self) -> None:
         from torchguard import artifacts
 
         directory = self._directory
-        if not self._wanted.capture:  # graphs are seen while they are captured, and only then
-            directory = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="torchguard-")))
-        on_graphs: Any = None if self._wanted.device is None else self._pairs
-        self._captured = self._open.enter_context(artifacts.capture(directory, on_graphs=on_graphs))
+        if not self._options.capture:  # the device check needs the graphs, which only capturing provides
+            directory = Path(self._contexts.enter_context(tempfile.TemporaryDirectory(prefix="torchguard-")))
+        on_graphs: Any = None if self._options.device is None else self._graphs
+        self._captured = self._contexts.enter_context(artifacts.capture(directory, on_graphs=on_graphs))
 
-    def _checked(self) -> "DeviceReport | None":
-        """All graphs against the device. What cannot be checked is a problem, and no more."""
-        if self._wanted.device is None:
+    def _check_graphs(self) -> "DeviceReport | None":
+        """Check all graphs against the device."""
+        if self._options.device is None:
             return None
         reports = []
-        for pair in self._pairs:
+        for pair in self._graphs:
             try:
-                report = without_ours(check_one(pair, self._wanted.device))
+                report = without_internal_violations(check(pair, self._options.device))
                 reports.append(report)
-                if self._wanted.capture:
+                if self._options.capture:
                     pair.attach("device.json", report.to_json())
-            except Exception as error:  # of a look at what was compiled, which is over
-                self.problems.append(in_a_line(f"{pair.compile_id} could not be checked: {error!r}"))
+            except Exception as error:
+                self.problems.append(one_line(f"{pair.compile_id} could not be checked: {error!r}"))
         return sum(reports[1:], start=reports[0]) if reports else None

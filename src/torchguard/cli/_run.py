@@ -1,6 +1,7 @@
-"""`torchguard run`.
+"""`torchguard run`: run a script, and report when it has ended.
 
-What happened in a run.
+The report waits for `atexit`, as threads of the script and its own `atexit` functions may still compile: of what is
+registered with atexit, the first runs last. Exiting with another code is then only possible by `os._exit`.
 """
 
 import atexit
@@ -14,77 +15,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.padding import Padding
 
-from torchguard.cli import _facts, _misplaced_options, _script, _views
-from torchguard.cli._analyze import complete_device, load_device
-from torchguard.cli._observe import Observation, Wanted
-from torchguard.cli._targets import Directory
-from torchguard.cli._terminal import CommandError, ExitCode, bytes_shown, console, count_shown, plain, say
+from torchguard.cli import _script, _script_options, _views
+from torchguard.cli._observe import Observation, Options
+from torchguard.cli._targets import Directory, complete_device, load_device
+from torchguard.cli._terminal import (
+    CommandError,
+    ExitCode,
+    console,
+    format_bytes,
+    indent,
+    plain,
+    plural,
+    print_message,
+    truncation,
+)
 
 if TYPE_CHECKING:
-    from torchguard.cli._observe import Observation
-    from torchguard.cli._watched import Log
-
-
-_INCIDENTS, _ARTIFACTS, _VIOLATIONS = 10, 10, 10
-
-
-def data(seen: "Observation", exit_code: int) -> dict[str, Any]:
-    """All of it, as JSON can hold it."""
-    watcher = seen.watcher
-    return {
-        "exit_code": exit_code,
-        "compiled": None if seen.inspection is None else _facts.of_inspection(seen.inspection),
-        "artifacts": [{"id": one.id, "path": str(one.path), "size": one.size} for one in seen.artifacts],
-        "device": None if seen.device_report is None else _views.device_facts(seen.device_report),
-        "watched": None if watcher is None else [log.to_dict() for log in watcher.logs],
-        "unwatched": {} if watcher is None else watcher.unwatched,
-        "problems": seen.problems,
-    }
-
-
-def report(seen: "Observation") -> Iterator[RenderableType]:
-    yield plain("torchguard", "bold reverse")
-    if seen.inspection is None:
-        yield plain("Nothing was compiled: torch.compile was never used.")
-    else:
-        compiled = _facts.of_inspection(seen.inspection)
-        yield _views.compilations(compiled)
-        yield from _views.graph_breaks(compiled)
-        yield from _views.recompiles(compiled)
-    if seen.device_report is not None:
-        yield from _views.device_report(seen.device_report, limit=_VIOLATIONS)
-        if seen.watcher is not None:
-            yield plain("What --watch adds to the graphs counts as running anywhere.", "dim")
-    if seen.watcher is not None:
-        for log in seen.watcher.logs:
-            yield from _incidents(log)
-        yield from (plain(f"{name} is not watched: {why}", "yellow") for name, why in seen.watcher.unwatched.items())
-    if seen.artifacts:
-        total = bytes_shown(sum(one.size for one in seen.artifacts))
-        where = seen.artifacts[0].path.parent
-        yield plain(f"{count_shown(len(seen.artifacts), 'artifact')} in {where}, {total}", "bold")
-        yield from (plain(f"  {one.id}") for one in seen.artifacts[-_ARTIFACTS:])
-        yield plain("torchguard show ID tells more.", "dim")
-    yield from (plain(problem, "yellow") for problem in seen.problems)
-
-
-def _incidents(log: "Log") -> Iterator[RenderableType]:
-    calls = count_shown(log.calls, "call") if log.calls else "its last call"
-    if log.problem:
-        yield plain(f"{log.name}: {log.problem}", "yellow")
-    if not log.bad_calls:
-        yield plain(f"{log.name}: nothing went bad in {calls}.", "green")
-        return
-    yield plain(f"{log.name}: something went bad in {log.bad_calls} of {calls}.", "bold red")
-    for one in log.seen[:_INCIDENTS]:
-        yield Padding(
-            plain(f"call {one.call}: {one.incident}" if one.call else one.incident), (0, 0, 0, 2), expand=False
-        )
-    if log.total > _INCIDENTS:
-        yield Padding(plain(f"... and {log.total - _INCIDENTS} more", "dim"), (0, 0, 0, 2), expand=False)
-
+    from torchguard.cli._watched import CallLog
 
 EXAMPLE = """
 torchguard run train.py --epochs 3
@@ -94,24 +42,26 @@ torchguard run --watch --device edge-npu --strict train.py
 torchguard run -m mypackage.train --epochs 3
 """
 
+_LIMIT = 10  # how many incidents, artifacts and violations the report has
+
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")]
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="What it is given.", show_default=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.", show_default=False)]
 AsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="Check what is compiled against this device: a TOML file, or an example.",
+        help="Check what is compiled against this device: a TOML file, or the name of an example.",
         autocompletion=complete_device,
     ),
 ]
 Watch = Annotated[
-    bool, typer.Option("--watch", help="Watch every model that is compiled, and tell which samples went bad.")
+    bool, typer.Option("--watch", help="Watch every model that is compiled, and report which samples went bad.")
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="End with 4 if a rule is broken or a sample went bad.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit with 4 if a rule is broken or a sample went bad.")]
 NoCapture = Annotated[bool, typer.Option("--no-capture", help="Write no artifacts.")]
-Report = Annotated[Path | None, typer.Option("--report", help="Write what happened into this file, as JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing of what happened.")]
+Report = Annotated[Path | None, typer.Option("--report", help="Write the report to this file, as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no report.")]
 
 
 def run(
@@ -127,78 +77,127 @@ def run(
     report: Report = None,
     quiet: Quiet = False,
 ) -> int:
-    """Run a script that knows nothing of torchguard, and show what was compiled, why again, and where graphs break.
+    """Run an unmodified script, and report what was compiled, why it recompiled, and where graphs break.
 
-    It ends as the script does. What torchguard has to say goes to stderr. Options behind SCRIPT are the script's.
+    The exit code is the script's. The report goes to stderr. Options behind SCRIPT are the script's.
     """
-    let_through = _misplaced_options.check(context, name, arguments or [], as_module)
+    passed = _script_options.check(context, name, arguments or [], as_module)
     if strict and device is None and not watch:
-        raise CommandError("--strict needs something to be strict about: --device or --watch.", ExitCode.USAGE)
-    wanted = Wanted(
+        raise CommandError("--strict needs --device or --watch, whose findings it acts on.", ExitCode.USAGE)
+    options = Options(
         capture=not no_capture,
         directory=directory,
         device=load_device(device) if device is not None else None,
         watch=watch,
         progress=not quiet,
     )
-    report = report and report.absolute()  # the script may go elsewhere
-    program = _script.program_of_module(name) if as_module else _script.program_of_file(name)
-    seen = Observation(wanted)
-    conclusion = Conclusion(seen, report, quiet, strict, let_through.hint)
-    atexit.register(conclusion)  # what was registered first runs last, when all threads have ended
-    if let_through.note and not quiet:
-        say(let_through.note, "yellow")
-    seen.start()
-    ending = _script.run(program, arguments or [])
-    conclusion.exit_code = ending.exit_code
-    if ending.interrupted:
+    report = report and report.absolute()  # the script may change the directory
+    program = _script.load_module(name) if as_module else _script.load_file(name)
+    observation = Observation(options)
+    at_exit = _ReportAtExit(observation, report, quiet, strict, passed.hint)
+    atexit.register(at_exit)
+    if passed.note and not quiet:
+        print_message(passed.note, "yellow")
+    observation.start()
+    outcome = _script.run(program, arguments or [])
+    at_exit.exit_code = outcome.exit_code
+    if outcome.interrupted:
         raise Interrupted
-    return ending.exit_code
+    return outcome.exit_code
 
 
 class Interrupted(BaseException):
-    """The script was interrupted, and the command ends the same way."""
+    """The script ended with KeyboardInterrupt, and the command must end the same way."""
 
 
-class Conclusion:
-    """What is left to do when the script, its threads, and all that it wanted to do at exit have ended."""
+class _ReportAtExit:
+    """Finishes the observation, writes and prints the report, and applies `--strict`."""
 
-    def __init__(self, seen: Observation, report: Path | None, quiet: bool, strict: bool, hint: str) -> None:
-        self._seen, self._report, self._quiet, self._strict, self._hint = seen, report, quiet, strict, hint
+    def __init__(self, observation: Observation, file: Path | None, quiet: bool, strict: bool, hint: str) -> None:
+        self._observation, self._file, self._quiet, self._strict, self._hint = observation, file, quiet, strict, hint
         self._process = os.getpid()
         self.exit_code = 0
 
     def __call__(self) -> None:
         if os.getpid() != self._process:  # a child that the script forked
             return
-        self._seen.finish()
+        self._observation.finish()
         self._write()
         if not self._quiet:
-            self._say(*report(self._seen))
+            self._print(*_report_views(self._observation))
             if self._hint and self.exit_code == ExitCode.USAGE:
-                self._say(plain(self._hint, "yellow"), soft_wrap=True)
-        if self._strict and self.exit_code == 0 and self._seen.has_findings:
+                self._print(plain(self._hint, "yellow"), soft_wrap=True)
+        if self._strict and self.exit_code == 0 and self._observation.has_findings:
             _flush()
-            os._exit(ExitCode.FLAGGED)  # at exit there is no other way to end with another code
+            os._exit(ExitCode.STRICT)
 
     def _write(self) -> None:
-        if self._report is None:
+        if self._file is None:
             return
-        told = json.dumps(data(self._seen, self.exit_code), indent=2, default=str)
+        report = json.dumps(_report_data(self._observation, self.exit_code), indent=2, default=str)
         try:
-            self._report.write_text(told, encoding="utf-8")
+            self._file.write_text(report, encoding="utf-8")
         except OSError as error:
-            self._say(plain(f"torchguard: {self._report} cannot be written: {error.strerror}.", "yellow"))
+            self._print(plain(f"torchguard: {self._file} cannot be written: {error.strerror}.", "yellow"))
 
-    def _say(self, *shown: RenderableType, soft_wrap: bool = False) -> None:
-        # The script may have put anything in the place of `sys.stderr`, or closed it.
+    def _print(self, *views: RenderableType, soft_wrap: bool = False) -> None:
+        # The script may have replaced `sys.stderr`, or closed it.
         if sys.__stderr__ is not None and not sys.__stderr__.closed:
-            console(sys.__stderr__).print(*shown, sep="\n", soft_wrap=soft_wrap)
+            console(sys.__stderr__).print(*views, sep="\n", soft_wrap=soft_wrap)
 
 
 def _flush() -> None:
-    """Let out what the script wrote, wherever it wrote to."""
+    """Flush what the script wrote, as `os._exit` does not."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        # Any of them may be none, closed, or something of the script's own that knows nothing of flushing.
+        # Any of them may be None, closed, or an object of the script's without `flush`.
         with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _report_data(observation: Observation, exit_code: int) -> dict[str, Any]:
+    inspection, device, watcher = observation.inspection, observation.device_report, observation.watcher
+    return {
+        "exit_code": exit_code,
+        "compiled": None if inspection is None else _views.inspection_data(inspection),
+        "artifacts": [{"id": one.id, "path": str(one.path), "size": one.size} for one in observation.artifacts],
+        "device": None if device is None else device.to_dict(),
+        "watched": None if watcher is None else [log.to_dict() for log in watcher.logs],
+        "unwatched": {} if watcher is None else watcher.unwatched,
+        "problems": observation.problems,
+    }
+
+
+def _report_views(observation: Observation) -> Iterator[RenderableType]:
+    watcher, artifacts = observation.watcher, observation.artifacts
+    yield plain("torchguard", "bold reverse")
+    if observation.inspection is None:
+        yield plain("Nothing was compiled: torch.compile was never called.")
+    else:
+        yield from _views.compilation_views(_views.inspection_data(observation.inspection))
+    if observation.device_report is not None:
+        yield from _views.device_report(observation.device_report, limit=_LIMIT)
+        if watcher is not None:
+            yield plain("The ops that --watch adds to the graphs count as supported by the device.", "dim")
+    if watcher is not None:
+        for log in watcher.logs:
+            yield from _incidents(log)
+        yield from (plain(f"{name} is not watched: {why}", "yellow") for name, why in watcher.unwatched.items())
+    if artifacts:
+        total = format_bytes(sum(one.size for one in artifacts))
+        yield plain(f"{plural(len(artifacts), 'artifact')} in {artifacts[0].path.parent}, {total}", "bold")
+        yield from (plain(f"  {one.id}") for one in artifacts[-_LIMIT:])
+        yield plain("torchguard show ID shows one.", "dim")
+    yield from (plain(problem, "yellow") for problem in observation.problems)
+
+
+def _incidents(log: "CallLog") -> Iterator[RenderableType]:
+    calls = plural(log.calls, "call") if log.calls else "its last call"
+    if log.problem:
+        yield plain(f"{log.name}: {log.problem}", "yellow")
+    if not log.bad_calls:
+        yield plain(f"{log.name}: no sample went bad in {calls}.", "green")
+        return
+    yield plain(f"{log.name}: samples went bad in {log.bad_calls} of {calls}.", "bold red")
+    for one in log.incidents[:_LIMIT]:
+        yield indent(f"call {one.call}: {one.incident}" if one.call else str(one.incident))
+    yield from map(indent, truncation(log.total_incidents, _LIMIT))

@@ -1,6 +1,8 @@
-"""Runs a script or a module as Python would run it.
+"""Running a script or a module as Python runs it, with callbacks for `import torch` and the first `torch.compile`.
 
-Calls back when torch is loaded, and when it is about to compile: nothing is loaded before the script wants it.
+The command must not load torch before the script does: a script may set environment variables that torch reads when it
+is imported. So torchguard's own imports of torch wait for the script's. `on_import` puts a finder in front of
+`sys.meta_path`, which wraps `exec_module` of the module's loader; `on_first_compile` then replaces `torch.compile`.
 """
 
 import builtins
@@ -21,58 +23,58 @@ from typing import Any
 from torchguard.cli._terminal import CommandError, ExitCode
 
 
-def when_loaded(name: str, callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the module `name` has been loaded: now, if it is there."""
+def on_import(name: str, callback: Callable[[], None]) -> None:
+    """Call `callback` once, after the module `name` was imported: now, if it is imported already."""
     if name in sys.modules:
         callback()
     else:
-        sys.meta_path.insert(0, _Waiting(name, callback))
+        sys.meta_path.insert(0, _ImportHook(name, callback))
 
 
-def before_compiling(callback: Callable[[], None]) -> None:
-    """Call `callback` once, when `torch.compile` is first called; torch has to be loaded.
+def on_first_compile(callback: Callable[[], None]) -> None:
+    """Call `callback` once, when `torch.compile` is first called. torch must be loaded.
 
-    Not when Dynamo is loaded: its modules are then half-way through loading each other.
+    The import of Dynamo would be too early: its modules import each other, and are not complete at that point.
     """
     import torch
 
     compile = torch.compile
-    is_due = True
+    is_first = True
 
     @functools.wraps(compile)
-    def announced(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_due
-        if is_due:
-            is_due = False
+    def compile_after_callback(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
             callback()
         return compile(*args, **kwargs)
 
-    torch.compile = announced
+    torch.compile = compile_after_callback
 
 
-class _Waiting(importlib.abc.MetaPathFinder):
-    """Stands before the finders of one module, and gives its loader a word at the end."""
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """A finder for one module that lets the other finders find it, and calls back after its loader has run it."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self._name, self._callback = name, callback
-        self._asking = threading.local()
+        self._searching = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name or getattr(self._asking, "now", False):
+        if fullname != self._name or getattr(self._searching, "active", False):
             return None
-        self._asking.now = True
+        self._searching.active = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._asking.now = False
+            self._searching.active = False
         if spec is not None and spec.loader is not None:
-            # Finding is not loading: many look for a module and leave it at that.
-            spec.loader.exec_module = self._then_called(spec.loader.exec_module)  # pyright: ignore[reportAttributeAccessIssue]
+            # Not called back here, as many find a spec and never load the module.
+            spec.loader.exec_module = self._calling_back(spec.loader.exec_module)  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 
-    def _then_called(self, load: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
+    def _calling_back(self, load: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
         def exec_module(module: types.ModuleType) -> None:
             load(module)
             if self in sys.meta_path:
@@ -84,7 +86,7 @@ class _Waiting(importlib.abc.MetaPathFinder):
 
 @dataclass(frozen=True)
 class Program:
-    """Code to be run as `__main__`, and how the process looks to it."""
+    """Code to run as `__main__`, with its `sys.argv[0]`, `sys.path[0]` and module attributes."""
 
     code: types.CodeType
     argv0: str
@@ -93,29 +95,29 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Ending:
+class Outcome:
     """How a program ended."""
 
     exit_code: int
     interrupted: bool = False
 
 
-def program_of_file(path: str) -> Program:
+def load_file(path: str) -> Program:
     file = Path(path)
     if not file.is_file():
         what = "is a directory" if file.is_dir() else "does not exist"
-        raise CommandError(f"run: {path!r} {what}. Give a Python file, or -m and a module.", ExitCode.USAGE)
+        raise CommandError(f"run: {path!r} {what}. Give a Python file, or -m and the name of a module.", ExitCode.USAGE)
     full = os.path.abspath(path)
     with io.open_code(full) as source:
-        code = _compiled(source.read(), full)
+        code = _compile(source.read(), full)
     loader = importlib.machinery.SourceFileLoader("__main__", full)
-    # Where `__spec__` is None, a process that is spawned starts from `__file__`.
+    # With `__spec__` None, multiprocessing has a spawned process run `__file__`, which it needs to find functions.
     attributes = {"__file__": full, "__spec__": None, "__loader__": loader, "__package__": None, "__cached__": None}
     return Program(code, path, os.path.dirname(os.path.realpath(path)), attributes)
 
 
-def program_of_module(name: str) -> Program:
-    """What `python -m name` runs. Packages above it are imported, as there."""
+def load_module(name: str) -> Program:
+    """The program that `python -m name` runs. As there, parent packages are imported."""
     here = os.getcwd()
     if not sys.flags.safe_path and here not in sys.path:
         sys.path.insert(0, here)
@@ -127,7 +129,7 @@ def program_of_module(name: str) -> Program:
         raise CommandError(f"run: module {name!r} cannot be imported: {error}.", ExitCode.USAGE) from error
     get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
     if spec is None or get_code is None:
-        raise CommandError(f"run: no module {name!r}, or none that can be run by -m.", ExitCode.USAGE)
+        raise CommandError(f"run: there is no module {name!r} that -m can run.", ExitCode.USAGE)
     attributes = {
         "__file__": spec.origin,
         "__spec__": spec,
@@ -138,46 +140,41 @@ def program_of_module(name: str) -> Program:
     return Program(get_code(spec.name), spec.origin or name, here, attributes)
 
 
-def run(program: Program, arguments: Sequence[str]) -> Ending:
-    """Run it in this process, to its last line. What it raises is shown as Python shows it."""
+def run(program: Program, arguments: Sequence[str]) -> Outcome:
+    """Run a program in this process, to its end. An exception is printed as Python prints it."""
     module = types.ModuleType("__main__")
     vars(module).update(program.attributes, __builtins__=builtins)
-    sys.modules["__main__"] = module  # and there it stays: what runs at exit may still look for it
+    sys.modules["__main__"] = module  # it stays there: functions registered with atexit may use it
     sys.argv[:] = [program.argv0, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = program.path0
-    return _ended(lambda: exec(program.code, vars(module)))
+    try:
+        exec(program.code, vars(module))
+    except SystemExit as error:
+        return Outcome(_exit_code(error.code))
+    except BaseException as error:
+        own = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this function
+        sys.excepthook(type(error), error.with_traceback(own), own)
+        return Outcome(1, interrupted=isinstance(error, KeyboardInterrupt))
+    return Outcome(0)
 
 
-def _compiled(source: bytes, file: str) -> types.CodeType:
+def _compile(source: bytes, file: str) -> types.CodeType:
     try:
         return compile(source, file, "exec", dont_inherit=True)
     except SyntaxError as error:
         sys.excepthook(type(error), error.with_traceback(None), None)
         raise SystemExit(1) from None
     except ValueError as error:
-        raise CommandError(f"run: {file!r} is no Python source: {error}.", ExitCode.USAGE) from None
-
-
-def _ended(go: Callable[[], None]) -> Ending:
-    try:
-        go()
-    except SystemExit as error:
-        return Ending(_exit_code(error.code))
-    except BaseException as error:
-        traceback = error.__traceback__
-        own = traceback and traceback.tb_next and traceback.tb_next.tb_next  # below `_ended` and the lambda
-        sys.excepthook(type(error), error.with_traceback(own), own)
-        return Ending(1, interrupted=isinstance(error, KeyboardInterrupt))
-    return Ending(0)
+        raise CommandError(f"run: {file!r} is not Python source: {error}.", ExitCode.USAGE) from None
 
 
 def _exit_code(code: Any) -> int:
-    """As Python reads what `sys.exit` was given: nothing is 0, a number is itself, anything else a message."""
+    """The exit code for the argument of `sys.exit`: None is 0, an int is itself, anything else is printed and is 1."""
     if code is None:
         return 0
     if isinstance(code, int):
         return code
-    if sys.stderr is not None:  # the script may have done away with it
+    if sys.stderr is not None:  # the script may have set it to None
         sys.stderr.write(f"{code}\n")
     return 1

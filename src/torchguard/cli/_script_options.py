@@ -1,98 +1,190 @@
-"""Whether a script takes an option, from its source: nothing of it runs.
+"""Options of `torchguard run` that stand behind the script, and so go to the script.
 
-The script is read, and what it imports from beside it. It takes an option
+`torchguard run train.py --watch` passes --watch to train.py, as Python would. A script without a parser then runs to
+its end unwatched, and nothing says so. torchguard cannot simply take the option, as the script may have a --device of
+its own. So it reads the script's source and that of the modules it imports from beside it; nothing of them runs. The
+script takes an option
 
 - that stands in one of its strings: argparse, click, optparse, docopt, `"--watch" in sys.argv`;
-- that a parameter, a field or a string is named after, with a library that makes options of names: fire, typer.
+- that is the name of a parameter, field or string, if it imports a library that makes options of names: fire, typer.
 
-This cannot be told where it uses `sys.argv` as a whole or keeps arguments that it does not know, computes the names of
-options, runs code that is not beside it, or has an installed package read the command line; nor of a module that is
-installed itself. Else it does not take it.
-
-A variable called `device` says nothing, and neither does a docstring, unless docopt reads it. argparse also takes the
-start of an option for the whole; this is left out of account.
+If it does not take the option, the command stops before the script runs. There is a doubt if the script uses `sys.argv`
+as a whole, keeps arguments it does not know, computes names of options, runs code that is not beside it, or has an
+installed package read the command line; or if it is an installed module. The script then gets the option, and a note
+says why. With a bare `--` before the script, everything behind it is passed on unread. A variable called `device` does
+not count, nor does a docstring, unless docopt reads it. Abbreviations of options, which argparse accepts, are ignored.
 """
 
 import ast
 import importlib.util
 import os
 import re
+import shlex
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-_MOST_FILES, _MOST_BYTES = 400, 2 << 20
+import typer
+from typer.core import TyperOption
 
-# Libraries in which options are strings, and those that make options of names.
+from torchguard.cli._terminal import CommandError, ExitCode
+
+# The key of `ctx.meta` for the arguments of `run` as typed. click drops a bare `--` from those it parses.
+TYPED = "torchguard.run.typed"
+
+_MOST_FILES, _MOST_BYTES = 400, 2 << 20  # limits on what is read
+_STDLIB = Path(sysconfig.get_path("stdlib"))
+
+# Libraries whose options are strings, and libraries that make options of names.
 _PARSERS = {"argparse", "click", "configargparse", "docopt", "getopt", "optparse", "rich_click"}
 _DERIVING = {
     *("absl", "argh", "chz", "clize", "cyclopts", "datargs", "defopt", "draccus", "fire", "getopt", "hydra"),
     *("jsonargparse", "plac", "pydantic_settings", "pyrallis", "sacred", "simple_parsing", "tap", "typer", "tyro"),
 }
-_DERIVING_CLASSES = {"HfArgumentParser", "LightningCLI", "TrlParser"}  # out of packages that do much else
+_DERIVING_CLASSES = {"HfArgumentParser", "LightningCLI", "TrlParser"}  # of packages that mainly do something else
 
-# What something installed is called that may read the command line: `default_argument_parser`, `cli_main`, `TrlParser`.
+# Names of installed functions that may read the command line: `default_argument_parser`, `cli_main`, `TrlParser`.
 _MAY_READ = re.compile(r"(^|_)(cli|argv|args|argparse|arguments?|(arg)?parser)(_|$)|(^|_)main$|[a-z](CLI|Parser)$")
 _SILENT_PACKAGES = sys.stdlib_module_names - {"unittest"}
 
-# Whatever these take of `sys.argv` stands in a string.
+# Functions that take `sys.argv`, but only options that are strings in the source; and those that return the rest.
 _EXACT_READERS = {"len", "print", "parse_args", "parse_intermixed_args", "getopt", "gnu_getopt", "docopt"}
 _TOLERANT_READERS = {"parse_known_args", "parse_known_intermixed_args"}
-_HANDING_ON = {"REMAINDER", "allow_extra_args", "ignore_unknown_options", "return_remaining_strings"}
+_KEEPS_UNKNOWN = {"REMAINDER", "allow_extra_args", "ignore_unknown_options", "return_remaining_strings"}
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Whether an option is taken; None where that cannot be told, and why."""
+class Misplaced:
+    """An option of `run` among the arguments of a script."""
 
-    is_taken: bool | None
-    why: str = ""
+    name: str  # as it is written, without a value
+    words: tuple[str, ...]  # what to write in front of the script
+    at: range  # its positions among the arguments
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Options of `run` that the script gets, as it takes them or may take them."""
+
+    options: tuple[Misplaced, ...] = ()
+    doubt: str = ""  # why it is unknown whether the script takes them
+    note: str = ""  # to print before the script runs
+    hint: str = ""  # to print if the script exits with 2, as parsers do for an unknown option
+
+
+def check(context: typer.Context, script: str, arguments: Sequence[str], as_module: bool) -> Passed:
+    """Find the options of `run` that the script gets.
+
+    Raises:
+        CommandError: the script does not take one of them.
+    """
+    front = context.meta[TYPED][: -1 - len(arguments)]
+    found = () if front[-1:] == ("--",) else misplaced(context.command.params, arguments)
+    if not found:
+        return Passed()
+    source = read(script, as_module)
+    taken = {one: source.takes(one.name) if source else True for one in found}
+    if refused := [one for one in found if taken[one] is False]:
+        raise CommandError(
+            f"run: options behind {script} go to the script, which does not take {_names(refused)}. "
+            f"Put options of torchguard in front:\n  {moved_to_front(front, script, arguments, refused)}\n"
+            f"If the script does take {_names(refused)}:\n"
+            f"  {shlex.join(['torchguard', 'run', *front, '--', script, *arguments])}",
+            ExitCode.USAGE,
+        )
+    unknown = tuple(one for one in found if taken[one] is None)
+    options = unknown or found
+    doubt = source.doubt(unknown[0].name) if source and unknown else ""
+    order = f"Put options of torchguard in front:\n  {moved_to_front(front, script, arguments, options)}"
+    unsure = f"It is unknown whether it takes {_names(unknown)}: {doubt}. {order}"
+    note = f"torchguard: options behind {script} go to the script. {unsure}" if doubt else ""
+    return Passed(options, doubt, note, f"torchguard: {script} exited with 2, and was given {_names(options)}. {order}")
+
+
+def misplaced(params: Iterable[object], arguments: Sequence[str]) -> tuple[Misplaced, ...]:
+    """The options of `run` among the arguments of a script, up to a bare `--`."""
+    known = {
+        spelling: param
+        for param in params
+        # -m says what SCRIPT is: behind a script, it is never meant for torchguard.
+        if isinstance(param, TyperOption) and param.name != "as_module"
+        for spelling in (*param.opts, *param.secondary_opts)
+    }
+    found: list[Misplaced] = []
+    last = arguments.index("--") if "--" in arguments else len(arguments)
+    for position in range(last):
+        name, equals, _ = arguments[position].partition("=")
+        is_value = bool(found) and position in found[-1].at
+        if name in known and not is_value and (not equals or name.startswith("--")):
+            found.append(_with_value(known[name], name, arguments[position:last], position))
+    return tuple(found)
+
+
+def _with_value(param: TyperOption, name: str, words: Sequence[str], position: int) -> Misplaced:
+    """The option that `words` start with, and its value."""
+    if param.is_flag or "=" in words[0]:
+        return Misplaced(name, (name if param.is_flag else words[0],), range(position, position + 1))
+    has_value = len(words) > 1 and not words[1].startswith("-")
+    value = words[1] if has_value else param.name.upper()  # a placeholder
+    return Misplaced(name, (name, value), range(position, position + 1 + has_value))
+
+
+def moved_to_front(front: Sequence[str], script: str, arguments: Sequence[str], moved: Sequence[Misplaced]) -> str:
+    """The command line with some of the arguments in front of the script."""
+    gone = {position for one in moved for position in one.at}
+    left = [word for position, word in enumerate(arguments) if position not in gone]
+    return shlex.join(["torchguard", "run", *(word for one in moved for word in one.words), *front, script, *left])
+
+
+def _names(options: Iterable[Misplaced]) -> str:
+    return " and ".join(dict.fromkeys(one.name for one in options))
 
 
 @dataclass
 class Source:
-    """What the source of a script, and of the modules beside it, tells about its options."""
+    """What the source of a script, and of the modules beside it, says about its options."""
 
-    strings: dict[str, str] = field(default_factory=dict)  # each with its place
+    strings: dict[str, str] = field(default_factory=dict)  # each with its source line
     docstrings: dict[str, str] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)  # of parameters and fields
     imported: set[str] = field(default_factory=set)
     uses_argv: bool = False
-    has_keywords: bool = False  # some function takes **kwargs
+    has_kwargs: bool = False  # some function takes **kwargs
     doubts: list[str] = field(default_factory=list)
 
-    def takes(self, option: str) -> Answer:
-        mention = self._mention(option)
-        if mention and (self.uses_argv or self._is_deriving or self.imported & _PARSERS):
-            return Answer(True)
-        if self._is_deriving and self._has_name(option):
-            return Answer(True)
-        why = next(self._doubts_about(option, mention), "")
-        return Answer(None, why) if why else Answer(False)
+    def takes(self, option: str) -> bool | None:
+        """Whether the script takes an option; None if there is a doubt."""
+        is_read = self.uses_argv or self._derives or self.imported & _PARSERS
+        if (is_read and self._mention(option)) or (self._derives and self._has_name(option)):
+            return True
+        return None if self.doubt(option) else False
+
+    def doubt(self, option: str) -> str:
+        """Why the script may take an option that was not found in it; empty if it does not."""
+        if self.doubts:
+            return self.doubts[0]
+        if mention := self._mention(option):
+            return f"{mention} mentions it, and nothing that reads the command line was found"
+        if self._derives and not option.startswith("--"):
+            return "the library that reads the command line makes short options by itself"
+        if "fire" in self.imported and self.has_kwargs:
+            return "fire passes any option to a function with **kwargs"
+        return ""
 
     @property
-    def _is_deriving(self) -> bool:
+    def _derives(self) -> bool:
         return bool(self.imported & (_DERIVING | _DERIVING_CLASSES))
 
-    def _doubts_about(self, option: str, mention: str) -> Iterator[str]:
-        yield from self.doubts
-        if mention:
-            yield f"{mention} mentions it, and what reads the command line is not seen"
-        if self._is_deriving and not option.startswith("--"):
-            yield "the library that reads the command line makes short options by itself"
-        if "fire" in self.imported and self.has_keywords:
-            yield "fire gives any option to a function with **kwargs"
-
     def _mention(self, option: str) -> str:
-        """Where a string has the option as a whole word."""
-        positive = option.replace("--no-", "--", 1)  # of which argparse's BooleanOptionalAction makes the other
+        """The source line of a string that has the option as a whole word."""
+        positive = option.replace("--no-", "--", 1)  # from which argparse's BooleanOptionalAction makes --no-
         pattern = re.compile(rf"(?<![\w-])({re.escape(option)}|{re.escape(positive)})(?![\w-])")
         strings = {**self.strings, **(self.docstrings if "docopt" in self.imported else {})}
-        return next((place for text, place in strings.items() if pattern.search(text)), "")
+        return next((line for text, line in strings.items() if pattern.search(text)), "")
 
     def _has_name(self, option: str) -> bool:
         name = option.lstrip("-")
@@ -101,69 +193,57 @@ class Source:
 
 
 def read(script: str, as_module: bool) -> Source | None:
-    """What there is to read of a script, or with `as_module` of a module; None if it has no source."""
+    """Read a script, or with `as_module` a module; None if it has no source or is not Python."""
     if not as_module:
         file = Path(os.path.realpath(script))
-        return _read(file, file.parent) if os.path.isfile(file) else None
-    top, spec = _specs(script)
-    if top is None or spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return None
-    base = Path(next(iter(top.submodule_search_locations or ()), top.origin or "")).parent
-    if base.name in ("site-packages", "dist-packages") or base == Path(sysconfig.get_path("stdlib")):
-        return Source(doubts=[f"{script} is installed, and what is installed is not read"])
-    return _read(Path(spec.origin), base)
-
-
-def _specs(module: str) -> tuple[ModuleSpec | None, ModuleSpec | None]:
-    """Those of the top-level package and of what `python -m` runs; packages are not imported, which would run them."""
-    first, *rest = module.split(".")
+        return _read_from(file, file.parent) if os.path.isfile(file) else None
+    top, *_ = script.split(".")
     path = sys.path if sys.flags.safe_path else [os.getcwd(), *sys.path]
-    try:
-        top = spec = PathFinder.find_spec(first, path) or importlib.util.find_spec(first)
+    try:  # importlib.util.find_spec("a.b") would run a
+        spec = PathFinder.find_spec(top, path) or importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        return None, None
-    for name in rest:
-        spec = _below(spec, name)
-    is_package = spec is not None and spec.submodule_search_locations is not None
-    return top, _below(spec, "__main__") if is_package else spec
-
-
-def _below(spec: ModuleSpec | None, name: str) -> ModuleSpec | None:
-    if spec is None or spec.submodule_search_locations is None:
         return None
-    return PathFinder.find_spec(f"{spec.name}.{name}", [*spec.submodule_search_locations])
+    for location in () if spec is None else spec.submodule_search_locations or [spec.origin or ""]:
+        base = Path(location).parent
+        module = base.joinpath(*script.split("."))
+        file = next(filter(os.path.isfile, (module / "__main__.py", module.with_name(f"{module.name}.py"))), None)
+        if file is not None and (base.name in ("site-packages", "dist-packages") or base == _STDLIB):
+            return Source(doubts=[f"{script} is installed, and installed modules are not read"])
+        if file is not None:
+            return _read_from(Path(file), base)
+    return None
 
 
-def _read(start: Path, base: Path) -> Source | None:
-    """Read a file, and what it imports from a directory. None if it is no Python, of which running it tells more."""
+def _read_from(start: Path, base: Path) -> Source | None:
+    """Read a file, and what it imports from the directory `base`."""
     source = Source()
     waiting, seen, size = [start], {start}, 0
     while waiting:
         file = waiting.pop(0)
-        tree, length = _parsed(file)
+        tree, length = _parse(file)
         size += length
         if tree is None and file == start:
             return None
         label = os.path.relpath(file, base)
         if size > _MOST_BYTES or len(seen) > _MOST_FILES:
-            source.doubts.append("it imports more from beside it than is read for this")
+            source.doubts.append("it imports more modules from beside it than are read")
             break
         if tree is None:
             source.doubts.append(f"{label} cannot be read")
             continue
         imports = [*_imports(tree, file, base)]
-        _Look(label, tree, imports, source).take()
+        _FileReader(label, tree, imports, source).read()
         found = {path for one in imports for path in one.files} - seen
         waiting += sorted(found)
         seen |= found
     return source
 
 
-def _parsed(file: Path) -> tuple[ast.Module | None, int]:
+def _parse(file: Path) -> tuple[ast.Module | None, int]:
     try:
         text = file.read_bytes()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # running it warns of what is to be warned of
+            warnings.simplefilter("ignore")  # Python prints them when the script runs
             return ast.parse(text), len(text)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None, 0
@@ -171,7 +251,7 @@ def _parsed(file: Path) -> tuple[ast.Module | None, int]:
 
 @dataclass(frozen=True)
 class _Import:
-    """A name that an import binds, where it comes from, and the files beside the script that this reads."""
+    """A name that an import binds, where it comes from, and the files beside the script that it loads."""
 
     module: str
     name: str
@@ -181,6 +261,11 @@ class _Import:
     @property
     def package(self) -> str:
         return self.module.partition(".")[0]
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it is not beside the script, and not known for what it does with the command line."""
+        return not self.files and self.package not in _PARSERS | _DERIVING | _SILENT_PACKAGES
 
 
 def _imports(tree: ast.Module, file: Path, base: Path) -> Iterator[_Import]:
@@ -199,79 +284,73 @@ def _imports(tree: ast.Module, file: Path, base: Path) -> Iterator[_Import]:
 
 
 def _files(directory: Path, dotted: str) -> Iterator[Path]:
-    """The files that an import reads, as far as they are in a directory."""
+    """The files in a directory that an import loads."""
     for part in dotted.split("."):
-        here = (directory / f"{part}.py", directory / part / "__init__.py")
-        yield from (path for path in here if os.path.isfile(path))  # False as well where it may not be looked at
+        candidates = (directory / f"{part}.py", directory / part / "__init__.py")
+        yield from filter(os.path.isfile, candidates)  # unlike Path.is_file, it never raises PermissionError
         directory = directory / part
 
 
-class _Look:
-    """Takes down what one file tells."""
+class _FileReader:
+    """Adds to a `Source` what one file says."""
 
     def __init__(self, label: str, tree: ast.Module, imports: Sequence[_Import], source: Source) -> None:
         self._label, self._source = label, source
         self._nodes = [*ast.walk(tree)]
-        self._above = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
+        self._parent = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
         self._loaded = {one.id for one in self._nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
         self._imports = {one.bound: one for one in imports}
         source.imported |= {name for one in imports for name in (one.package, one.name)}
 
-    def take(self) -> None:
+    def read(self) -> None:
+        source = self._source
         for node in self._nodes:
-            self._take_names(node)
+            line = f"{self._label}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                is_doc = isinstance(self._above[node], ast.Expr)
-                (self._source.docstrings if is_doc else self._source.strings).setdefault(node.value, self._place(node))
-            self._source.uses_argv |= self._is_argv(node)
-            if why := self._doubt(node):
-                self._source.doubts.append(f"{self._place(node)} {why}")
-
-    def _take_names(self, node: ast.AST) -> None:
-        if isinstance(node, ast.arg):
-            self._source.names.add(node.arg)
-        elif isinstance(node, ast.arguments):
-            self._source.has_keywords |= node.kwarg is not None
-        elif isinstance(node, ast.AnnAssign) and isinstance(self._above[node], ast.ClassDef):
-            self._source.names.add(_last_name(node.target))
-        elif _last_name(node) in _DERIVING_CLASSES:
-            self._source.imported.add(_last_name(node))
-
-    def _place(self, node: ast.AST) -> str:
-        return f"{self._label}:{getattr(node, 'lineno', 0)}"
+                is_docstring = isinstance(self._parent[node], ast.Expr)
+                (source.docstrings if is_docstring else source.strings).setdefault(node.value, line)
+            elif isinstance(node, ast.arg):
+                source.names.add(node.arg)
+            elif isinstance(node, ast.arguments):
+                source.has_kwargs |= node.kwarg is not None
+            elif isinstance(node, ast.AnnAssign) and isinstance(self._parent[node], ast.ClassDef):
+                source.names.add(_last_name(node.target))
+            elif _last_name(node) in _DERIVING_CLASSES:
+                source.imported.add(_last_name(node))
+            source.uses_argv |= self._is_argv(node)
+            if doubt := self._doubt(node):
+                source.doubts.append(f"{line} {doubt}")
 
     def _is_argv(self, node: ast.AST) -> bool:
-        if isinstance(node, ast.Name):
-            bound = self._imports.get(node.id)
-            return bound is not None and (bound.module, bound.name) == ("sys", "argv")
-        if not isinstance(node, ast.Attribute) or node.attr not in ("argv", "orig_argv"):
+        is_attribute = isinstance(node, ast.Attribute)
+        bound = self._imports.get(_last_name(node.value if is_attribute else node))
+        if bound is None or bound.module != "sys":
             return False
-        bound = self._imports.get(_last_name(node.value))
-        return bound is not None and bound.module == "sys"
+        return node.attr in ("argv", "orig_argv") if is_attribute else bound.name == "argv"
 
     def _doubt(self, node: ast.AST) -> str:
-        """Why this may take any option; empty if it does not."""
+        """Why this node may take any option; empty if it does not."""
         if self._is_argv(node):
             return "uses sys.argv as a whole" if self._is_whole(node) else ""
         if isinstance(node, ast.Call):
             return self._doubt_of_call(node)
         is_rest = isinstance(node, ast.keyword) and node.arg == "nargs" and getattr(node.value, "value", "") == "..."
-        return "keeps arguments that it does not know" if is_rest or _spelled(node) in _HANDING_ON else ""
+        word = _last_name(node) or getattr(node, "arg", None) or getattr(node, "value", None)
+        return "keeps arguments that it does not know" if is_rest or word in _KEEPS_UNKNOWN else ""
 
     def _is_whole(self, argv: ast.AST) -> bool:
-        """Whether `sys.argv` serves for more than a look at one element, or for an option that stands there."""
-        above = self._above[argv]
+        """Whether `sys.argv` is used for more than one element, or than a search for one option."""
+        parent = self._parent[argv]
         if isinstance(getattr(argv, "ctx", None), ast.Store):
             return False
-        if isinstance(above, ast.keyword):
-            above = self._above[above]
-        if isinstance(above, ast.Subscript):
-            return self._is_whole(above) if isinstance(above.slice, ast.Slice) else not _is_constant(above.slice)
-        if isinstance(above, ast.Compare):
-            return not _is_constant(above.left)
-        if isinstance(above, ast.Call):
-            return _last_name(above.func) not in _EXACT_READERS | _TOLERANT_READERS
-        return not (isinstance(above, ast.Attribute) and above.attr in ("count", "index", "remove"))
+        parent = self._parent[parent] if isinstance(parent, ast.keyword) else parent
+        if isinstance(parent, ast.Subscript):
+            return self._is_whole(parent) if isinstance(parent.slice, ast.Slice) else not _is_constant(parent.slice)
+        if isinstance(parent, ast.Compare):
+            return not _is_constant(parent.left)
+        if isinstance(parent, ast.Call):
+            return _last_name(parent.func) not in _EXACT_READERS | _TOLERANT_READERS
+        return not (isinstance(parent, ast.Attribute) and parent.attr in ("count", "index", "remove"))
 
     def _doubt_of_call(self, call: ast.Call) -> str:
         name = _last_name(call.func)
@@ -282,29 +361,32 @@ class _Look:
         if name in ("run_path", "run_module") or (name == "exec" and isinstance(call.func, ast.Name)):
             return f"runs code that is not read here, by {name}"
         if name in ("import_module", "__import__") and not all(map(_is_constant, call.args[:1])):
-            return "imports what is named elsewhere"
+            return "imports a module whose name is computed"
         if name in ("append", "extend", "insert") and ast.unparse(call.func).startswith("sys.path."):
-            return "imports from elsewhere, by sys.path"
-        if self._derives_elsewhere(call, name):
-            return "makes options of what is installed elsewhere"
-        return f"calls {name}, which may read the command line" if self._may_read(call, name) else ""
+            return "imports from another directory, by sys.path"
+        origin = self._origin(call.func)
+        return "" if origin is None else self._doubt_of_imported(call, name, origin)
+
+    def _doubt_of_imported(self, call: ast.Call, name: str, origin: _Import) -> str:
+        """Why the call of something imported may read the command line or add options to a parser."""
+        if isinstance(call.func, ast.Name) and origin.name:
+            name = origin.name  # `from package import name as another`
+        if origin.package in _DERIVING or name in _DERIVING_CLASSES:  # such as fire.Fire(package.main)
+            is_read = not any(one is not None and one.is_installed for one in map(self._origin, call.args))
+            return "" if is_read else "makes options from installed code, which is not read"
+        given = (_last_name(one).lower() for one in (*call.args, *(keyword.value for keyword in call.keywords)))
+        may_read = origin.is_installed and (_MAY_READ.search(name) or any("parser" in one for one in given))
+        return f"calls {name}, which may read the command line" if may_read else ""
 
     def _drops_rest(self, call: ast.Call) -> bool:
-        """Whether the arguments that a tolerant parser does not know are never used."""
-        above = self._above[call]
-        if isinstance(above, ast.Subscript):
-            return isinstance(above.slice, ast.Constant) and above.slice.value == 0
-        if not isinstance(above, ast.Assign) or not isinstance(above.targets[0], ast.Tuple):
+        """Whether the unknown arguments that `parse_known_args` returns are never used."""
+        parent = self._parent[call]
+        if isinstance(parent, ast.Subscript):
+            return isinstance(parent.slice, ast.Constant) and parent.slice.value == 0
+        if not isinstance(parent, ast.Assign) or not isinstance(parent.targets[0], ast.Tuple):
             return False
-        rest = above.targets[0].elts[-1]
+        rest = parent.targets[0].elts[-1]
         return isinstance(rest, ast.Name) and (rest.id.startswith("_") or rest.id not in self._loaded)
-
-    def _derives_elsewhere(self, call: ast.Call, name: str) -> bool:
-        """Whether a library is to make options of something installed: `fire.Fire(package.main)`."""
-        origin = self._origin(call.func)
-        if origin is None or not (origin.package in _DERIVING or name in _DERIVING_CLASSES):
-            return False
-        return any(given is not None and _is_elsewhere(given) for given in map(self._origin, call.args))
 
     def _origin(self, node: ast.AST) -> _Import | None:
         """The import that `package.module.name` starts from."""
@@ -312,30 +394,9 @@ class _Look:
             node = node.value
         return self._imports.get(_last_name(node))
 
-    def _may_read(self, call: ast.Call, name: str) -> bool:
-        """Whether this calls something installed that may read the command line, or add options to a parser."""
-        origin = self._origin(call.func)
-        if origin is None or not _is_elsewhere(origin):
-            return False
-        name = origin.name if isinstance(call.func, ast.Name) and origin.name else name
-        given = [_last_name(one).lower() for one in (*call.args, *(keyword.value for keyword in call.keywords))]
-        return name not in _DERIVING_CLASSES and (bool(_MAY_READ.search(name)) or any("parser" in one for one in given))
-
-
-def _is_elsewhere(origin: _Import) -> bool:
-    """Whether it is installed, and nothing whose ways with the command line are known."""
-    return not origin.files and origin.package not in _PARSERS | _DERIVING | _SILENT_PACKAGES
-
 
 def _last_name(node: ast.AST) -> str:
     return getattr(node, "attr", None) or getattr(node, "id", None) or ""
-
-
-def _spelled(node: ast.AST) -> str:
-    """A name, an attribute, a keyword or a string, as it stands there."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else ""
-    return _last_name(node) or getattr(node, "arg", None) or ""
 
 
 def _is_constant(node: ast.AST) -> bool:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from torchguard.device._rules.base import Constraint
-from torchguard.device._violations import merged
+from torchguard.device._violations import merge_violations
 
 if TYPE_CHECKING:
-    from torchguard.device import Device, DeviceReport, Violation
+    from torchguard.device import Device, DeviceReport, DeviceViolation
     from torchguard.device._graph import Graph
 
 # What tracing keeps of a node's meta, when an op of it is taken apart, is called so.
@@ -30,7 +30,7 @@ def with_symbols(report: "DeviceReport") -> "DeviceReport":
     graphs = []
     for one in report.graphs:
         found = _Symbols().check(one.graph, one.device)
-        graphs.append(replace(one, violations=merged([*one.violations, *found])))
+        graphs.append(replace(one, violations=merge_violations([*one.violations, *found])))
     return replace(report, graphs=tuple(graphs))
 
 
@@ -39,12 +39,12 @@ class _Symbols(Constraint):
 
     code = "TGD304"
 
-    def check(self, graph: "Graph", device: "Device") -> Iterable["Violation"]:
+    def check(self, graph: "Graph", device: "Device") -> Iterable["DeviceViolation"]:
         for node in () if device.dynamic_shapes else graph.ops:
             symbols = sorted({name for near in (node, *node.all_input_nodes) for name in _noted(near)})
             if symbols:
-                message = f"sizes {', '.join(symbols)} are not known, {device.name} needs numbers"
-                yield self.violation(graph, message, by=node, remedy="compile with dynamic=False")
+                message = f"sizes {', '.join(symbols)} are symbolic, {device.name} needs static shapes"
+                yield self.violation(graph, message, node=node, remedy="compile with dynamic=False")
 
 
 def _noted(node: fx.Node) -> Iterable[str]:

@@ -1,7 +1,4 @@
-"""`package.module:callable`, which builds what is to be analyzed.
-
-Artifacts by the id that a user typed.
-"""
+"""What a verb works on: an artifact, named by its id; a model, built by `package.module:callable`; a device."""
 
 import difflib
 import importlib
@@ -15,32 +12,37 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from torchguard.cli._terminal import CommandError, ExitCode, in_a_line
-from torchguard.exceptions import NoSuchArtifactError
+import torchguard
+from torchguard.cli._terminal import CommandError, ExitCode, one_line
+from torchguard.exceptions import NoSuchArtifactError, TorchGuardError
 
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact, Store
+    from torchguard.device import Device
 
 
-HOW_TO_MAKE_SOME = "Make some: torchguard run SCRIPT, or artifacts.capture() around what you compile."
+HOW_TO_CAPTURE = "Capture some: torchguard run SCRIPT, or artifacts.capture() around what you compile."
 
 Directory = Annotated[
     Path | None,
     typer.Option(
-        "--dir", "-d", help="Where artifacts are [TORCHGUARD_ARTIFACTS, else debug_artifacts].", show_default=False
+        "--dir",
+        "-d",
+        help="The directory of artifacts [TORCHGUARD_ARTIFACTS, else debug_artifacts].",
+        show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
 
 
-def root_of(given: Path | None) -> Path:
-    """Where artifacts are, as `artifacts.Store` has it, without torch."""
+def artifact_root(given: Path | None) -> Path:
+    """The directory of artifacts, as in `artifacts.Store`, but without loading torch."""
     return Path.cwd() / (given or os.environ.get("TORCHGUARD_ARTIFACTS") or "debug_artifacts")
 
 
 def complete_id(ctx: typer.Context) -> list[str]:
-    """The ids that a shell may offer, the newest first; without torch, which `Store` loads."""
-    found = root_of(ctx.params.get("directory")).glob("*/manifest.json")
+    """The ids that a shell may offer, newest first. `Store` is not used, as it loads torch."""
+    found = artifact_root(ctx.params.get("directory")).glob("*/manifest.json")
     return sorted((path.parent.name for path in found), reverse=True)
 
 
@@ -51,30 +53,58 @@ def open_store(directory: Path | None) -> "Store":
 
 
 def own_artifacts(store: "Store") -> list["Artifact"]:
+    """The artifacts that torchguard wrote."""
     return [artifact for artifact in store if artifact.state != "foreign"]
 
 
-def find(store: "Store", id: str | None) -> "Artifact":
-    """The artifact meant by an id or the start of one; the newest whole one if there is none."""
+def find_artifact(store: "Store", id: str | None) -> "Artifact":
+    """The artifact with this id, or the only one whose id starts with it; without an id, the newest complete one."""
     artifacts = own_artifacts(store)
     if not artifacts:
-        raise CommandError(f"There are no artifacts in {store.root} yet. {HOW_TO_MAKE_SOME}", ExitCode.NOTHING)
+        raise CommandError(f"There are no artifacts in {store.root} yet. {HOW_TO_CAPTURE}", ExitCode.NOT_FOUND)
     if id is not None and not any(artifact.id.startswith(id) for artifact in artifacts):
         close = difflib.get_close_matches(id, [artifact.id for artifact in artifacts], n=3, cutoff=0.5)
-        instead = f"Did you mean {' or '.join(close)}?" if close else "torchguard list shows what there is."
-        raise CommandError(f"There is no artifact {id!r} in {store.root}. {instead}", ExitCode.NOTHING)
+        instead = f"Did you mean {' or '.join(close)}?" if close else "torchguard list shows all ids."
+        raise CommandError(f"There is no artifact {id!r} in {store.root}. {instead}", ExitCode.NOT_FOUND)
     try:
         return store.find(id)
-    except NoSuchArtifactError as error:  # all are half-written, or several are meant
-        raise CommandError(str(error), ExitCode.NOTHING) from error
+    except NoSuchArtifactError as error:  # all are partly written, or several start with this id
+        raise CommandError(str(error), ExitCode.NOT_FOUND) from error
 
 
-_WANTED = "It has to return (model, args) or (model, args, kwargs)"
+_FROM_MANIFEST = ("compile_id", "function", "file", "line", "backend", "graphs", "waiting_for", "notes")
+
+
+def artifact_data(artifact: "Artifact") -> dict[str, Any]:
+    """An artifact for JSON; if its manifest cannot be read, only what is known without it."""
+    known = {
+        "id": artifact.id,
+        "path": str(artifact.path),
+        "created": artifact.created.isoformat(),
+        "state": artifact.state,
+        "problem": artifact.problem,
+        "size": artifact.size,
+    }
+    manifest = read_manifest(artifact)
+    return known | ({name: manifest[name] for name in _FROM_MANIFEST} if manifest else {})
+
+
+def read_manifest(artifact: "Artifact") -> dict[str, Any] | None:
+    """The manifest, or None if the artifact is incomplete or corrupt."""
+    if artifact.state != "whole":
+        return None
+    try:
+        return artifact.manifest()
+    except TorchGuardError:  # it changed since it was listed
+        return None
+
+
+_RETURN = "It must return (model, args) or (model, args, kwargs)"
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something to call, and what to call it with."""
+    """A model, and the arguments to call it with."""
 
     name: str
     model: Callable[..., Any]
@@ -87,10 +117,10 @@ class Target:
 
         return is_compiled_already(self.model) or is_compiled_function(self.model)
 
-    def try_out(self) -> None:
-        """Call the model as it is: what is wrong with it is told in plainer words than Dynamo has.
+    def prepare(self) -> None:
+        """Call the model in eager mode, whose errors are plainer than Dynamo's, and clear what was compiled so far.
 
-        What was compiled before, when the model was built say, is forgotten: it is to be seen when it is compiled.
+        The callable may have compiled and called the model already: after the reset it compiles again, observed.
         """
         import torch
 
@@ -98,62 +128,83 @@ class Target:
             self.call(self.model)
         torch.compiler.reset()
 
-    def call(self, compiled: Callable[..., Any]) -> Any:
-        """Call what was made of the model, with the arguments."""
+    def call(self, model: Callable[..., Any]) -> Any:
+        """Call the model, or a compiled form of it, with the arguments."""
         try:
-            return compiled(*self.args, **self.kwargs)
+            return model(*self.args, **self.kwargs)
         except Exception as error:
-            _refuse(f"{self.name}: calling the model failed", error, ExitCode.FOUND)
+            _fail(f"{self.name}: calling the model failed", error, ExitCode.FAILURE)
 
 
 def is_target(text: str) -> bool:
     return ":" in text
 
 
-def load(text: str) -> Target:
-    """Import the module, with the current directory in reach, and call the callable."""
+def load_target(text: str) -> Target:
+    """Import the module, with the current directory on `sys.path`, and call the callable."""
     module_name, _, attribute = text.partition(":")
     if not module_name or not attribute:
-        raise CommandError(f"{text!r} is no target. Write package.module:callable.", ExitCode.USAGE)
+        raise CommandError(f"{text!r} is not a target. Write package.module:callable.", ExitCode.USAGE)
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
-        _refuse(f"{text}: module {module_name!r} cannot be imported", error, ExitCode.USAGE)
+        _fail(f"{text}: module {module_name!r} cannot be imported", error, ExitCode.USAGE)
     for name in attribute.split("."):
         if not hasattr(found, name):
             raise CommandError(f"{text}: {module_name!r} has no {attribute!r}.", ExitCode.USAGE)
         found = getattr(found, name)
     if not callable(found):
-        raise CommandError(f"{text}: this is a {type(found).__name__}, not a callable. {_WANTED}.", ExitCode.USAGE)
+        raise CommandError(f"{text}: expected a callable, got {_type(found)}. {_RETURN}.", ExitCode.USAGE)
     try:
         built = found()
     except Exception as error:
-        _refuse(f"{text}: calling it without arguments failed", error, ExitCode.FOUND)
-    return _target(text, built)
+        _fail(f"{text}: calling it without arguments failed", error, ExitCode.FAILURE)
+    return _check_target(text, built)
 
 
-def _target(text: str, built: Any) -> Target:
+def _check_target(text: str, built: Any) -> Target:
     if not isinstance(built, tuple) or len(built) not in (2, 3):
-        got = f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
-        raise CommandError(f"{text} returned {got}. {_WANTED}.", ExitCode.USAGE)
+        got = f"a tuple of {len(built)}" if isinstance(built, tuple) else _type(built)
+        raise CommandError(f"{text} returned {got}. {_RETURN}.", ExitCode.USAGE)
     model, args = built[:2]
     kwargs = built[2] if len(built) == 3 else {}
-    wrong = [
-        (not callable(model), "model", model, "a module or a function"),
-        (not isinstance(args, (tuple, list)), "args", args, "a tuple: (x,) for one argument"),
-        (not isinstance(kwargs, dict), "kwargs", kwargs, "a dict"),
+    requirements = [
+        (callable(model), "model", model, "a module or a function"),
+        (isinstance(args, (tuple, list)), "args", args, "a tuple, (x,) for one argument"),
+        (isinstance(kwargs, dict), "kwargs", kwargs, "a dict"),
     ]
-    for is_wrong, what, got, wanted in wrong:
-        if is_wrong:
-            raise CommandError(f"{text}: {what} is a {type(got).__name__}. Return {wanted}.", ExitCode.USAGE)
+    for is_met, what, got, expected in requirements:
+        if not is_met:
+            raise CommandError(f"{text}: {what}: expected {expected}, got {_type(got)}.", ExitCode.USAGE)
     return Target(text, model, tuple(args), kwargs)
 
 
-def _refuse(what: str, error: Exception, exit_code: ExitCode) -> NoReturn:
-    """One sentence, with the line of the user's code that it comes from."""
-    places = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
-    last = places[-1] if places and places[-1].filename != __file__ and "importlib" not in places[-1].filename else None
+def _type(value: object) -> str:
+    return f"a value of type {type(value).__name__}"
+
+
+def _fail(what: str, error: Exception, exit_code: ExitCode) -> NoReturn:
+    """Raise a CommandError of one sentence, with the line of the user's code that raised."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    last = frames[-1] if frames and frames[-1].filename != __file__ and "importlib" not in frames[-1].filename else None
     where = f" ({last.filename}:{last.lineno})" if last else ""
-    raise CommandError(f"{what}: {type(error).__name__}: {in_a_line(error)}{where}", exit_code) from error
+    raise CommandError(f"{what}: {type(error).__name__}: {one_line(error)}{where}", exit_code) from error
+
+
+def complete_device(ctx: typer.Context) -> list[str]:
+    """The names of `device.examples()` that a shell may offer. The package is not imported, as it loads torch."""
+    if ctx.params.get("name"):  # the word is behind the script of `run`, and so is the script's own --device
+        return []
+    examples = Path(torchguard.__file__).parent / "device" / "examples"
+    return sorted(path.stem for path in examples.glob("*.toml"))
+
+
+def load_device(name: str) -> "Device":
+    from torchguard.device import Device
+
+    try:
+        return Device.from_toml(name)
+    except TorchGuardError as error:
+        raise CommandError(str(error), ExitCode.USAGE) from error

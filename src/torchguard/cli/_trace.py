@@ -1,8 +1,8 @@
-"""The graphs that AOTAutograd makes of a target, forward and backward."""
+"""The graphs that AOTAutograd makes of a model, forward and backward: collected while it compiles, and checked."""
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 
 class Pair(NamedTuple):
-    """A forward graph of AOTAutograd, its backward if it has one, and the graph of Dynamo's they were made from.
+    """A forward graph of AOTAutograd and its backward graph, if it has one.
 
-    `sizes` are those that stand in the graphs for symbols, and `attach` adds a file to the artifact they are in.
+    Attributes:
+        dynamo: the graph of Dynamo that both were made from.
+        sizes: the number for each symbol, if numbers replaced symbols in the graphs.
+        attach: adds a file, by name and content, to the artifact that has the graphs.
     """
 
     compile_id: str
@@ -31,14 +34,17 @@ class Pair(NamedTuple):
     attach: Callable[[str, str], None] = lambda name, content: None
 
 
-class Collected:
-    """The newest word on each pair of graphs: it is told once with the forward, and again with the backward."""
+class GraphCollector:
+    """The pairs of graphs that were compiled, for `artifacts.capture(on_graphs=...)`.
+
+    Capturing calls it with the forward graph alone, and again when the backward graph is compiled.
+    """
 
     def __init__(self) -> None:
         self._by_forward: dict[int, Pair] = {}
 
     def __call__(self, graphs: "Graphs") -> None:
-        if graphs.forward is not None:  # as long as it is kept, its id is nobody else's
+        if graphs.forward is not None:  # the pair keeps it alive, so that its id stays unique
             pair = Pair(graphs.compile_id, graphs.forward, graphs.backward, graphs.dynamo, attach=graphs.attach)
             self._by_forward[id(graphs.forward)] = pair
 
@@ -47,25 +53,28 @@ class Collected:
 
 
 @contextlib.contextmanager
-def traced(target: Target) -> Iterator[tuple[list[Pair], list["Artifact"]]]:
-    """Compile the target's model, run it forward and, where it has gradients, backward; all that was captured of it."""
+def trace(target: Target) -> Iterator[tuple[list[Pair], list["Artifact"]]]:
+    """Compile the target's model and run it forward and, if its output has gradients, backward.
+
+    Yields its graphs, and its artifacts, which are removed at the end of the block.
+    """
     import torch
 
     from torchguard import artifacts
 
-    target.try_out()
-    collected = Collected()
+    target.prepare()
+    collector = GraphCollector()
     with tempfile.TemporaryDirectory(prefix="torchguard-") as directory:
-        with artifacts.capture(Path(directory), on_graphs=collected) as captured:
+        with artifacts.capture(Path(directory), on_graphs=collector) as captured:
             model = target.model if target.is_compiled else torch.compile(target.model, backend="aot_eager")
-            _backward(target.call(model))
-        if not (graphs := list(collected)):
-            raise CommandError(f"{target.name}: no graph came of it. Dynamo found nothing to compile in this call.")
-        yield graphs, list(captured.artifacts)
+            _run_backward(target.call(model))
+        if not (pairs := [*collector]):
+            raise CommandError(f"{target.name}: no graph was compiled. Dynamo found nothing to compile in this call.")
+        yield pairs, [*captured.artifacts]
 
 
-def _backward(output: Any) -> None:
-    """Run the backward pass, whose graphs are compiled no earlier."""
+def _run_backward(output: Any) -> None:
+    """Run the backward pass, as AOTAutograd compiles the backward graph only then."""
     from torchguard._pytrees import tensors_in
 
     with_grad = [z for _, z in tensors_in(output) if z.requires_grad and z.dtype.is_floating_point]
@@ -73,20 +82,15 @@ def _backward(output: Any) -> None:
         sum(z.float().sum() for z in with_grad).backward()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def check_all(pairs: Iterable[Pair], device: "Device") -> "DeviceReport":
-    """The rules of a device over all graphs."""
-    from torchguard.device import DeviceReport
-
-    return sum((check_one(pair, device) for pair in pairs), start=DeviceReport())
-
-
-def check_one(pair: Pair, device: "Device") -> "DeviceReport":
-    from torchguard.device import check
+def check(pair: Pair, device: "Device") -> "DeviceReport":
+    """Check both graphs against the rules of a device."""
+    from torchguard import device as devices
 
     values = (node.meta.get("val") for node in pair.forward.graph.find_nodes(op="placeholder"))
     modes = (mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None)
-    with next(modes, contextlib.nullcontext()):  # what is taken apart may make constants, of the same kind
-        report = check(pair.forward, pair.backward, device=device, dynamo=pair.dynamo)
+    # Decomposing an op may create constants: under the graph's own fake mode these are fake tensors too.
+    with next(modes, contextlib.nullcontext()):
+        report = devices.check(pair.forward, pair.backward, device=device, dynamo=pair.dynamo)
     if not pair.sizes:
         return report
     from torchguard.cli._symbols import with_symbols

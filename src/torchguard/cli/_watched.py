@@ -1,6 +1,10 @@
-"""Watches every model that a script compiles, without the script's knowing.
+"""`torchguard run --watch`: watches every model that a script compiles, without a change to the script.
 
-What watched models saw in the calls of a run.
+`Watcher` replaces `torch.compile` and `nn.Module.compile`. For a module it compiles `watch(module)`, a wrapper that
+shares the module's parameters and attributes, and returns that. This does not work for a function that calls a model:
+the function refers to the model itself, and which models it reaches is known only at its first call. These models get
+the wrapper's class (`model.__class__ = ...`): the function then calls the watched `forward`, and the objects stay the
+script's own. After each call, but not inside a graph, a `CallLog` reads the flags.
 """
 
 import functools
@@ -16,13 +20,12 @@ from torchguard._torch.modules import is_compiled_already, without_compiling, wr
 from torchguard._watch import watch
 from torchguard.exceptions import TorchGuardError
 
-# Beyond so many, incidents are counted, and no longer kept.
-_KEPT = 1_000
+_MOST_INCIDENTS = 1_000  # of a model; more are counted, but not stored
 
 
 @dataclass(frozen=True)
-class Sighting:
-    """Something that happened to a sample in a call, the calls of a model counted from 1."""
+class CallIncident:
+    """An incident, and the number of the call it happened in; the calls of a model are counted from 1."""
 
     call: int
     incident: Any
@@ -31,74 +34,83 @@ class Sighting:
         return {"call": self.call, "text": str(self.incident), **vars(self.incident)}
 
 
-class Log:
-    """The calls of one watched model. Looking never raises, and on a GPU never waits."""
+class CallLog:
+    """The calls of one watched model, and their incidents. Reading flags never raises, and on a GPU never waits."""
 
-    def __init__(self, model: Any, twin: Any) -> None:
-        self.name, self.twin = type(model).__name__, twin
-        self.model = model  # as long as it is kept, its id is nobody else's
+    def __init__(self, model: Any, watched: Any) -> None:
+        self.name, self.watched = type(model).__name__, watched
+        self.model = model  # keeps it alive, so that its id stays unique
         self.calls = 0
-        self.seen: list[Sighting] = []
-        self.total = 0
+        self.incidents: list[CallIncident] = []
+        self.total_incidents = 0
         self.problem = ""
-        self._bad_calls: torch.Tensor | None = None  # on the device, read once at the end
-        self._read: Any = None
+        self._bad_calls: torch.Tensor | None = None  # stays on the device, and is read once at the end
+        self._last_poll: Any = None
 
-    def look(self) -> None:
-        """Take down what the call that just ended came to."""
+    def read_flags(self) -> None:
+        """Record the incidents of the call that just ended."""
         self.calls += 1
         try:
-            flags = self.twin.flags
+            flags = self.watched.flags
             if flags is None:
                 return
             is_bad = (flags != 0).any().to(torch.int64)
             self._bad_calls = is_bad if self._bad_calls is None else self._bad_calls.to(is_bad.device) + is_bad
             if flags.is_cpu:
-                self._note(self.twin.report() if is_bad else [])
-            elif (found := self.twin.poll()) is not self._read:
-                self._note(found or [])
-                self._read = found
-        except Exception as error:  # a look may fail, the script must not
-            self.problem = f"its flags could not be read: {type(error).__name__}: {error}"
-
-    def _note(self, incidents: list[Any]) -> None:
-        self.total += len(incidents)
-        self.seen += [Sighting(self.calls, one) for one in incidents[: _KEPT - len(self.seen)]]
+                self._record(self.watched.report() if is_bad else [])
+            elif (found := self.watched.poll()) is not self._last_poll:
+                self._record(found or [])
+                self._last_poll = found
+        except Exception as error:  # a failure here must not end the script
+            self._record_problem(error)
 
     def finish(self) -> None:
-        """Read the flags of the last call where no call was looked at, or where its flags were still under way."""
+        """Read the flags of the last call, if no call was read or its flags were still being copied from the GPU."""
         try:
-            if self.calls == 0 or (self.twin.flags is not None and not self.twin.flags.is_cpu):
-                newest = self.twin.report()
-                if newest != self._read:
-                    self._note(newest)
+            if self.calls == 0 or (self.watched.flags is not None and not self.watched.flags.is_cpu):
+                newest = self.watched.report()
+                if newest != self._last_poll:
+                    self._record(newest)
         except Exception as error:
-            self.problem = f"its flags could not be read: {type(error).__name__}: {error}"
+            self._record_problem(error)
 
     @property
     def bad_calls(self) -> int:
-        """How many calls had something bad in them; it may be more than incidents were read of, on a GPU."""
+        """The number of calls with a bad sample. On a GPU it may exceed the calls with a recorded incident."""
         counted = 0 if self._bad_calls is None else int(self._bad_calls)
-        return max(counted, len({one.call for one in self.seen}))
+        return max(counted, len({one.call for one in self.incidents}))
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.name,
             "calls": self.calls,
             "bad_calls": self.bad_calls,
-            "incidents": [one.to_dict() for one in self.seen],
-            "incidents_in_all": self.total,
+            "incidents": [one.to_dict() for one in self.incidents],
+            "total_incidents": self.total_incidents,
             "problem": self.problem,
         }
 
+    def _record(self, incidents: list[Any]) -> None:
+        self.total_incidents += len(incidents)
+        room = _MOST_INCIDENTS - len(self.incidents)
+        self.incidents += [CallIncident(self.calls, one) for one in incidents[:room]]
+
+    def _record_problem(self, error: Exception) -> None:
+        self.problem = f"its flags could not be read: {type(error).__name__}: {error}"
+
 
 class Watcher:
-    """Stands in for `torch.compile` and `nn.Module.compile`."""
+    """Replaces `torch.compile` and `nn.Module.compile`.
+
+    Attributes:
+        logs: one for each watched model.
+        unwatched: the class of each model that is not watched, and the reason.
+    """
 
     def __init__(self) -> None:
-        self.logs: list[Log] = []
+        self.logs: list[CallLog] = []
         self.unwatched: dict[str, str] = {}
-        self._twins: dict[int, Log] = {}
+        self._log_by_id: dict[int, CallLog] = {}
         self._compile = torch.compile
         self._compile_in_place = nn.Module.compile
 
@@ -107,14 +119,14 @@ class Watcher:
 
         @functools.wraps(self._compile)
         def compile(model: Any = None, **kwargs: Any) -> Any:
-            return self._compiled(model, **kwargs)
+            return self._compile_watched(model, **kwargs)
 
         @functools.wraps(in_place)
         def compile_in_place(model: nn.Module, *args: Any, **kwargs: Any) -> None:
             log = self._log_of(model)
-            in_place(model if log is None else log.twin, *args, **kwargs)
+            in_place(model if log is None else log.watched, *args, **kwargs)
             if log is not None:
-                wrap_compiled_call(log.twin, lambda call: _then(call, log.look))
+                wrap_compiled_call(log.watched, lambda call: _call_then(call, log.read_flags))
 
         torch.compile = compile
         nn.Module.compile = compile_in_place  # pyright: ignore[reportAttributeAccessIssue]
@@ -123,105 +135,109 @@ class Watcher:
         for log in self.logs:
             log.finish()
 
-    def _compiled(self, model: Any = None, **kwargs: Any) -> Any:
+    def _compile_watched(self, model: Any = None, **kwargs: Any) -> Any:
         if model is None:
-            return lambda model: self._compiled(model, **kwargs)
+            return lambda model: self._compile_watched(model, **kwargs)
         if kwargs.get("disable"):
             return self._compile(model, **kwargs)
         if isinstance(model, nn.Module):
             log = self._log_of(without_compiling(model))
             if log is None:
                 return self._compile(model, **kwargs)
-            compiled: Any = self._compile(model if is_compiled_already(model) else log.twin, **kwargs)
-            if not isinstance(compiled, nn.Module):  # what was compiled before comes back as a function
-                return _then(compiled, log.look)
-            compiled.register_forward_hook(lambda *_: None if torch.compiler.is_compiling() else log.look())
+            compiled: Any = self._compile(model if is_compiled_already(model) else log.watched, **kwargs)
+            if not isinstance(compiled, nn.Module):  # of a compiled model, torch.compile returns a function
+                return _call_then(compiled, log.read_flags)
+            compiled.register_forward_hook(lambda *_: None if torch.compiler.is_compiling() else log.read_flags())
             return compiled
-        if id(getattr(model, "__self__", None)) in self._twins:  # what nn.Module.compile comes with, of a twin
+        if id(getattr(model, "__self__", None)) in self._log_by_id:  # called by nn.Module.compile
             return self._compile(model, **kwargs)
-        return self._compiled_function(model, kwargs)
+        return self._compile_function(model, kwargs)
 
-    def _compiled_function(self, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """A function, whose modules are known when it is first called: they are watched where they are."""
+    def _compile_function(self, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Compile a function. The modules it calls are known at its first call, and are then watched in place."""
         owner = getattr(function, "__self__", None)
-        logs: list[Log] = []
+        logs: list[CallLog] = []
         if isinstance(owner, nn.Module):
-            logs = self._watched_in_place([owner])
-            function = getattr(owner, function.__name__, function)  # `forward` is another one now
+            logs = self._watch_in_place([owner])
+            function = getattr(owner, function.__name__, function)  # the class changed, and with it `forward`
         compiled = self._compile(function, **kwargs)
-        is_known = bool(logs)
+        is_resolved = bool(logs)
 
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_known
+            nonlocal is_resolved
             if torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
-            if not is_known:
-                is_known = True
-                logs.extend(self._watched_in_place(self._modules_of(function, args, kwargs)))
+            if not is_resolved:
+                is_resolved = True
+                logs.extend(self._watch_in_place(self._modules_of(function, args, kwargs)))
             out = compiled(*args, **kwargs)
             for log in logs:
-                log.look()
+                log.read_flags()
             return out
 
         return call
 
     def _modules_of(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
-        reached = [*_named_in(function), *args, *kwargs.values()]
+        """The modules with parameters that a call of the function can reach."""
+        reached = [*_values_reached_by(function), *args, *kwargs.values()]
         owner = getattr(function, "__self__", args[0] if args else None)
         if isinstance(owner, nn.Module) and hasattr(type(owner), getattr(function, "__name__", "")):
-            self.unwatched[type(owner).__name__] = "a method of it is compiled. Compile the module."
+            self.unwatched[type(owner).__name__] = "one of its methods is compiled. Compile the module."
             reached = [one for one in reached if one is not owner]
         elif not isinstance(owner, (torch.Tensor, nn.Module)) and hasattr(owner, "__dict__"):
-            reached += vars(owner).values()  # a trainer has its model in an attribute
+            reached += vars(owner).values()  # such as a trainer with a model in an attribute
         found = {id(one): one for one in reached if isinstance(one, nn.Module) and not is_compiled_already(one)}
         return [one for one in found.values() if next(one.parameters(), None) is not None]
 
-    def _watched_in_place(self, modules: list[nn.Module]) -> list[Log]:
+    def _watch_in_place(self, modules: list[nn.Module]) -> list[CallLog]:
+        """Give each module the class of its wrapper, which shares everything else with it."""
         logs = []
         for model in modules:
             log = self._log_of(model)
             if log is not None:
                 logs.append(log)
-                if type(model) is not type(log.twin):
-                    # The twin shares all else with the model, and nobody can be handed the twin.
-                    model.__class__ = type(log.twin)
+                if type(model) is not type(log.watched):
+                    model.__class__ = type(log.watched)
         return logs
 
-    def _log_of(self, model: nn.Module) -> Log | None:
-        if id(model) in self._twins:
-            return self._twins[id(model)]
-        if any(model is part for log in self.logs for part in log.twin.modules()):
-            return None  # watched as a part of another
+    def _log_of(self, model: nn.Module) -> CallLog | None:
+        """The log of a model, which is watched from now on; None if it cannot be, or is part of a watched model."""
+        if id(model) in self._log_by_id:
+            return self._log_by_id[id(model)]
+        if any(model is part for log in self.logs for part in log.watched.modules()):
+            return None
         try:
-            twin = watch(model, returns="output")
+            watched = watch(model, returns="output")
         except TorchGuardError as error:
             self.unwatched[type(model).__name__] = str(error)
             return None
-        log = Log(model, twin)
-        self._twins[id(model)] = self._twins[id(twin)] = log
+        log = CallLog(model, watched)
+        self._log_by_id[id(model)] = self._log_by_id[id(watched)] = log
         self.logs.append(log)
         return log
 
 
-def _then(call: Callable[..., Any], look: Callable[[], None]) -> Callable[..., Any]:
+def _call_then(call: Callable[..., Any], callback: Callable[[], None]) -> Callable[..., Any]:
+    """Call `callback` after each call, but not while Dynamo traces it."""
+
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
         out = call(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            look()
+            callback()
         return out
 
     return called
 
 
-def _named_in(function: Any) -> Iterator[Any]:
-    """What a function reaches by name: variables around it, and globals."""
+def _values_reached_by(function: Any) -> Iterator[Any]:
+    """The values of a function's closure variables and of the globals it names."""
     function = getattr(function, "__func__", function)
     for cell in getattr(function, "__closure__", None) or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a variable that has no value yet
+        except ValueError:  # the variable has no value yet
             continue
     if isinstance(code := getattr(function, "__code__", None), types.CodeType):
         scope = function.__globals__

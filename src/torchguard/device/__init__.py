@@ -1,16 +1,15 @@
-"""Devices that are not there: check what torch.compile makes of a model against what a target can do."""
+"""Simulated devices: check the graphs that torch.compile makes of a model against what a target supports."""
 
 from torchguard.device._backend import MockBackend, mock_backend
 from torchguard.device._check import check
-from torchguard.device._coverage import Coverage
 from torchguard.device._device import Device, examples
 from torchguard.device._graph import Graph, Use
 from torchguard.device._memory import LiveTensor, MemoryPlan, plan_memory
-from torchguard.device._partitions import Partition, Transfer
+from torchguard.device._partitions import Coverage, Partition, Transfer
 from torchguard.device._report import DeviceReport, GraphReport
 from torchguard.device._rules.base import Constraint
 from torchguard.device._rules.registry import register, unregister
-from torchguard.device._violations import Violation
+from torchguard.device._violations import DeviceViolation
 from torchguard.exceptions import DeviceError, DeviceRejectionError
 
 __all__ = [
@@ -20,6 +19,7 @@ __all__ = [
     "DeviceError",
     "DeviceRejectionError",
     "DeviceReport",
+    "DeviceViolation",
     "Graph",
     "GraphReport",
     "LiveTensor",
@@ -28,7 +28,6 @@ __all__ = [
     "Partition",
     "Transfer",
     "Use",
-    "Violation",
     "check",
     "examples",
     "mock_backend",

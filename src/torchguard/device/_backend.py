@@ -1,4 +1,15 @@
-"""A backend for torch.compile that checks what it compiles against a device."""
+"""A backend for torch.compile that checks what it compiles against a device.
+
+`mock_backend` is two things at once:
+
+    torch.compile(model, backend=mock_backend)                         # a backend, configured by the environment
+    torch.compile(model, backend=mock_backend(device, mode="strict"))  # a factory, called to configure a backend
+
+It has to be a backend, because a backend that is configured by `MOCK_*` variables alone is passed without being called;
+and it has to be callable with a device, because torch.compile passes nothing but `mode` and `options` on. torch.compile
+calls a backend with a GraphModule and its inputs. A GraphModule is never a device, so the type of the first argument
+says which call it is.
+"""
 
 import logging
 import os
@@ -12,9 +23,9 @@ from torch import fx
 from torchguard import artifacts
 from torchguard._torch import aot, inductor
 from torchguard.device._check import check
-from torchguard.device._device import FIELDS, RUN, STRICT, Device, check_names, like, read_bool
+from torchguard.device._device import FIELDS, RUN, STRICT, Device, check_names, did_you_mean, read_bool
 from torchguard.device._report import DeviceReport
-from torchguard.device._violations import Violation, without_nodes
+from torchguard.device._violations import DeviceViolation, without_nodes
 from torchguard.exceptions import DeviceError, DeviceRejectionError
 
 logger = logging.getLogger("torchguard.device")
@@ -23,51 +34,52 @@ MODES, RUNS = ("strict", "warning"), ("eager", "inductor")
 
 
 class MockBackend:
-    """Compiles for a device that is not there: graphs are checked, and run by torch on the device that is.
+    """Checks graphs against a device, and runs them with torch on the actual machine.
 
     Args:
-        device: what to check against. None: what the environment says whenever something is compiled.
-        mode: `strict` raises one error for all that does not fit in a graph and its backward, before anything runs;
-            `warning` logs it. None: strict if `MOCK_STRICT` is set.
-        run: who runs it, `eager` or `inductor`. None: what `MOCK_RUN` says, else `eager`.
+        device: what to check against. None: the device that the environment describes at the time of each compilation.
+        mode: `strict` raises one error with all violations of a graph and its backward graph, before anything runs;
+            `warning` logs them. None: `strict` if `MOCK_STRICT` is set.
+        run: what runs the graphs, `eager` or `inductor`. None: the value of `MOCK_RUN`, or `eager`.
     """
 
     def __init__(self, device: Device | None = None, mode: str | None = None, run: str | None = None) -> None:
-        self.__name__ = "mock_backend"  # what errors of Dynamo call it
+        self.__name__ = "mock_backend"  # the backend's name in Dynamo's errors
         self._device, self._mode, self._run = device, _one_of(MODES, mode, "mode"), _one_of(RUNS, run, "run")
-        self._lock = threading.Lock()  # the autograd engine may compile in threads of its own
+        self._lock = threading.Lock()  # the autograd engine may compile in its own threads
         self._reports: list[DeviceReport] = []
-        self._logged: set[Violation] = set()
+        self._logged: set[DeviceViolation] = set()
         artifacts.start_from_environment()
 
     def report(self) -> DeviceReport:
-        """About all that was compiled so far."""
+        """The report of all graphs compiled so far."""
         with self._lock:
             return sum(self._reports, DeviceReport())
 
     def clear(self) -> None:
-        """Forget what was compiled so far, and what was logged."""
+        """Forget the graphs compiled so far, and which violations were logged."""
         with self._lock:
             self._reports.clear()
             self._logged.clear()
 
-    def __call__(self, dynamo: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
-        """What torch.compile calls; `given` are its `mode` and `options`."""
-        settings = self._settings(given)
+    def __call__(self, dynamo: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """Compile a graph: torch.compile calls this. `options` are its `mode` and `options`."""
+        settings = self._settings(options)
 
-        def look(forward: fx.GraphModule, backward: fx.GraphModule | None = None) -> None:
+        def check_and_record(forward: fx.GraphModule, backward: fx.GraphModule | None = None) -> None:
             is_strict = settings.mode == "strict"
-            found = check(forward, backward, device=settings.device, dynamo=dynamo, strict=is_strict)
-            self._take(found, settings.mode)
+            report = check(forward, backward, device=settings.device, dynamo=dynamo, strict=is_strict)
+            self._record(report, settings.mode)
 
-        def partition(joint: fx.GraphModule, values: Sequence[Any], **options: Any) -> Any:
-            # Both halves are there and nothing has run; the backward is compiled when it is first called.
-            halves = aot.split(joint, values, **options)
-            look(*halves)
-            return halves
+        def partition(joint: fx.GraphModule, values: Sequence[Any], **partition_options: Any) -> Any:
+            # The only point at which both graphs exist and nothing has run: AOTAutograd compiles the backward graph
+            # when it is first called.
+            graphs = aot.split(joint, values, **partition_options)
+            check_and_record(*graphs)
+            return graphs
 
         def inference(module: fx.GraphModule, values: Sequence[Any]) -> Callable[..., Any]:
-            look(module)
+            check_and_record(module)
             return aot.run_as_it_is(module, values)
 
         if settings.run == "eager":
@@ -75,23 +87,24 @@ class MockBackend:
         aot.only_traced(dynamo, inputs, partition, inference)
         return inductor.run_by_inductor(dynamo, inputs)
 
-    def _settings(self, given: Mapping[str, Any]) -> "_Settings":
-        """What torch.compile was told, else what this was made with, else what the environment says."""
-        words = {name: value for name, value in given.items() if name != "options"} | dict(given.get("options") or {})
-        check_names(words, ("mode", "run", "device"), "mock_backend, options of torch.compile")
-        device, is_strict = words.get("device", self._device), os.environ.get(STRICT, "").strip()
+    def _settings(self, options: Mapping[str, Any]) -> "_Settings":
+        """The options of torch.compile win over the arguments of this backend, and these over the environment."""
+        merged = {name: value for name, value in options.items() if name != "options"}
+        merged |= dict(options.get("options") or {})
+        check_names(merged, ("mode", "run", "device"), "mock_backend, options of torch.compile")
+        device, strict = merged.get("device", self._device), os.environ.get(STRICT, "").strip()
         return _Settings(
             Device.from_environment() if device is None else _to_device(device),
-            _one_of(MODES, words.get("mode", self._mode), "mode") or ("strict" if _is_set(is_strict) else "warning"),
-            _one_of(RUNS, words.get("run", self._run), "run") or _one_of(RUNS, os.environ.get(RUN), RUN) or "eager",
+            _one_of(MODES, merged.get("mode", self._mode), "mode") or ("strict" if _is_true(strict) else "warning"),
+            _one_of(RUNS, merged.get("run", self._run), "run") or _one_of(RUNS, os.environ.get(RUN), RUN) or "eager",
         )
 
-    def _take(self, report: DeviceReport, mode: str) -> None:
+    def _record(self, report: DeviceReport, mode: str) -> None:
         with self._lock:
             self._reports.append(report)
             new = [one for one in report.violations if without_nodes(one) not in self._logged]
             self._logged.update(map(without_nodes, new))
-        # Compiling waits for this, and finding partitions takes longest.
+        # Without partitions: compiling waits for this, and they are the most expensive part of a report.
         artifacts.attach("device.json", lambda: report.to_json(partitions=False))
         if mode == "strict" and report.violations:
             raise DeviceRejectionError(report)
@@ -105,11 +118,11 @@ class _Settings(NamedTuple):
     run: str
 
 
-class UnconfiguredBackend(MockBackend):
-    """A backend that does what the environment says, and that called with a device makes one for it."""
+class _BackendFactory(MockBackend):
+    """The type of `mock_backend`: a backend configured by the environment that also makes configured backends."""
 
     @overload
-    def __call__(self, device: fx.GraphModule, inputs: Sequence[Any], /, **given: Any) -> Callable[..., Any]: ...
+    def __call__(self, device: fx.GraphModule, inputs: Sequence[Any], /, **options: Any) -> Callable[..., Any]: ...
     @overload
     def __call__(
         self,
@@ -121,13 +134,13 @@ class UnconfiguredBackend(MockBackend):
         **fields: Any,
     ) -> MockBackend: ...
 
-    def __call__(self, device: Any = None, inputs: Any = None, /, **given: Any) -> Any:
-        """A backend for a device: one as it is, a TOML file, or what the environment says, with other fields."""
+    def __call__(self, device: Any = None, inputs: Any = None, /, **options: Any) -> Any:
+        """Make a backend for a device: a `Device`, a TOML file, or None for the environment, with fields replaced."""
         if isinstance(device, fx.GraphModule):
-            return super().__call__(device, inputs, **given)
-        mode, run = given.pop("mode", None), given.pop("run", None)
-        if device is not None or given:
-            device = _to_device(device, **given)
+            return super().__call__(device, inputs, **options)
+        mode, run = options.pop("mode", None), options.pop("run", None)
+        if device is not None or options:
+            device = _to_device(device, **options)
         return MockBackend(device, mode, run)
 
 
@@ -139,21 +152,22 @@ def _to_device(device: Any, **fields: Any) -> Device:
         return replace(device, **fields)
     if isinstance(device, (str, os.PathLike)):
         return Device.from_toml(device, **fields)
-    raise DeviceError(f"mock_backend: {device!r} is no device. Use a Device, or the path of a TOML file.")
+    raise DeviceError(f"mock_backend: expected a Device or the path of a TOML file, got {device!r}.")
 
 
 def _one_of(allowed: tuple[str, ...], value: Any, where: str) -> str | None:
     if not value or value in allowed:
         return value or None
-    raise DeviceError(f"{where}: {value!r} is not allowed.{like(str(value), allowed)} Use {' or '.join(allowed)}.")
+    hint = did_you_mean(str(value), allowed)
+    raise DeviceError(f"{where}: {value!r} is not allowed.{hint} Use {' or '.join(allowed)}.")
 
 
-def _is_set(value: str) -> bool:
+def _is_true(value: str) -> bool:
     try:
         return bool(value) and read_bool(value)
     except ValueError:
         raise DeviceError(f"{STRICT}: {value!r} is not allowed. Use 1 or 0.") from None
 
 
-mock_backend = UnconfiguredBackend()
+mock_backend = _BackendFactory()
 aot.take_over_name("torchguard_mock", mock_backend)

@@ -1,4 +1,4 @@
-"""The rules over graphs, whoever made them."""
+"""Check graphs against a device: decompose them to the device's ops, plan their memory, run the rules."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -8,15 +8,17 @@ from torch import fx
 
 from torchguard._torch import aot, nodes, ops
 from torchguard.device._device import Device
-from torchguard.device._graph import Graph, labels_of
+from torchguard.device._graph import Graph, placeholder_names
 from torchguard.device._memory import plan_memory, plan_step, saved_between
 from torchguard.device._report import DeviceReport, GraphReport
 from torchguard.device._rules.base import Constraint
 from torchguard.device._rules.registry import rules_of
-from torchguard.device._violations import Violation, merged
+from torchguard.device._violations import DeviceViolation, merge_violations
 from torchguard.exceptions import DeviceError
 
 logger = logging.getLogger("torchguard.device")
+
+_Decompositions = Mapping[Any, Callable[..., Any]]
 
 
 def check(
@@ -27,84 +29,88 @@ def check(
     dynamo: fx.GraphModule | None = None,
     strict: bool = True,
 ) -> DeviceReport:
-    """What of a region fits a device. The graphs are left as they are, and no guard is added.
+    """Check the graphs of a region against a device. The graphs are not changed, and no guard is added.
 
     Args:
         forward: a graph of ATen ops as AOTAutograd makes it, whose nodes have fake tensors in `meta["val"]`.
-        dynamo: the graph they were made from, for the names of inputs, and to know which are parameters.
-        strict: whether a rule that raises is an error. Otherwise it is logged, and the others go on.
+        backward: its backward graph; without one, `forward` is an inference graph.
+        dynamo: Dynamo's graph, from which the names of inputs are read, and which of them are parameters.
+        strict: whether a rule that raises is an error. If not, it is logged, and the other rules run.
     """
     modules = {"forward": forward, "backward": backward} if backward is not None else {"inference": forward}
     for name, module in modules.items():
-        _refuse_without_values(name, module)
+        _require_fake_values(name, module)
     inputs = nodes.inputs_of(dynamo) if dynamo is not None else ()
-    table = table_of(device, is_trained=backward is not None)
-    levels = {name: _at_level_of(module, table) for name, module in modules.items()}
-    labels = {name: labels_of(module, inputs, levels[name]) for name, module in modules.items()}
-    called = {node: name for names, _ in labels.values() for node, name in names.items()}
+    table = _decompositions(device, is_training=backward is not None)
+    decomposed = {name: _decomposed(module, table) for name, module in modules.items()}
+    labels = {name: placeholder_names(module, inputs, decomposed[name]) for name, module in modules.items()}
+    all_names = {node: name for names, _ in labels.values() for node, name in names.items()}
     if backward is not None:
-        plans = plan_step(levels["forward"], levels["backward"], saved_between(forward, backward), names=called)
+        saved = saved_between(forward, backward)
+        plans = plan_step(decomposed["forward"], decomposed["backward"], saved, names=all_names)
     else:
-        plans = (plan_memory(levels["inference"], names=called),)
-    graphs = [Graph(name, levels[name], plan, *labels[name]) for name, plan in zip(levels, plans, strict=True)]
-    return DeviceReport(tuple(_report(one, device, strict) for graph in graphs for one in (graph, *_inner(graph))))
+        plans = (plan_memory(decomposed["inference"], names=all_names),)
+    graphs = [Graph(name, decomposed[name], plan, *labels[name]) for name, plan in zip(modules, plans, strict=True)]
+    return DeviceReport(
+        tuple(_check_graph(one, device, strict) for graph in graphs for one in (graph, *_inner_graphs(graph)))
+    )
 
 
-def table_of(device: Device, is_trained: bool) -> Mapping[Any, Callable[..., Any]]:
-    """The decompositions that make a device's ops of what runs."""
-    which = device.decompositions
-    if isinstance(which, str):
-        whole = {} if which == "none" else aot.decompositions(which)
-        return {op: made for op, made in whole.items() if not (is_trained and op is aot.NOT_FOR_TRAINING)}
+def _decompositions(device: Device, is_training: bool) -> _Decompositions:
+    """The decompositions that turn the ops of a graph into those of the device."""
+    selected = device.decompositions
+    if isinstance(selected, str):
+        table = {} if selected == "none" else aot.decompositions(selected)
+        return {op: made for op, made in table.items() if not (is_training and op is aot.NOT_FOR_TRAINING)}
     known = aot.decompositions("all")
-    chosen = {op: made for op, made in known.items() if any(ops.fits(str(op), pattern) for pattern in which)}
-    for pattern in which:
+    chosen = {op: made for op, made in known.items() if any(ops.fits(str(op), pattern) for pattern in selected)}
+    for pattern in selected:
         if not any(ops.fits(str(op), pattern) for op in chosen):
-            raise DeviceError(f"Device.decompositions: torch cannot take apart {pattern!r}. Leave it out.")
+            raise DeviceError(f"Device.decompositions: torch cannot decompose {pattern!r}. Remove it.")
     return chosen
 
 
-def _at_level_of(module: fx.GraphModule, table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
+def _decomposed(module: fx.GraphModule, table: _Decompositions) -> fx.GraphModule:
     if not any(node.target in table for node in module.graph.nodes if node.op == "call_function"):
         return module
     return aot.decomposed(module, table)
 
 
-def _report(graph: Graph, device: Device, strict: bool) -> GraphReport:
-    # A rule may ask for a size: what is looked at is not what runs, so nothing is to hold for the answer.
+def _check_graph(graph: Graph, device: Device, strict: bool) -> GraphReport:
+    # A rule may compare symbolic sizes. The compiled code does not depend on the answer, so it must not be guarded.
     with aot.without_guards([node.meta.get("val") for node in graph.module.graph.nodes]):
-        found = [violation for rule in rules_of(device) for violation in _broken(rule, graph, device, strict)]
-    return GraphReport(graph, device, merged(found))
+        violations = [one for rule in rules_of(device) for one in _run_rule(rule, graph, device, strict)]
+    return GraphReport(graph, device, merge_violations(violations))
 
 
-def _broken(rule: Constraint, graph: Graph, device: Device, strict: bool) -> list[Violation]:
-    """What breaks a rule, up to where the rule itself fails."""
-    found: list[Violation] = []
+def _run_rule(rule: Constraint, graph: Graph, device: Device, strict: bool) -> list[DeviceViolation]:
+    """The violations that a rule finds; if it raises, those it found before."""
+    violations: list[DeviceViolation] = []
     try:
-        found.extend(rule.check(graph, device))
-    except Exception as error:  # it may be anybody's code
-        told = f"rule {rule.code} ({type(rule).__name__}) failed on the {graph.name} graph: {error!r}"
+        violations.extend(rule.check(graph, device))
+    except Exception as error:  # a rule may be a user's code
+        failure = f"rule {rule.code} ({type(rule).__name__}) failed on the {graph.name} graph: {error!r}"
         if strict:
-            raise DeviceError(f"check: {told}. Correct it, or leave it out.") from error
-        logger.warning("%s", told, exc_info=error)
-    return found
+            raise DeviceError(f"check: {failure}. Correct the rule, or remove it.") from error
+        logger.warning("%s", failure, exc_info=error)
+    return violations
 
 
-def _inner(graph: Graph) -> Iterator[Graph]:
-    """The graphs that ops such as `cond` call, named after where they are."""
+def _inner_graphs(graph: Graph) -> Iterator[Graph]:
+    """The graphs that ops such as `cond` call, named `<outer graph>.<attribute>`."""
     for node in graph.module.graph.find_nodes(op="get_attr"):
         module = getattr(graph.module, str(node.target), None)
         if isinstance(module, fx.GraphModule):
             inner = Graph(f"{graph.name}.{node.target}", module, plan_memory(module))
             yield inner
-            yield from _inner(inner)
+            yield from _inner_graphs(inner)
 
 
-def _refuse_without_values(name: str, module: fx.GraphModule) -> None:
+def _require_fake_values(name: str, module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
-        is_bare = node.op == "call_function" and "val" not in node.meta and ops.returns_something(node.target)
-        if is_bare or node.op in ("call_module", "call_method"):
+        lacks_value = node.op == "call_function" and "val" not in node.meta and ops.returns_something(node.target)
+        if lacks_value or node.op in ("call_module", "call_method"):
             raise DeviceError(
-                f"check: node {node.name!r} of the {name} graph is no op of ATen with a fake tensor in meta['val']. "
-                "Trace with make_fx(..., tracing_mode='fake'), or use mock_backend."
+                f"check: expected ATen ops with fake tensors in meta['val'], got node {node.name!r} ({node.op}) in the "
+                f"{name} graph. Trace with make_fx(..., tracing_mode='fake'), or use mock_backend."
             )

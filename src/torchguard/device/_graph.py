@@ -1,7 +1,7 @@
-"""A graph as rules see it: its ops, and the tensors they take, each with a role."""
+"""A graph as the rules read it: its ops, and the tensors that they use, each with a role."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from torchguard._torch import nodes
 from torchguard._torch import ops as ops_of_torch
 from torchguard._torch.nodes import Input
 from torchguard.device._memory import MemoryPlan
-from torchguard.device._values import tensors_of
+from torchguard.device._storages import tensors_of
 
 _SIZE_OPS = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default})
 
@@ -21,23 +21,27 @@ _SIZE_OPS = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.in
 class Use:
     """A tensor that an op takes, or that the graph returns.
 
-    `source` is the node that made it, before views of it were taken; `by` takes it, `output` if it is returned.
+    Attributes:
+        tensor: the fake tensor, as the consumer gets it.
+        producer: the node that computed it, before any view of it.
+        consumer: the node that takes it; the graph's `output` node if it is returned.
+        role: `parameters`, `activations`, `indices` or `masks`.
     """
 
     tensor: Tensor
-    source: fx.Node
-    by: fx.Node
+    producer: fx.Node
+    consumer: fx.Node
     role: str
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph of those a region is compiled to.
+    """One of the graphs that a region is compiled to.
 
     Attributes:
         name: `forward`, `backward` or `inference`.
-        memory: what it takes, with what lives on from the forward into the backward graph.
-        names: what placeholders are called in the program.
+        memory: its memory plan, with the tensors that live on from the forward into the backward graph.
+        names: the names of placeholders in the program.
         state: the placeholders that are parameters and buffers.
     """
 
@@ -49,43 +53,69 @@ class Graph:
 
     @cached_property
     def calls(self) -> tuple[fx.Node, ...]:
-        """The calls of ops, views among them; not arithmetic on sizes."""
-        return tuple(node for node in self.module.graph.nodes if node.op == "call_function" and _is_call(node))
+        """The calls of ops, views included, arithmetic on sizes excluded."""
+        return tuple(node for node in self.module.graph.nodes if node.op == "call_function" and _is_op_call(node))
 
     @cached_property
     def ops(self) -> tuple[fx.Node, ...]:
-        """The calls that compute something."""
+        """The calls that compute something: `calls` without views."""
         return tuple(node for node in self.calls if not ops_of_torch.is_view(node.target))
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
-        return tuple(self._uses_of((node, node, by) for node, by in self._taken))
+        """The tensors that ops take and that the graph returns."""
+        return tuple(self._uses((node, node, consumer) for node, consumer in self._edges))
 
     @cached_property
-    def seen_otherwise(self) -> tuple[Use, ...]:
-        """What is taken through a view of another dtype, in the dtype that it was made in."""
-        pairs = ((node, before, by) for node, by in self._taken for before in _before_views(node))
-        return tuple(self._uses_of(one for one in pairs if _dtype(one[0]) is not _dtype(one[1])))
+    def bitcast_uses(self) -> tuple[Use, ...]:
+        """The tensors that are used through a view of another dtype, in the dtype that they were computed in."""
+        edges = ((node, viewed, consumer) for node, consumer in self._edges for viewed in _viewed(node))
+        return tuple(self._uses(edge for edge in edges if _dtype(edge[0]) is not _dtype(edge[1])))
 
     @cached_property
-    def _taken(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
-        """Nodes with tensors, each with a node that takes them, or that returns them."""
+    def _edges(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """Nodes, each with an op that takes it, or with the output node that returns it."""
         output = next(iter(self.module.graph.find_nodes(op="output")), None)
         returned = [(node, output) for node in output.all_input_nodes if node.op != "placeholder"] if output else []
-        taken = [(node, by) for by in self.ops for node in by.all_input_nodes]
+        taken = [(node, consumer) for consumer in self.ops for node in consumer.all_input_nodes]
         return (*taken, *returned)
 
-    def _uses_of(self, taken: Iterable[tuple[fx.Node, fx.Node, fx.Node]]) -> Iterable[Use]:
-        for node, shown, by in taken:
-            source = _source_of(node)
-            for tensor in tensors_of(shown.meta.get("val")):
-                yield Use(tensor, source, by, role_of(tensor, source in self.state))
+    def _uses(self, edges: Iterable[tuple[fx.Node, fx.Node, fx.Node]]) -> Iterator[Use]:
+        for node, viewed, consumer in edges:
+            producer = _producer(node)
+            for tensor in tensors_of(viewed.meta.get("val")):
+                yield Use(tensor, producer, consumer, _role(tensor, producer in self.state))
 
     def name_of(self, node: fx.Node) -> str:
+        """The name of a node in the program, or else in the graph."""
         return self.names.get(node, node.name)
 
 
-def role_of(tensor: Tensor, is_state: bool) -> str:
+def op_name(node: fx.Node) -> str:
+    """`aten.mm.default`, `higher_order.cond`, or the node's name if it calls no op."""
+    while node.target is operator.getitem:  # part of a tuple that an op returned
+        node = node.all_input_nodes[0]
+    if node.op != "call_function":
+        return node.name
+    return f"higher_order.{node.target}" if "." not in str(node.target) else str(node.target)
+
+
+def placeholder_names(
+    module: fx.GraphModule, inputs: Sequence[Input], retraced: fx.GraphModule
+) -> tuple[dict[fx.Node, str], frozenset[fx.Node]]:
+    """The names in the program of a retraced graph's placeholders, and which of them are parameters and buffers."""
+    names, state = {}, []
+    placeholders = (graph.graph.find_nodes(op="placeholder") for graph in (module, retraced))
+    for before, after in zip(*placeholders, strict=True):
+        position = nodes.position_of(before)
+        known = inputs[position] if position is not None and position < len(inputs) else None
+        names[after] = known.name if known is not None else before.name
+        if (known is not None and known.is_state) or nodes.is_state_by_itself(before):
+            state.append(after)
+    return names, frozenset(state)
+
+
+def _role(tensor: Tensor, is_state: bool) -> str:
     if tensor.dtype is torch.bool:
         return "masks"
     if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
@@ -93,41 +123,17 @@ def role_of(tensor: Tensor, is_state: bool) -> str:
     return "parameters" if is_state else "activations"
 
 
-def op_name(node: fx.Node) -> str:
-    """`aten.mm.default`, `higher_order.cond`, or the name of what is no op."""
-    while node.target is operator.getitem:  # what a result was taken out of
-        node = node.all_input_nodes[0]
-    if node.op != "call_function":
-        return node.name
-    return f"higher_order.{node.target}" if "." not in str(node.target) else str(node.target)
-
-
-def labels_of(
-    module: fx.GraphModule, inputs: Sequence[Input], traced_again: fx.GraphModule
-) -> tuple[dict[fx.Node, str], frozenset[fx.Node]]:
-    """What the placeholders of a graph traced again are called, and which of them are parameters and buffers."""
-    names, state = {}, []
-    placeholders = (graph.graph.find_nodes(op="placeholder") for graph in (module, traced_again))
-    for node, again in zip(*placeholders, strict=True):
-        position = nodes.position_of(node)
-        known = inputs[position] if position is not None and position < len(inputs) else None
-        names[again] = known.name if known is not None else node.name
-        if (known is not None and known.is_state) or nodes.is_state_by_itself(node):
-            state.append(again)
-    return names, frozenset(state)
-
-
-def _is_call(node: fx.Node) -> bool:
+def _is_op_call(node: fx.Node) -> bool:
     return ops_of_torch.is_op(node.target) and node.target not in _SIZE_OPS
 
 
-def _source_of(node: fx.Node) -> fx.Node:
-    """The node whose tensor this one is a view of, or a part of views such as `split` makes."""
-    return [node, *_before_views(node)][-1]
+def _producer(node: fx.Node) -> fx.Node:
+    """The node that computed the tensor that a node is a view of, or the node itself if it is no view."""
+    return [node, *_viewed(node)][-1]
 
 
-def _before_views(node: fx.Node) -> Iterable[fx.Node]:
-    """What a node is a view of, and what that is a view of, down to what was made."""
+def _viewed(node: fx.Node) -> Iterator[fx.Node]:
+    """The node that a view was taken of, then what that one is a view of, down to the node that computed the tensor."""
     while ops_of_torch.is_view(node.target) or (
         node.target is operator.getitem and ops_of_torch.is_view(node.all_input_nodes[0].target)
     ):

@@ -1,4 +1,4 @@
-"""How much memory a graph takes while each of its nodes runs, by the storages that are alive."""
+"""The memory plan of a graph: the bytes of the storages that are live while each node runs."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -9,12 +9,12 @@ from torch import fx
 from torchguard._graphs.source_lines import SourceLine, source_line_of
 from torchguard._torch import nodes as nodes_of_torch
 from torchguard._torch import tensors
-from torchguard.device._values import Keys, Size, storage_keys, tensors_of, value_of
+from torchguard.device._storages import Keys, Size, storage_keys, tensors_of, value_of
 
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A storage that is alive: what it is called, its bytes, and the line in your code that made it."""
+    """A live storage: its name, its bytes, and the line in your code that allocates it."""
 
     name: str
     bytes: int
@@ -23,16 +23,16 @@ class LiveTensor:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a graph at the sizes at hand.
+    """The memory of a graph at concrete sizes.
 
     Attributes:
-        peak: the most bytes alive at any time.
-        peak_node: the node that runs then.
-        expression: the peak in terms of the symbols in sizes, or the number.
-        curve: the bytes alive while each node runs, by the names of the nodes.
-        at_peak: what is alive at the peak, the largest first.
-        saved: bytes kept from the forward for the backward graph, beside what the caller has anyway.
-        unknown: nodes whose sizes are not known before they run: they count as nothing.
+        peak: the most bytes that are live at any time.
+        peak_node: the node that runs at that time.
+        expression: the peak as an expression of the symbolic sizes, or the number.
+        curve: the bytes that are live while each node runs, by the names of the nodes.
+        at_peak: what is live at the peak, the largest first.
+        saved: the bytes that the forward graph saves for the backward graph, beside what the caller holds anyway.
+        unknown: nodes whose sizes are unknown before they run: they count as 0.
     """
 
     peak: int
@@ -58,7 +58,7 @@ class MemoryPlan:
 
 @dataclass
 class _Storage:
-    """A storage: the node that made it, and the positions of the nodes between which it is alive."""
+    """A storage: the node that allocates it, and the positions of the first and last node at which it is live."""
 
     node: fx.Node
     size: Size
@@ -75,13 +75,13 @@ _Storages = dict[int | str, _Storage]
 
 
 def plan_memory(module: fx.GraphModule, *, names: Mapping[fx.Node, str] | None = None) -> MemoryPlan:
-    """The memory of a graph alone: what it is given and what it returns is kept, all else freed at its last use.
+    """Plan the memory of one graph: inputs and outputs stay live, everything else is freed at its last use.
 
     Args:
-        names: what to call nodes that are not to go by the names they have in the graph.
+        names: names of nodes in the program, where they differ from those in the graph.
     """
     storages = _storages_of(module, storage_keys(module))
-    return _plan(module, _kept(storages, _inputs(storages), module), names or {})
+    return _plan(module, _with_live_throughout(storages, _inputs(storages), module), names or {})
 
 
 def plan_step(
@@ -91,81 +91,83 @@ def plan_step(
     *,
     names: Mapping[fx.Node, str] | None = None,
 ) -> tuple[MemoryPlan, MemoryPlan]:
-    """The memory of a forward graph, and of its backward, which starts with what the forward was given and returned.
+    """Plan a forward graph and its backward graph, which starts with the inputs and outputs of the forward graph.
 
-    What was saved for it alone is freed at its last use; all else is the caller's, who may hold it.
+    What is saved for the backward graph alone is freed at its last use. Everything else belongs to the caller, who may
+    hold it, and stays live.
 
     Args:
-        saved: positions of placeholders of the backward graph, each with that of the output which fills it.
+        saved: positions of placeholders of the backward graph, each with the position of the forward output it gets.
     """
-    keys = storage_keys(forward)
-    outputs = [keys[node] if node is not None else () for node in output_nodes(forward)]
+    forward_keys = storage_keys(forward)
+    outputs = [forward_keys[node] if node is not None else () for node in output_nodes(forward)]
     placeholders = backward.graph.find_nodes(op="placeholder")
-    # What is saved is one storage to both, whatever the fake tensors on either side say.
-    keys_behind = storage_keys(backward, {placeholders[i]: outputs[o] for i, o in saved.items()})
-    ahead, behind = _storages_of(forward, keys), _storages_of(backward, keys_behind)
-    of_caller = _inputs(ahead).union(*(_set(given) for o, given in enumerate(outputs) if o not in saved.values()))
-    for_backward = set[int | str]().union(*(_set(outputs[o]) for o in saved.values())) - of_caller
-    later = {
-        **_kept(behind, _inputs(behind) - for_backward, backward),
-        **{key: _whole(ahead[key], backward) for key in of_caller - behind.keys()},
+    # A saved tensor is one storage in both graphs, whatever the fake tensors of either graph say.
+    backward_keys = storage_keys(backward, {placeholders[i]: outputs[o] for i, o in saved.items()})
+    before, after = _storages_of(forward, forward_keys), _storages_of(backward, backward_keys)
+    returned = (_present(keys) for o, keys in enumerate(outputs) if o not in saved.values())
+    of_caller = _inputs(before).union(*returned)
+    for_backward = set[int | str]().union(*(_present(outputs[o]) for o in saved.values())) - of_caller
+    during_backward = {
+        **_with_live_throughout(after, _inputs(after) - for_backward, backward),
+        **{key: _live_throughout(before[key], backward) for key in of_caller - after.keys()},
     }
-    before = _plan(forward, _kept(ahead, _inputs(ahead), forward), names or {})
-    saved_bytes = sum(ahead[key].bytes for key in for_backward)
-    return replace(before, saved=saved_bytes), _plan(backward, later, names or {})
+    forward_plan = _plan(forward, _with_live_throughout(before, _inputs(before), forward), names or {})
+    saved_bytes = sum(before[key].bytes for key in for_backward)
+    return replace(forward_plan, saved=saved_bytes), _plan(backward, during_backward, names or {})
 
 
 def output_nodes(module: fx.GraphModule) -> list[fx.Node | None]:
-    """What a graph returns, in order; None for what is no node."""
+    """The nodes that a graph returns, in order; None for an output that is a constant."""
     (returned,) = next(iter(module.graph.find_nodes(op="output"))).args
     parts = returned if isinstance(returned, (tuple, list)) else [returned]
     return [part if isinstance(part, fx.Node) else None for part in parts]
 
 
 def saved_between(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[int, int]:
-    """Which placeholder of a backward graph is which output of its forward, as AOTAutograd names them."""
-    # The last one of a name: what the program gets too stands before.
+    """Which placeholder of a backward graph gets which output of its forward; AOTAutograd gives both the same name."""
+    # Of two outputs with one name the last one is saved; the one before is returned to the program.
     positions = {node.name: position for position, node in enumerate(output_nodes(forward)) if node is not None}
     placeholders = backward.graph.find_nodes(op="placeholder")
     return {i: positions[node.name] for i, node in enumerate(placeholders) if node.name in positions}
 
 
 def _storages_of(module: fx.GraphModule, keys: Mapping[fx.Node, Keys]) -> _Storages:
-    found: _Storages = {}
+    storages: _Storages = {}
     for position, node in enumerate(module.graph.nodes):
-        made = 0
+        allocated = 0
         for key, tensor in zip(keys[node], tensors_of(value_of(node)), strict=True):
-            if key is not None and key not in found:
+            if key is not None and key not in storages:
                 first = 0 if _is_input(node) else position
-                found[key] = _Storage(node, tensors.storage_bytes(tensor), first, position)
-                made += found[key].bytes
+                storages[key] = _Storage(node, tensors.storage_bytes(tensor), first, position)
+                allocated += storages[key].bytes
         for one in (node, *node.all_input_nodes):
-            for key in _set(keys[one]):
-                found[key].last = position
-        # While it runs, what it returns is a part of what the graph that it calls holds at its end.
-        if (inside := _bytes_inside(node) - made) > 0:
-            found[f"inside {node.name}"] = _Storage(node, inside, position, position, f"inside {node.name}")
-    return found
+            for key in _present(keys[one]):
+                storages[key].last = position
+        # The results of an op such as `cond` are among what its inner graph holds at its end: do not count them twice.
+        if (inside := _bytes_inside(node) - allocated) > 0:
+            storages[f"inside {node.name}"] = _Storage(node, inside, position, position, f"inside {node.name}")
+    return storages
 
 
 def _bytes_inside(node: fx.Node) -> int:
-    """The most that a graph which an op such as `cond` calls holds, beside what it is given."""
+    """The peak of the graphs that an op such as `cond` calls, without their inputs."""
     called = (value_of(one) for one in node.all_input_nodes if one.op == "get_attr" and node.op == "call_function")
     most = 0
     for module in called:
         if isinstance(module, fx.GraphModule):
             storages = _storages_of(module, storage_keys(module))
-            plan = _plan(module, _kept(storages, _inputs(storages), module), {})
+            plan = _plan(module, _with_live_throughout(storages, _inputs(storages), module), {})
             most = max(most, plan.peak - sum(storages[key].bytes for key in _inputs(storages)))
     return most
 
 
-def _kept(storages: _Storages, throughout: set[int | str], module: fx.GraphModule) -> _Storages:
-    """The storages with those given alive to the end; what is returned is anyway, by the node that returns it."""
-    return {key: _whole(one, module) if key in throughout else one for key, one in storages.items()}
+def _with_live_throughout(storages: _Storages, keys: set[int | str], module: fx.GraphModule) -> _Storages:
+    """The storages, with those of `keys` live from the first node to the last. Outputs are live at the end anyway."""
+    return {key: _live_throughout(one, module) if key in keys else one for key, one in storages.items()}
 
 
-def _whole(storage: _Storage, module: fx.GraphModule) -> _Storage:
+def _live_throughout(storage: _Storage, module: fx.GraphModule) -> _Storage:
     return replace(storage, first=0, last=len(module.graph.nodes))
 
 
@@ -175,22 +177,24 @@ def _plan(module: fx.GraphModule, storages: _Storages, names: Mapping[fx.Node, s
     for storage in storages.values():
         changes[storage.first] += storage.bytes
         changes[storage.last + 1] -= storage.bytes
-    alive, curve = 0, {}
+    live_bytes, curve = 0, {}
     for node, change in zip(nodes, changes, strict=False):
-        alive += change
-        curve[node.name] = alive
+        live_bytes += change
+        curve[node.name] = live_bytes
     peak_node = max(curve, key=lambda name: curve[name])
     at = [node.name for node in nodes].index(peak_node)
     live = [one for one in storages.values() if one.first <= at <= one.last]
-    shown = (
-        LiveTensor(one.label or names.get(one.node, one.node.name), one.bytes, source_line_of(one.node)) for one in live
+    named = (
+        LiveTensor(one.label or names.get(one.node, one.node.name), one.bytes, source_line_of(one.node))
+        for one in live
+        if one.bytes
     )
     return MemoryPlan(
         curve[peak_node],
         peak_node,
         str(sum(one.size for one in live)),
         curve,
-        tuple(sorted((one for one in shown if one.bytes), key=lambda one: -one.bytes)),
+        tuple(sorted(named, key=lambda one: -one.bytes)),
         unknown=tuple(one.node.name for one in storages.values() if nodes_of_torch.hint(one.size) is None),
     )
 
@@ -203,5 +207,5 @@ def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _set(keys: Keys) -> set[int | str]:
+def _present(keys: Keys) -> set[int | str]:
     return {key for key in keys if key is not None}

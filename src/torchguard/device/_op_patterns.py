@@ -1,4 +1,9 @@
-"""Names of ops as people write them, and the names that these ops have in a graph."""
+"""Names and globs of ops as people write them, and the names that these ops have in a graph.
+
+AOTAutograd decomposes some ops while it traces: no graph contains `aten.linear`, but `aten.addmm` or `aten.mm`. A
+device that denies `aten.linear` means these, so a pattern is expanded by `DECOMPOSES_TO` before it is matched. The
+table is written by hand: torch has none of the ops that its composite kernels call.
+"""
 
 import functools
 
@@ -17,8 +22,8 @@ _BATCH_NORMS = (
 )
 _FFTS = ("_fft_r2c", "_fft_c2c", "_fft_c2r")
 
-# What AOTAutograd makes of ops that it takes apart, where that is about one thing. Ops in place need no row.
-MADE_OF: dict[str, tuple[str, ...]] = {
+# The ops that AOTAutograd decomposes an op to, where these do the op's essential work. In-place ops need no row.
+DECOMPOSES_TO: dict[str, tuple[str, ...]] = {
     "linear": ("addmm", *_PRODUCTS),
     "matmul": _PRODUCTS,
     "linalg_matmul": _PRODUCTS,
@@ -39,17 +44,17 @@ MADE_OF: dict[str, tuple[str, ...]] = {
     "_batch_norm_impl_index": _BATCH_NORMS,
     "instance_norm": _BATCH_NORMS,
     "dropout": ("native_dropout",),
-    "dropout_": (),  # in place, it is taken apart
+    "dropout_": (),  # it decomposes to ops that many others use
     "normal_": ("normal_functional",),
     "max_pool1d": ("max_pool2d_with_indices",),
     "max_pool2d": ("max_pool2d_with_indices",),
     "max_pool3d": ("max_pool3d_with_indices",),
     "avg_pool1d": ("avg_pool2d",),
     "adaptive_max_pool1d": ("adaptive_max_pool2d",),
-    # To a single number it is a mean, and not told from others.
+    # With output size 1 it decomposes to a mean, like many other ops, and is not found.
     "adaptive_avg_pool2d": ("_adaptive_avg_pool2d",),
     "adaptive_avg_pool3d": ("_adaptive_avg_pool3d",),
-    # With a mask or dropout it is taken apart, down to a softmax that nothing else uses.
+    # With a mask or dropout it decomposes to ops with a softmax that nothing else uses.
     "scaled_dot_product_attention": ("_scaled_dot_product_*attention*", "_safe_softmax"),
     "_scaled_dot_product_attention_math": ("_safe_softmax",),
     "embedding_bag": ("_embedding_bag", "_embedding_bag_forward_only"),
@@ -97,7 +102,7 @@ MADE_OF: dict[str, tuple[str, ...]] = {
     "narrow": ("slice",),
     "tile": ("repeat",),
     **dict.fromkeys(("concat", "concatenate", "hstack", "vstack", "dstack", "row_stack", "column_stack"), ("cat",)),
-    # The same op by another name.
+    # Aliases.
     **{
         name: (other,)
         for other, names in {
@@ -134,38 +139,37 @@ MADE_OF: dict[str, tuple[str, ...]] = {
 
 
 @functools.cache
-def in_graphs(pattern: str) -> tuple[str, ...]:
-    """A name or glob of ops, and the names of what is made of those ops before there is a graph.
+def graph_patterns(pattern: str) -> tuple[str, ...]:
+    """A name or glob of ops, and the names of the ops that they decompose to before there is a graph.
 
-    A glob that ops of graphs go by stands for these alone: `aten.linalg_*` is no word against `aten.mm`.
+    A glob that matches an op of graphs is not expanded: `aten.linalg_*` does not mean `aten.mm`.
     """
-    fitting = (
+    names = (
         [name for name in ops_of_torch.op_names() if ops_of_torch.fits(name, pattern)]
         if pattern.startswith("aten.")
         else []
     )
-    if any(letter in pattern for letter in "*?[") and not all(map(ops_of_torch.is_taken_apart, fitting)):
+    if any(letter in pattern for letter in "*?[") and not all(map(ops_of_torch.is_taken_apart, names)):
         return (pattern,)
-    return tuple(dict.fromkeys([pattern, *(made for name in fitting for made in _made_of(name))]))
+    return tuple(dict.fromkeys([pattern, *(op for name in names for op in _decomposes_to(name))]))
 
 
 @functools.cache
-def matched_by(name: str, patterns: tuple[str, ...]) -> str | None:
-    """The first of these patterns, as it was written, that an op of a graph goes by."""
-    return next((p for p in patterns if any(ops_of_torch.fits(name, one) for one in in_graphs(p))), None)
+def first_match(name: str, patterns: tuple[str, ...]) -> str | None:
+    """The first of these patterns, as it was written, that matches an op of a graph."""
+    return next((p for p in patterns if any(ops_of_torch.fits(name, one) for one in graph_patterns(p))), None)
 
 
 @functools.cache
-def reaches_graphs(pattern: str) -> bool:
-    """Whether an op can be in a graph that AOTAutograd makes, by one of the names for it."""
-    names = (
-        name for name in ops_of_torch.op_names() if any(ops_of_torch.fits(name, one) for one in in_graphs(pattern))
-    )
+def matches_graph_ops(pattern: str) -> bool:
+    """Whether a pattern, or what it expands to, matches an op that a graph of AOTAutograd can contain."""
+    patterns = graph_patterns(pattern)
+    names = (name for name in ops_of_torch.op_names() if any(ops_of_torch.fits(name, one) for one in patterns))
     return any(not ops_of_torch.is_taken_apart(name) for name in names)
 
 
-def similar_in_graphs(pattern: str) -> list[str]:
-    """Ops that can be in a graph, and that have this name in theirs."""
+def similar_graph_ops(pattern: str) -> list[str]:
+    """The ops that a graph can contain and whose names contain this one."""
     bare = pattern.split(".")[1].strip("_*")
     ops = {
         name.rpartition(".")[0]
@@ -175,14 +179,17 @@ def similar_in_graphs(pattern: str) -> list[str]:
     return sorted(ops)
 
 
-def _made_of(name: str) -> tuple[str, ...]:
-    """The names in graphs of what is made of one overload, besides its own."""
+def _decomposes_to(name: str) -> tuple[str, ...]:
+    """The names in graphs of the ops that one overload decomposes to."""
     _, op, overload = name.split(".")
-    if op in MADE_OF:
-        return tuple(f"aten.{made}" for made in MADE_OF[op])
+    if op in DECOMPOSES_TO:
+        return tuple(f"aten.{made}" for made in DECOMPOSES_TO[op])
     plain = op.removesuffix("_")
     if plain == op or op.endswith("__"):
         return ()
-    # In place, it is what it is not in place: of the same overload, if there is such a one.
+    # A graph contains the out-of-place op instead of the in-place one: of the same overload, if there is one.
     same = f"aten.{plain}.{overload}"
-    return (same if same in ops_of_torch.op_name_set() else f"aten.{plain}", *_made_of(f"aten.{plain}.{overload}"))
+    return (
+        same if same in ops_of_torch.op_name_set() else f"aten.{plain}",
+        *_decomposes_to(f"aten.{plain}.{overload}"),
+    )

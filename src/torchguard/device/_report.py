@@ -1,33 +1,31 @@
-"""What was found out about graphs and a device."""
+"""The report of graphs on a device: violations, coverage, partitions, transfers and memory."""
 
 import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
-from torchguard.device._coverage import Coverage, coverage_of
 from torchguard.device._device import Device
 from torchguard.device._graph import Graph
 from torchguard.device._memory import MemoryPlan
-from torchguard.device._partitions import Partition, Split, Transfer, partitions_of, split_of
-from torchguard.device._values import counted
-from torchguard.device._violations import Violation
+from torchguard.device._partitions import Coverage, Partition, Transfer, coverage_of, partitions_of, transfers_of
+from torchguard.device._violations import DeviceViolation, counted
 
-# Of what `to_dict` returns: it grows when a key changes its meaning or goes.
+# The version of what `to_dict` returns. It is raised when a key changes its meaning or is removed.
 SCHEMA = 1
-# Rules that are about a graph as a whole, and say nothing of the op at which they are broken.
-_OF_THE_WHOLE = frozenset({"TGD401"})
+# Rules about a graph as a whole: the op at which they are violated can run on the device.
+_WHOLE_GRAPH_RULES = frozenset({"TGD401"})
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph on one device. Coverage and partitions are worked out when they are asked for."""
+    """One graph on one device. Coverage, partitions and transfers are computed when they are first read."""
 
     graph: Graph
     device: Device
-    violations: tuple[Violation, ...]
+    violations: tuple[DeviceViolation, ...]
 
     @property
     def name(self) -> str:
@@ -39,21 +37,27 @@ class GraphReport:
 
     @cached_property
     def unsupported(self) -> frozenset[str]:
-        """The nodes that cannot run on the device, at the sizes at hand."""
-        broken = (one for one in self.violations if one.code not in _OF_THE_WHOLE and not one.holds_now)
-        return frozenset(node for one in broken for node in one.nodes if node != "output")
+        """The nodes that cannot run on the device at the concrete sizes."""
+        violated = (one for one in self.violations if one.code not in _WHOLE_GRAPH_RULES and not one.holds_now)
+        return frozenset(node for one in violated for node in one.nodes if node != "output")
 
     @cached_property
     def coverage(self) -> Coverage:
         return coverage_of(self.graph, self.unsupported)
 
     @cached_property
-    def split(self) -> Split:
-        return split_of(self.graph, self.unsupported)
+    def fallbacks(self) -> tuple[str, ...]:
+        """The calls that the host has to run."""
+        return tuple(node.name for node in self.graph.calls if node.name in self.unsupported)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What the fallbacks transfer between host and device."""
+        return transfers_of(self.graph, self.unsupported)
 
     @cached_property
     def partitions(self) -> tuple[Partition, ...]:
-        """Most of the work of a report, where much falls back to the host."""
+        """The most expensive part of a report, where there are many fallbacks."""
         return partitions_of(self.graph, self.unsupported)
 
     def to_dict(self, *, partitions: bool = True) -> dict[str, Any]:
@@ -64,16 +68,17 @@ class GraphReport:
             "coverage": self.coverage.to_dict(),
             "memory": self.memory.to_dict(),
             **({"partitions": [asdict(one) for one in self.partitions]} if partitions else {}),
-            **asdict(self.split),
+            "fallbacks": self.fallbacks,
+            "transfers": [asdict(one) for one in self.transfers],
         }
 
     def __str__(self) -> str:
-        transfers = sum(one.bytes for one in self.split.transfers)
+        transferred = sum(one.bytes for one in self.transfers)
         return "\n".join(
             [
                 f"{self.name}: {self.coverage}",
                 f"  {counted(len(self.partitions), 'partition')}, "
-                f"{counted(len(self.split.fallbacks), 'op')} left to the host, {counted(transfers, 'byte')} to move",
+                f"{counted(len(self.fallbacks), 'host fallback')}, {counted(transferred, 'byte')} to transfer",
                 *(f"  {line}" for line in str(self.memory).splitlines()),
             ]
         )
@@ -81,7 +86,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """Everything about some graphs; the sum of two is about the graphs of both."""
+    """The reports of several graphs. The sum of two reports covers the graphs of both."""
 
     graphs: tuple[GraphReport, ...] = ()
 
@@ -89,12 +94,12 @@ class DeviceReport:
         return DeviceReport(self.graphs + other.graphs)
 
     @property
-    def violations(self) -> tuple[Violation, ...]:
+    def violations(self) -> tuple[DeviceViolation, ...]:
         return tuple(one for graph in self.graphs for one in graph.violations)
 
     @property
     def coverage(self) -> Coverage:
-        return reduce(lambda one, other: one + other, (graph.coverage for graph in self.graphs), Coverage(0, 0, 0, 0))
+        return sum((graph.coverage for graph in self.graphs), Coverage(0, 0, 0, 0))
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
@@ -102,8 +107,8 @@ class DeviceReport:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What falling back to the host for unsupported ops would move."""
-        return tuple(one for graph in self.graphs for one in graph.split.transfers)
+        """What host fallbacks for unsupported ops would transfer."""
+        return tuple(one for graph in self.graphs for one in graph.transfers)
 
     @property
     def transfer_bytes(self) -> int:
@@ -111,28 +116,29 @@ class DeviceReport:
 
     @property
     def memory(self) -> tuple[MemoryPlan, ...]:
-        """The plan of each graph."""
+        """The memory plan of each graph."""
         return tuple(graph.memory for graph in self.graphs)
 
     @property
     def peak_memory(self) -> int:
-        """The most that any of the graphs takes."""
+        """The largest peak of any graph, in bytes."""
         return max((plan.peak for plan in self.memory), default=0)
 
     def by_rule(self) -> dict[str, int]:
-        """Nodes that break a rule, by its code."""
-        return _sums((one.code, len(one.nodes)) for one in self.violations)
+        """The number of nodes that violate each rule, by its code."""
+        return _totals((one.code, len(one.nodes)) for one in self.violations)
 
     def by_op(self) -> dict[str, int]:
-        return _sums((one.op, len(one.nodes)) for one in self.violations)
+        """The number of nodes with violations, by op."""
+        return _totals((one.op, len(one.nodes)) for one in self.violations)
 
     def by_line(self) -> dict[str, int]:
-        """By the line in your code; those that have none are left out."""
-        places = ((one.source_line, len(one.nodes)) for one in self.violations if one.source_line)
-        return _sums((f"{place.file}:{place.line}", count) for place, count in places)
+        """The number of nodes with violations, by the line in your code; violations without a line are left out."""
+        lines = ((one.source_line, len(one.nodes)) for one in self.violations if one.source_line)
+        return _totals((f"{line.file}:{line.line}", count) for line, count in lines)
 
     def to_dict(self, *, partitions: bool = True) -> dict[str, Any]:
-        """Everything, as JSON can hold it; `partitions=False` leaves out what takes long."""
+        """The whole report as values for JSON; `partitions=False` leaves out what is expensive to compute."""
         return {
             "schema": SCHEMA,
             "coverage": self.coverage.to_dict(),
@@ -156,8 +162,8 @@ class DeviceReport:
         return "\n".join([head, *map(str, self.graphs), *map(str, self.violations)])
 
 
-def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Sums by name, the largest first."""
+def _totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The sum of the counts of each name, the largest first."""
     counter: Counter[str] = Counter()
     for name, count in pairs:
         counter[name] += count

@@ -1,1 +1,1 @@
-"""Rules that a graph may break."""
+"""The rules that graphs are checked with."""

@@ -1,54 +1,61 @@
-"""What a rule is."""
+"""The base class of rules.
+
+A rule reads fields of the device that it is given, but does not import `Device`: a device holds rules, so `_device`
+imports this package.
+"""
 
 import abc
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from torchguard._graphs.source_lines import source_line_of
-from torchguard.device._device import Device
 from torchguard.device._graph import Graph, op_name
-from torchguard.device._violations import Violation, module_of
+from torchguard.device._violations import DeviceViolation, module_path
+
+if TYPE_CHECKING:
+    from torchguard.device._device import Device
 
 
 class Constraint(abc.ABC):
-    """A rule. Give yours a `code` of its own, and have `check` yield a `self.violation(...)` for all that break it."""
+    """A rule. A subclass sets a `code` of its own, and its `check` yields `self.violation(...)` for each violation."""
 
     code: str
 
     @abc.abstractmethod
-    def check(self, graph: Graph, device: Device) -> Iterable[Violation]:
-        """What in a graph breaks the rule. Sizes may be symbols: `if size > 8` asks for the size at hand."""
+    def check(self, graph: Graph, device: "Device") -> Iterable[DeviceViolation]:
+        """The violations in a graph. Comparing a symbolic size, as in `if size > 8`, reads the concrete size."""
 
     def violation(
         self,
         graph: Graph,
         message: str,
         *,
-        by: fx.Node,
+        node: fx.Node,
         tensor: fx.Node | None = None,
         remedy: str = "",
         condition: str = "",
         holds_now: bool = False,
-    ) -> Violation:
-        """Something that does not fit.
+    ) -> DeviceViolation:
+        """A violation of this rule, with the source line and the module of its node.
 
         Args:
-            by: the node that cannot run.
-            tensor: the node that made the tensor in question, if it is about one.
+            node: the node that cannot run.
+            tensor: the node that computes the tensor in question, if the violation is about one.
         """
-        # An input has no line of its own, so the op that takes it is shown.
-        at = by if tensor is None or tensor.op != "call_function" else tensor
-        return Violation(
+        # An input of the graph has no source line: use the node that takes it.
+        at = node if tensor is None or tensor.op != "call_function" else tensor
+        return DeviceViolation(
             code=self.code,
             message=message,
             graph=graph.name,
             op=op_name(at),
-            source_line=source_line_of(at, by, *by.all_input_nodes),
+            source_line=source_line_of(at, node, *node.all_input_nodes),
             remedy=remedy,
             condition=condition,
             holds_now=holds_now,
-            nodes=(by.name,),
+            nodes=(node.name,),
             tensors=() if tensor is None else (graph.name_of(tensor),),
-            modules=tuple(filter(None, [module_of(at) or module_of(by)])),
+            modules=tuple(filter(None, [module_path(at) or module_path(node)])),
         )

@@ -1,41 +1,80 @@
-"""How tensors lie in memory when an op takes them."""
+"""Memory layouts of the tensors that ops take."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from torchguard.device._device import Device
 from torchguard.device._graph import Graph
 from torchguard.device._rules.base import Constraint
-from torchguard.device._values import layout_of, shape_text
-from torchguard.device._violations import Violation
+from torchguard.device._storages import Size
+from torchguard.device._violations import DeviceViolation
+
+if TYPE_CHECKING:
+    from torchguard.device._device import Device
 
 _aten = torch.ops.aten
-# A matrix product takes a transposed operand as it is: that is a flag of every routine for it.
+# Matrix products accept transposed operands: every BLAS routine has a flag for them.
 _PRODUCTS = frozenset({_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.dot})
-# What copies is the remedy.
+# A copy is the remedy, so it accepts every layout.
 _COPIES = frozenset({_aten.clone, _aten._to_copy, _aten.copy_, _aten.copy})
 
 
 class Layout(Constraint):
-    """An op takes a tensor in a layout that the device does not have."""
+    """An op takes a tensor in a layout that the device does not support."""
 
     code = "TGD201"
 
-    def check(self, graph: Graph, device: Device) -> Iterable[Violation]:
+    def check(self, graph: Graph, device: "Device") -> Iterable[DeviceViolation]:
         if device.layouts is None:
             return
         for use in graph.uses:
-            packet = getattr(use.by.target, "overloadpacket", None)
-            if use.by.op == "output" or packet in _COPIES:
+            packet = getattr(use.consumer.target, "overloadpacket", None)
+            if use.consumer.op == "output" or packet in _COPIES:
                 continue
-            found = layout_of(use.tensor)
-            if found in device.layouts or (found == "transposed" and packet in _PRODUCTS):
+            layout = layout_of(use.tensor)
+            if layout in device.layouts or (layout == "transposed" and packet in _PRODUCTS):
                 continue
-            strides = ", ".join(map(str, use.tensor.stride())) if use.tensor.layout is torch.strided else found
-            message = f"takes {shape_text(use.tensor.shape)} with strides ({strides}), which is {found}; "
-            message += f"{device.name} takes {', '.join(device.layouts)}"
-            yield self.violation(graph, message, by=use.by, remedy=".contiguous() before it")
+            strides = ", ".join(map(str, use.tensor.stride())) if use.tensor.layout is torch.strided else layout
+            message = f"input {shape_text(use.tensor.shape)} with strides ({strides}) is {layout}, "
+            message += f"{device.name} supports {', '.join(device.layouts)}"
+            yield self.violation(graph, message, node=use.consumer, remedy="call .contiguous() before it")
+
+
+def layout_of(tensor: Tensor) -> str:
+    """The layout of a tensor, as `Device.layouts` names it. One that depends on symbols counts as `strided`."""
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    dims = range(tensor.dim())
+    if _is_dense(tensor, dims):
+        return "contiguous"
+    if tensor.dim() in (4, 5) and _is_dense(tensor, (0, *dims[2:], 1)):
+        return "channels_last"
+    if tensor.dim() >= 2 and _is_dense(tensor, (*dims[:-2], dims[-1], dims[-2])):
+        return "transposed"
+    return "broadcast" if any(statically_known_true(stride == 0) for stride in tensor.stride()) else "strided"
+
+
+def _is_dense(tensor: Tensor, order: "range | tuple[int, ...]") -> bool:
+    """Whether elements follow each other without gaps with the dims in this order, outermost first."""
+    expected: Size = 1
+    for dim in reversed(order):
+        size, stride = tensor.shape[dim], tensor.stride()[dim]
+        if statically_known_true(size == 0):
+            return True
+        if statically_known_true(size == 1):
+            continue
+        if not statically_known_true(stride == expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def shape_text(shape: Sequence[Size]) -> str:
+    """`(4, s77)`."""
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 RULES = (Layout(),)

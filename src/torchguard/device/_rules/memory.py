@@ -1,19 +1,22 @@
-"""The memory that a graph takes."""
+"""The memory that a graph needs."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from torchguard.device._device import Device
 from torchguard.device._graph import Graph
 from torchguard.device._rules.base import Constraint
-from torchguard.device._violations import Violation
+from torchguard.device._violations import DeviceViolation
+
+if TYPE_CHECKING:
+    from torchguard.device._device import Device
 
 
 class Memory(Constraint):
-    """At some time more is alive than the device has room for, at the sizes at hand."""
+    """The peak of the memory plan, at concrete sizes, is larger than the device's memory."""
 
     code = "TGD401"
 
-    def check(self, graph: Graph, device: Device) -> Iterable[Violation]:
+    def check(self, graph: Graph, device: "Device") -> Iterable[DeviceViolation]:
         plan = graph.memory
         if device.max_memory is None or plan.peak <= device.max_memory:
             return
@@ -22,9 +25,9 @@ class Memory(Constraint):
         line = f", {largest.source_line}" if largest.source_line else ""
         yield self.violation(
             graph,
-            f"{plan.peak:,} bytes are alive, {device.name} has {device.max_memory:,}",
-            by=node,
-            remedy=f"the largest is {largest.name}, {largest.bytes:,} bytes{line}",
+            f"{plan.peak:,} bytes are live, {device.name} has {device.max_memory:,}",
+            node=node,
+            remedy=f"the largest live tensor is {largest.name}, {largest.bytes:,} bytes{line}",
             condition="" if plan.expression == str(plan.peak) else f"{plan.expression} <= {device.max_memory}",
         )
 

@@ -1,13 +1,14 @@
-"""The rules every device is checked with."""
+"""The rules that every device is checked with."""
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from torchguard.device._device import Device
 from torchguard.device._rules import dtype, layout, memory, ops, shape
 from torchguard.device._rules.base import Constraint
-from torchguard.device._taken_codes import TAKEN, first_taken
 from torchguard.exceptions import DeviceError
+
+if TYPE_CHECKING:
+    from torchguard.device._device import Device
 
 R = TypeVar("R", bound="Constraint | type[Constraint]")
 
@@ -16,30 +17,38 @@ _rules: dict[str, Constraint] = {
 }
 
 
-TAKEN.update({code: type(rule).__name__ for code, rule in _rules.items()})
-
-
 def register(rule: R) -> R:
-    """Check every device with a rule of yours, from now on; also as a decorator of its class."""
+    """Check every device with this rule from now on. Also a decorator of the rule's class."""
     made = rule() if isinstance(rule, type) else rule
     if not isinstance(made, Constraint) or not getattr(made, "code", ""):
-        raise DeviceError(f"register: {rule!r} is no Constraint with a code. Derive it from Constraint and set code.")
-    if made.code in _rules:
-        raise DeviceError(f"register: {made.code} is taken by {type(_rules[made.code]).__name__}. Choose another code.")
+        raise DeviceError(
+            f"register: expected a Constraint with a code, got {rule!r}. Derive it from Constraint and set code."
+        )
+    if conflict := code_conflict([made]):
+        raise DeviceError(f"register: {conflict}")
     _rules[made.code] = made
-    TAKEN[made.code] = type(made).__name__
     return rule
 
 
 def unregister(code: str) -> None:
-    """Take a rule out again."""
+    """Remove a rule."""
     if code not in _rules:
-        raise DeviceError(f"unregister: there is no rule {code!r}. There are {', '.join(_rules)}.")
-    del _rules[code], TAKEN[code]
+        raise DeviceError(f"unregister: there is no rule {code!r}. Use one of {', '.join(_rules)}.")
+    del _rules[code]
 
 
-def rules_of(device: Device) -> Iterable[Constraint]:
-    """Those that are registered, then the device's own."""
-    if (code := first_taken([rule.code for rule in device.constraints])) is not None:  # registered since it was made
-        raise DeviceError(f"Device.constraints of {device.name}: {code} is taken. Choose another code.")
+def rules_of(device: "Device") -> Iterable[Constraint]:
+    """The registered rules, then the device's own."""
+    if conflict := code_conflict(device.constraints):  # with a rule that was registered after the device was made
+        raise DeviceError(f"Device.constraints of {device.name}: {conflict}")
     return [*_rules.values(), *device.constraints]
+
+
+def code_conflict(rules: Iterable[Constraint]) -> str | None:
+    """A sentence about the first of these rules whose code a registered rule or an earlier one has. None if none."""
+    taken = dict(_rules)
+    for rule in rules:
+        if rule.code in taken:
+            return f"The code {rule.code} is taken by {type(taken[rule.code]).__name__}. Choose another code."
+        taken[rule.code] = rule
+    return None

@@ -1,4 +1,4 @@
-"""Options of `torchguard run` behind the script: the script's if it takes them, and else not lost without a word."""
+"""Options of `torchguard run` behind the script: passed to it if it takes them, refused with a message if not."""
 
 import shlex
 
@@ -7,7 +7,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.cli import _misplaced_options, _script_options, app
+from torchguard.cli import _script_options, app
 from torchguard.cli._terminal import CommandError
 
 PARSER = "import argparse\nparser = argparse.ArgumentParser()\n"
@@ -15,14 +15,14 @@ FIRE = "import fire\n"
 
 
 def parsed(*arguments):
-    """The context of `torchguard run` with these arguments, which runs nothing."""
+    """The context of `torchguard run` with these arguments; nothing runs."""
     return typer.main.get_command(app).commands["run"].make_context("run", [*arguments])
 
 
 def check(*arguments):
     context = parsed(*arguments)
     given = context.params
-    return _misplaced_options.check(context, given["name"], given["arguments"] or [], given["as_module"])
+    return _script_options.check(context, given["name"], given["arguments"] or [], given["as_module"])
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_right_order_has_options_with_their_values_in_front(script, here, be
 
 
 @pytest.mark.parametrize("behind", [["--", "--watch"], ["--help"], ["-h"], ["-m", "1"], ["--watching"], ["-qx"], ["x"]])
-def test_what_is_no_option_of_run_goes_to_the_script(script, here, behind):
+def test_arguments_that_are_no_option_of_run_go_to_the_script(script, here, behind):
     assert check(script(""), *behind).options == ()
 
 
@@ -102,17 +102,17 @@ WORDS = [
 
 
 @given(st.lists(st.sampled_from(WORDS), max_size=6))
-def test_the_right_order_is_read_as_such(words):
-    """The line that is shown puts all of them in front, and loses nothing that is the script's."""
+def test_the_right_order_is_parsed_as_meant(words):
+    """The printed command has all options of torchguard in front, and keeps every argument of the script."""
     options = parsed("x.py").command.params
-    found = _misplaced_options.misplaced(options, words)
-    line = _misplaced_options.CommandLine.of(["--strict", "x.py", *words], "x.py", words)
-    context = parsed(*shlex.split(line.with_in_front(found))[2:])
+    found = _script_options.misplaced(options, words)
+    line = _script_options.moved_to_front(["--strict"], "x.py", words, found)
+    context = parsed(*shlex.split(line)[2:])
     left = context.params["arguments"] or []
     assert context.params["name"] == "x.py"
     assert context.params["strict"]
     assert context.params["watch"] == any(one.name == "--watch" for one in found)
-    assert _misplaced_options.misplaced(options, left) == ()
+    assert _script_options.misplaced(options, left) == ()
     assert left == [word for at, word in enumerate(words) if not any(at in one.at for one in found)]
 
 
@@ -132,8 +132,8 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("source", TAKEN.values(), ids=TAKEN)
-def test_an_option_that_the_script_takes_goes_to_it_without_a_word(script, here, source):
-    assert _script_options.read(script(source), as_module=False).takes("--device") == _script_options.Answer(True)
+def test_an_option_that_the_script_takes_goes_to_it_without_a_note(script, here, source):
+    assert _script_options.read(script(source), as_module=False).takes("--device") is True
     assert not check(script(source), "--device", "cpu").note
 
 
@@ -154,7 +154,7 @@ NOT_TAKEN = {
 
 @pytest.mark.parametrize("source", NOT_TAKEN.values(), ids=NOT_TAKEN)
 def test_an_option_that_the_script_does_not_take_is_refused(script, here, source):
-    assert _script_options.read(script(source), as_module=False).takes("--device") == _script_options.Answer(False)
+    assert _script_options.read(script(source), as_module=False).takes("--device") is False
 
 
 DOUBTFUL = {
@@ -182,32 +182,32 @@ DOUBTFUL = {
 
 
 @pytest.mark.parametrize("source", DOUBTFUL.values(), ids=DOUBTFUL)
-def test_where_the_source_does_not_tell_a_note_says_why(script, here, source):
+def test_if_there_is_a_doubt_a_note_says_why(script, here, source):
     script("def f(:\n", "beside.py")
-    let_through = check(script(source), "--device", "edge-npu")
-    assert let_through.doubt
-    assert "Whether it takes --device cannot be told: " in let_through.note
-    assert let_through.note.endswith("\n  torchguard run --device edge-npu script.py")
+    passed = check(script(source), "--device", "edge-npu")
+    assert passed.doubt
+    assert "It is unknown whether it takes --device: " in passed.note
+    assert passed.note.endswith("\n  torchguard run --device edge-npu script.py")
 
 
-def test_a_doubt_names_its_line(script, here):
+def test_a_doubt_names_its_source_line(script, here):
     assert check(script("import sys\n\nprint(*sys.argv)\n"), "--watch").doubt == "script.py:3 uses sys.argv as a whole"
 
 
-def test_more_than_is_read_is_a_doubt(script, here):
+def test_more_source_than_the_limit_is_a_doubt(script, here):
     script("# " + "x" * (3 << 20), "large.py")
     assert "more" in check(script("import large"), "--watch").doubt
 
 
 def test_a_flag_that_argparse_negates_is_taken(script, here):
     source = f"{PARSER}parser.add_argument('--capture', action=argparse.BooleanOptionalAction)"
-    assert _script_options.read(script(source), as_module=False).takes("--no-capture").is_taken
+    assert _script_options.read(script(source), as_module=False).takes("--no-capture")
 
 
 def test_a_short_option_of_a_library_that_makes_them_is_a_doubt(script, here):
     source = _script_options.read(script(f"{FIRE}def f(dropout): ...\nfire.Fire(f)"), as_module=False)
-    assert source.takes("-d").is_taken is None
-    assert source.takes("--dir").is_taken is False
+    assert source.takes("-d") is None
+    assert source.takes("--dir") is False
 
 
 IMPORTS = {
@@ -227,7 +227,7 @@ def test_options_may_be_in_a_module_beside_the_script(script, here, source, file
         check(script(source), "--watch")
 
 
-def test_modules_import_each_other_without_end(script, here):
+def test_modules_may_import_each_other(script, here):
     script("import second", "first.py")
     script("import first\nimport script\n" + TAKEN["argparse"], "second.py")
     assert not check(script("import first"), "--device", "cpu").note
@@ -254,12 +254,12 @@ def test_options_of_a_module_are_found_in_its_package_and_beside(script, here, n
         check("-m", name, "--watch")
 
 
-def test_of_an_installed_module_it_cannot_be_told(here):
-    assert check("-m", "pytest", "-q").doubt == "pytest is installed, and what is installed is not read"
+def test_an_installed_module_is_a_doubt(here):
+    assert check("-m", "pytest", "-q").doubt == "pytest is installed, and installed modules are not read"
 
 
 @pytest.mark.parametrize("arguments", [["missing.py"], ["."], ["broken.py"], ["-m", "no.such.module"]], ids=" ".join)
-def test_where_there_is_no_source_nothing_is_said(script, here, arguments):
+def test_without_source_there_is_no_note(script, here, arguments):
     script("def f(:\n", "broken.py")
     assert not check(*arguments, "--watch").note
 
@@ -278,21 +278,23 @@ def test_a_script_with_a_device_of_its_own_is_given_it(command, script):
     assert "--device" not in ran.stderr
 
 
-def test_a_doubt_is_said_before_the_script_runs(command, script):
+def test_a_note_is_printed_before_the_script_runs(command, script):
     ran = command("run", script("import sys\nprint(*sys.argv, file=sys.stderr)"), "--watch")
     assert ran.returncode == 0
-    note, ours, theirs = ran.stderr.splitlines()[:3]
-    assert note.startswith("torchguard: options behind script.py go to the script. Whether it takes --watch cannot be")
-    assert ours == "  torchguard run --watch script.py"
-    assert theirs == "script.py --watch"
+    note, right_order, output = ran.stderr.splitlines()[:3]
+    assert note.startswith(
+        "torchguard: options behind script.py go to the script. It is unknown whether it takes --watch:"
+    )
+    assert right_order == "  torchguard run --watch script.py"
+    assert output == "script.py --watch"
 
 
-def test_a_script_that_ends_with_2_is_followed_by_the_right_order(command, script):
+def test_after_a_script_that_exits_with_2_the_right_order_is_printed(command, script):
     source = f"{PARSER}parser.add_argument('--device', choices=['cpu'])\nparser.parse_args()"
     ran = command("run", script(source), "--device", "edge-npu")
     assert ran.returncode == 2
     assert "invalid choice: 'edge-npu'" in ran.stderr
     assert ran.stderr.endswith(
-        "torchguard: script.py ended with 2, and was given --device. "
-        "What is meant for torchguard goes in front of it:\n  torchguard run --device edge-npu script.py\n"
+        "torchguard: script.py exited with 2, and was given --device. "
+        "Put options of torchguard in front:\n  torchguard run --device edge-npu script.py\n"
     )

@@ -1,13 +1,13 @@
-"""Rules of your own: whom they are for, and what they may do."""
+"""Custom rules: for which devices they run, their codes, and their errors."""
 
 import logging
 
 import pytest
 import torch
+from chip import codes, only, violations_of
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.proxy_tensor import make_fx
-from violating import codes, found, only
 
 from torchguard import device
 from torchguard.device import Device
@@ -24,38 +24,38 @@ class EvenRows(device.Constraint):
         for node in graph.ops:
             value = node.meta["val"]
             if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] % 2:
-                yield self.violation(graph, f"{value.shape[0]} rows", by=node, remedy="add a row")
+                yield self.violation(graph, f"{value.shape[0]} rows", node=node, remedy="add a row")
 
 
-def test_a_rule_of_your_own_is_for_every_device_or_for_one():
+def test_a_custom_rule_is_for_every_device_or_for_one():
     odd = torch.randn(3, 8)
-    own = only(found(torch.relu, odd, constraints=[EvenRows()]))
+    own = only(violations_of(torch.relu, odd, constraints=[EvenRows()]))
     assert (own.code, own.message, own.remedy) == ("MINE1", "3 rows", "add a row")
-    assert found(torch.relu, odd) == ()
+    assert violations_of(torch.relu, odd) == ()
     device.register(EvenRows)
     try:
-        assert codes(found(torch.relu, odd)) == ["MINE1"]
+        assert codes(violations_of(torch.relu, odd)) == ["MINE1"]
         with pytest.raises(device.DeviceError, match="MINE1 is taken by EvenRows"):
             device.register(EvenRows())
     finally:
         device.unregister("MINE1")
-    assert found(torch.relu, odd) == ()
+    assert violations_of(torch.relu, odd) == ()
 
 
 class Raises(device.Constraint):
     code = "MINE3"
 
     def check(self, graph, device):
-        raise KeyError("a slip in my rule")
+        raise KeyError("a bug in the rule")
 
 
-def test_a_code_that_is_taken_is_no_code_for_a_rule_of_your_own():
+def test_a_custom_rule_needs_a_code_of_its_own():
     class Mine(EvenRows):
         code = "TGD301"
 
     with pytest.raises(device.DeviceError, match=r"The code TGD301 is taken by Alignment\. Choose another"):
         Device(constraints=[Mine()])
-    with pytest.raises(device.DeviceError, match=r"The code MINE1 is taken\. Choose another"):
+    with pytest.raises(device.DeviceError, match=r"The code MINE1 is taken by EvenRows\. Choose another"):
         Device(constraints=[EvenRows(), EvenRows()])
     own = Device(constraints=[EvenRows()])
     device.register(EvenRows)
@@ -67,7 +67,7 @@ def test_a_code_that_is_taken_is_no_code_for_a_rule_of_your_own():
         device.unregister("MINE1")
 
 
-def test_a_rule_that_raises_is_named():
+def test_an_error_in_a_rule_names_the_rule():
     graph = make_fx(lambda x: x.double(), tracing_mode="fake")(x)
     with pytest.raises(device.DeviceError, match=r"rule MINE3 \(Raises\) failed on the inference graph: KeyError"):
         device.check(graph, device=Device(constraints=[Raises()]))
@@ -75,14 +75,14 @@ def test_a_rule_that_raises_is_named():
     assert codes(report.violations) == ["TGD102"]
 
 
-def test_what_is_no_rule_is_not_registered():
-    with pytest.raises(device.DeviceError, match="no Constraint with a code"):
+def test_only_rules_can_be_registered():
+    with pytest.raises(device.DeviceError, match="expected a Constraint with a code"):
         device.register(object())  # pyright: ignore[reportArgumentType]
     with pytest.raises(device.DeviceError, match="there is no rule 'MINE2'"):
         device.unregister("MINE2")
 
 
-def test_a_rule_that_raises_is_logged_or_in_strict_an_error(caplog):
+def test_an_error_in_a_rule_is_logged_and_raised_in_strict_mode(caplog):
     its_own = Device(constraints=[Raises()], deny="aten.gelu")
     backend = device.mock_backend(its_own, mode="warning")
     with caplog.at_level(logging.WARNING, "torchguard.device"):
@@ -97,18 +97,18 @@ def test_a_rule_that_raises_is_logged_or_in_strict_an_error(caplog):
     assert isinstance(raised.value.inner_exception, device.DeviceError)
 
 
-class AsksForSizes(device.Constraint):
+class ComparesSizes(device.Constraint):
     code = "MINE4"
 
     def check(self, graph, device):
         for node in graph.ops:
             rows = node.meta["val"].shape[0]
             if rows > 8 or rows == 5 or rows % 3 == 0:
-                yield self.violation(graph, "an odd number of rows", by=node)
+                yield self.violation(graph, "an odd number of rows", node=node)
 
 
-def test_a_rule_may_ask_for_sizes_and_nothing_is_guarded():
-    backend = device.mock_backend(Device(constraints=[AsksForSizes()]), mode="warning")
+def test_a_rule_may_compare_symbolic_sizes_without_adding_guards():
+    backend = device.mock_backend(Device(constraints=[ComparesSizes()]), mode="warning")
     compiled = torch.compile(lambda x: x + 1, backend=backend, dynamic=True)
     for rows in (5, 16, 4, 20, 6):
         torch.testing.assert_close(compiled(torch.ones(rows)), torch.full((rows,), 2.0))

@@ -1,4 +1,4 @@
-"""What does not fit a device called chip."""
+"""Compile a function for a device called chip, and return the violations."""
 
 import torch
 
@@ -6,8 +6,8 @@ from torchguard import device
 from torchguard.device import Device
 
 
-def found(fn, *args, dynamic=False, train=False, **fields):
-    """What does not fit when a function is compiled for a device."""
+def violations_of(fn, *args, dynamic=False, train=False, **fields):
+    """The violations that `mock_backend` reports when a function is compiled for a device with these fields."""
     backend = device.mock_backend(Device(name="chip", **fields), mode="warning")
     result = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
     if train:
