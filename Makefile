@@ -1,13 +1,13 @@
-# make demo        the main job, on a machine with only Python, pip, make and gcc
-# make test        every check that has to pass, in some minutes
-# make test-long   breadth: every test on Inductor, many more examples, an installed wheel, the docs
+# make demo        train with broken samples; needs only Python, pip, make and gcc
+# make test        lint, types, import layers and the short tests: a few minutes
+# make test-long   the long tests: Inductor, more Hypothesis examples, the installed wheel, the docs
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n 2
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-# One thread: with two processes at work, OpenMP's spinning costs a hundredfold.
+# One thread: with two test processes, OpenMP threads that spin while they wait slow everything down a hundredfold.
 export OMP_NUM_THREADS := 1
 
 .PHONY: demo test test-long lint types layers unit bench docs clean
@@ -41,15 +41,15 @@ test-long: $(VENV)/.dev docs
 	@TORCHGUARD_CHECK_SHAPES=1 $(PYTEST) -m "not compiled and not wrong_types" tests/channel tests/test_checks.py tests/test_control.py
 
 bench: $(VENV)/.dev
-	@echo "bench: against the published torchguard 1.1.0"
+	@echo "bench: error channel against the published torchguard 1.1.0"
 	@$(BIN)/python benchmarks/run.py
 	@echo "bench: tensorcheck against jaxtyped"
 	@$(BIN)/python benchmarks/typed.py
-	@echo "bench: watched models against plain ones"
+	@echo "bench: watched models against unwatched ones"
 	@$(BIN)/python benchmarks/watched.py cpu
-	@echo "bench: guards, whole, filtered and audited"
+	@echo "bench: all guards, filtered and audited"
 	@$(BIN)/python benchmarks/guarded.py
-	@echo "bench: compiling while it is captured"
+	@echo "bench: compiling with and without capturing artifacts"
 	@$(BIN)/python benchmarks/captured.py
 	@echo "bench: compiling for a simulated device"
 	@$(BIN)/python benchmarks/device.py
@@ -58,7 +58,7 @@ bench: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	@echo "docs: mkdocs"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet, it would not be strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would drop the warnings that --strict counts
 
 clean:
 	rm -rf $(VENV) site dist build

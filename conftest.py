@@ -1,4 +1,4 @@
-"""What every test and every documented example may rely on."""
+"""Fixtures and hooks for all tests and all documented examples."""
 
 import gc
 import importlib.util
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 if os.environ.get("TORCHGUARD_CHECK_SHAPES"):
-    # Eager tests only: a checker inside traced code breaks the graph.
+    # For eager tests only: a type checker inside traced code breaks the graph.
     from jaxtyping import install_import_hook
 
     checked = "checks control err _channel experimental flags locations _operators result"
@@ -21,41 +21,41 @@ import torchguard
 from torchguard._channel.codes import scoped_names
 from torchguard._channel.config import scoped_config
 
-# pytest listens to every logger that does not propagate. This one is torch's structured trace: where somebody listens,
-# each compilation is written out in full.
+# pytest adds a handler to every logger that does not propagate. `torch.__trace` is torch's structured trace: with a
+# handler, torch writes out each compilation in full.
 logging.getLogger("torch.__trace").propagate = True
 
-# Machines with a GPU may have pytest and little else; the examples of the docs run where the rest does.
+# Machines with a GPU may have pytest and little else. The examples of the docs run where sybil is installed.
 if importlib.util.find_spec("sybil"):
     from sybil import Sybil
     from sybil.parsers.markdown import PythonCodeBlockParser
 
     pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
 
-# Looking for examples in a module loads it, and this one needs Triton, which comes with torch for a GPU alone.
+# Collecting doctests imports a module, and this one needs Triton, which comes only with the GPU builds of torch.
 collect_ignore = [] if importlib.util.find_spec("triton") else ["src/torchguard/_watch/kernels.py"]
 
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
-    # No property may fail because the machine is busy. Where CI says so, every run draws the same examples.
-    calm = {
+    # No property may fail because the machine is busy. In CI, every run draws the same examples.
+    options = {
         "deadline": None,
         "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
         "derandomize": "CI" in os.environ,
     }
-    settings.register_profile("quick", max_examples=30, **calm)
-    settings.register_profile("thorough", max_examples=500, **calm)  # pytest --hypothesis-profile=thorough
+    settings.register_profile("quick", max_examples=30, **options)
+    settings.register_profile("thorough", max_examples=500, **options)  # pytest --hypothesis-profile=thorough
     settings.load_profile("quick")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each test to the worker that is free, but some files whole.
+    """Send each test to a free worker, but keep all tests of some files on one worker.
 
-    The examples of a page build on each other; the tests of an installed wheel share an environment. The mark
-    `xdist_group` of pytest-xdist 3.8 would say so, but has no effect with pytest 9.2.
+    The examples of a docs page depend on each other, and the tests of the installed wheel share an environment. The
+    mark `xdist_group` of pytest-xdist 3.8 is meant for this, but has no effect with pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -76,33 +76,33 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    leave_out_of_collections()
+    freeze_objects()
 
 
-def forget_what_was_compiled():
-    """`torch._dynamo.reset()`, unless nothing was compiled since the last one: most tests compile nothing."""
+def reset_dynamo():
+    """Call `torch._dynamo.reset()`, unless nothing was compiled since the last call. Most tests compile nothing."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     if frames is not None and (frames.input_codes.seen or frames.FRAME_COUNTER):
         torch._dynamo.reset()
-        leave_out_of_collections()
+        freeze_objects()
 
 
-def leave_out_of_collections():
-    """Have the garbage collector pass over all that is there by now.
+def freeze_objects():
+    """Exclude all current objects from garbage collection.
 
-    torch keeps millions of objects of what it compiled. A test that collects garbage, to see what a call leaves behind,
-    would take seconds to look through them.
+    torch keeps millions of objects for compiled code. A test that collects garbage, to check what a call leaves behind,
+    would take seconds to scan them.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)  # what a test leaves behind is collected here
+    gc.set_threshold(100_000, 50, 100)  # rarely during a test; `gc.collect` above does the rest
 
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """The default settings and names of codes, a known seed, and nothing compiled."""
+    """Default configuration and code names, a fixed seed, and nothing compiled."""
     torch.manual_seed(0)
-    forget_what_was_compiled()
+    reset_dynamo()
     with scoped_config(torchguard.ErrorConfig()), scoped_names():
         yield
 

@@ -1,8 +1,8 @@
 """Compiled functions against `torch.compile` and `autograd.grad`: `python benchmarks/compiled.py [RESULT.json]`.
 
-One process, one thread; the contestants take turns, and the least turn counts. "Whole VJP" is the value and the
-gradients by every leaf. With `--device cuda` the same is measured there, without targets; a turn ends when the device
-has done its work. What fails is written down as failed, and the rest is measured all the same.
+The variants alternate in one process on one thread, and each figure is a minimum over the turns. "Whole VJP" is the
+value and the gradients with respect to every leaf. With `--device cuda` there are no targets, and a turn ends when the
+device is idle. A measurement that fails is recorded as failed, and the others still run.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from torchguard import compiled
 from torchguard.compiled._leaves import fits
 
 TURNS, SECONDS_A_TURN = 60, 0.01
-# Work, against what, at most.
+# The most that a value and VJP may take, relative to torch.compile and autograd.grad.
 TARGETS = {
     "tiny MLP": 0.4,
     "attention, D=64": 0.7,
     "attention, D=128": 0.9,
 }
-MOST_OF_A_SEED, MOST_OF_A_CHECK, MOST_OF_A_CERTIFICATE = 0.7, 3.0, 1.0
+COTANGENT_TARGET, CHECK_TARGET, CERTIFICATE_TARGET = 0.7, 3.0, 1.0
 
 Call = Callable[[], Any]
 
@@ -46,7 +46,7 @@ def attention(x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, wv: torch.Ten
     return F.gelu(F.layer_norm(x + (weights @ v) @ wo, (x.shape[-1],)))
 
 
-def works(device: str) -> dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]:
+def workloads(device: str) -> dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]:
     draw = lambda *shape: torch.randn(*shape, device=device) / shape[-1] ** 0.5  # noqa: E731
     found = {
         "tiny MLP": (mlp, (draw(8, 16), draw(16, 32), draw(32), draw(32, 4))),
@@ -59,7 +59,7 @@ def works(device: str) -> dict[str, tuple[Callable[..., torch.Tensor], tuple[tor
 
 
 def turns(calls: dict[str, Call], device: str) -> dict[str, float]:
-    """Microseconds of a call by contestant: the least of the turns, each of which starts with another one."""
+    """Microseconds a call of each variant: minima over the turns. Each turn starts with another variant."""
     names, least, repeats = list(calls), {}, {}
     for name in names:
         for _ in range(5):
@@ -74,7 +74,7 @@ def turns(calls: dict[str, Call], device: str) -> dict[str, float]:
 
 def _took(call: Call, times: int, device: str) -> float:
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()  # what others have queued is not this call's
+    wait()  # for work that other calls queued
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -83,18 +83,17 @@ def _took(call: Call, times: int, device: str) -> float:
 
 
 def measure(f: Callable[..., torch.Tensor], x: tuple[torch.Tensor, ...], device: str) -> dict[str, float]:
-    """Microseconds of a value with gradients by torch.compile and by us, in one piece and in two."""
+    """Microseconds of a value with gradients by torch.compile and by `compiled`, in one call and in two."""
     c = compiled.compile_out(f, *x)
     w = torch.randn_like(c(*x))
-    theirs = torch.compile(f, fullgraph=True, dynamic=False)
+    by_torch = torch.compile(f, fullgraph=True, dynamic=False)
     tracked = tuple(leaf.clone().requires_grad_() for leaf in x)
 
     def by_autograd() -> Any:
-        y = theirs(*tracked)
+        y = by_torch(*tracked)
         return y, torch.autograd.grad(y, tracked, w)
 
-    ours, others = c.value_and_vjp(x, w), by_autograd()
-    torch.testing.assert_close(ours, others, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(c.value_and_vjp(x, w), by_autograd(), rtol=1e-3, atol=1e-4)
     _, pullback = c.vjp(x)
     calls: dict[str, Call] = {
         "torch.compile + autograd.grad": by_autograd,
@@ -108,7 +107,7 @@ def measure(f: Callable[..., torch.Tensor], x: tuple[torch.Tensor, ...], device:
 
 
 def check_microseconds(x: tuple[torch.Tensor, ...]) -> float:
-    """Microseconds of checking four leaves."""
+    """Microseconds of one check of four leaves."""
     c = compiled.compile_out(lambda a, b, c, d: a + b + c + d, *(x[0] for _ in range(4)), backend="eager")
     check, leaves = fits(c.leaves), tuple(x[0] for _ in range(4))
     assert check(leaves)
@@ -116,7 +115,7 @@ def check_microseconds(x: tuple[torch.Tensor, ...]) -> float:
 
 
 def certificate_seconds(f: Callable[..., torch.Tensor], x: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """Seconds of the algebraic layer of a certificate, its graphs being there already."""
+    """Seconds of the algebraic layer of a certificate, once its graphs exist."""
     from torchguard.compiled.certify.algebra import check_derivatives
 
     c = compiled.compile_out(f, *x, backend="eager")
@@ -126,33 +125,33 @@ def certificate_seconds(f: Callable[..., torch.Tensor], x: tuple[torch.Tensor, .
     return {"seconds": time.perf_counter() - start, "verdicts": [claim.verdict.value for claim in claims]}
 
 
-def tried(what: str, measured: Callable[..., Any], *args: Any) -> Any:
-    """What was measured, or why not: one failure does not cost the rest."""
+def attempt(name: str, measurement: Callable[..., Any], *args: Any) -> Any:
+    """The result of a measurement, or how it failed, so that the others still run."""
     try:
-        return measured(*args)
+        return measurement(*args)
     except Exception as error:
         traceback.print_exc()
-        said = (str(error).strip().splitlines() or [""])[0]
-        return {"failed": f"{what}: {type(error).__name__}: {said}"}
+        message = (str(error).strip().splitlines() or [""])[0]
+        return {"failed": f"{name}: {type(error).__name__}: {message}"}
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Shares of what was measured, with what to reach on a CPU."""
+    """The measured ratios, on a CPU with their targets."""
     on_cpu = found["device"] == "cpu"
     rows: list[dict[str, Any]] = []
 
-    def add(work: str, most: float, ours: float) -> None:
-        rows.append({"work": work, **({"to reach": most} if on_cpu else {}), "ours": ours})
+    def add(work: str, target: float, measured: float) -> None:
+        rows.append({"work": work, **({"to reach": target} if on_cpu else {}), "ours": measured})
 
     for work, took in found["microseconds"].items():
         if "failed" not in took:
-            share = took["whole VJP"] / took["torch.compile + autograd.grad"]
-            add(f"{work}: whole VJP / torch.compile", TARGETS.get(work, 1.0), share)
-            add(f"{work}: further seed / whole VJP", MOST_OF_A_SEED, took["further seed"] / took["whole VJP"])
+            ratio = took["whole VJP"] / took["torch.compile + autograd.grad"]
+            add(f"{work}: whole VJP / torch.compile", TARGETS.get(work, 1.0), ratio)
+            add(f"{work}: further seed / whole VJP", COTANGENT_TARGET, took["further seed"] / took["whole VJP"])
     if isinstance(found["check of 4 leaves, us"], float):
-        add("check of 4 leaves, us", MOST_OF_A_CHECK, found["check of 4 leaves, us"])
+        add("check of 4 leaves, us", CHECK_TARGET, found["check of 4 leaves, us"])
     if "seconds" in found["certificate"]:
-        add("algebraic certificate of attention, s", MOST_OF_A_CERTIFICATE, found["certificate"]["seconds"])
+        add("algebraic certificate of attention, s", CERTIFICATE_TARGET, found["certificate"]["seconds"])
     return rows
 
 
@@ -162,10 +161,10 @@ def failures(found: dict[str, Any]) -> list[str]:
 
 
 def table(found: dict[str, Any]) -> None:
-    print(f"\n{'work':<48}{'to reach':>10}{'ours':>8}")
+    print(f"\n{'work':<48}{'target':>10}{'measured':>10}")
     for row in found["rows"]:
-        reach = f"<= {row['to reach']:.2f}" if "to reach" in row else ""
-        print(f"{row['work']:<48}{reach:>10}{row['ours']:>8.3f}")
+        target = f"<= {row['to reach']:.2f}" if "to reach" in row else ""
+        print(f"{row['work']:<48}{target:>10}{row['ours']:>10.3f}")
     for work, took in found["microseconds"].items():
         if "failed" not in took:
             print(f"\n{work}, us: " + ", ".join(f"{name} {us:.1f}" for name, us in took.items()))
@@ -180,14 +179,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    tasks = works(options.device)
+    tasks = workloads(options.device)
     found: dict[str, Any] = {
         **environment(options.device),
         "torchguard": torchguard.__version__,
         "device": options.device,
-        "microseconds": {name: tried(name, measure, f, x, options.device) for name, (f, x) in tasks.items()},
-        "check of 4 leaves, us": tried("check of 4 leaves", check_microseconds, tasks["tiny MLP"][1]),
-        "certificate": tried("certificate", certificate_seconds, *tasks["attention, D=64"]),
+        "microseconds": {name: attempt(name, measure, f, x, options.device) for name, (f, x) in tasks.items()},
+        "check of 4 leaves, us": attempt("check of 4 leaves", check_microseconds, tasks["tiny MLP"][1]),
+        "certificate": attempt("certificate", certificate_seconds, *tasks["attention, D=64"]),
     }
     found["rows"] = rows_of(found)
     table(found)

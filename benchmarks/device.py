@@ -1,11 +1,11 @@
-"""What checking a model against a device adds to compiling it, and how long its report takes.
+"""How much longer compiling takes with a device check, and how long its report takes.
 
     python benchmarks/device.py [RESULT]
 
-Compares the first forward and backward of a BERT of the usual size with the backend `aot_eager` and with
-`mock_backend`, everything being compiled anew each time; contestants take turns, and the least of the rounds counts.
-Both what the clock says and what the processor worked: the latter suffers less from what else the machine does. The
-check alone, of graphs that are there already, is set beside them: it is all that is added.
+Times the first forward and backward of BERT-base with the backend `aot_eager` and with `mock_backend`. The variants
+alternate, each round compiles from scratch, and each figure is a minimum over the rounds. Both wall-clock time and
+processor time are reported; the latter depends less on other work of the machine. The check alone, of graphs that exist
+already, is reported beside them: it is all that the mock backend adds.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torchguard.device import Device, MockBackend, check, mock_backend
 ROUNDS, REPEATS = 5, 5
 TARGET = 1.20
 BASE = "aot_eager"
-# Every rule has something to look at, and many find something.
+# Every rule has something to check, and many find a violation.
 EVERYTHING = Device(
     name="everything",
     indices=["int32"],
@@ -48,11 +48,11 @@ DEVICES = {
 }
 
 
-Took = tuple[float, float]
+Seconds = tuple[float, float]
 
 
-def compile_seconds(model: BertForSequenceClassification, inputs: dict[str, torch.Tensor], backend: Any) -> Took:
-    """From nothing compiled to the end of the first backward: seconds of the clock, and of the processor."""
+def compile_seconds(model: BertForSequenceClassification, inputs: dict[str, torch.Tensor], backend: Any) -> Seconds:
+    """Wall-clock and processor seconds of the first forward and backward, with nothing compiled before."""
     torch._dynamo.reset()
     gc.collect()
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
@@ -64,9 +64,9 @@ def compile_seconds(model: BertForSequenceClassification, inputs: dict[str, torc
 def measure(model: BertForSequenceClassification, inputs: dict[str, torch.Tensor], found: dict[str, Any]) -> None:
     makes: dict[str, Callable[[], Any]] = {BASE: lambda: BASE}
     makes |= {name: lambda device=device: mock_backend(device, mode="warning") for name, device in DEVICES.items()}
-    rounds: dict[str, list[Took]] = {name: [] for name in makes}
+    rounds: dict[str, list[Seconds]] = {name: [] for name in makes}
     last = {}
-    compile_seconds(model, inputs, BASE)  # what torch loads and warms up is nobody's
+    compile_seconds(model, inputs, BASE)  # loads what torch loads once in a process
     for turn in range(ROUNDS):
         names = list(makes)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -91,7 +91,7 @@ def measure(model: BertForSequenceClassification, inputs: dict[str, torch.Tensor
 
 
 def check_seconds(backend: MockBackend, device: Device) -> float:
-    """What the processor works to check the graphs that ran, at least."""
+    """The fewest processor seconds that a check of the graphs that ran takes."""
     forward, backward = (report.graph.module for report in backend.report().graphs)
     took = []
     for _ in range(REPEATS):
@@ -116,14 +116,15 @@ def facts_of(backend: MockBackend) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> None:
-    kinds = ("ours", "of the processor", "check alone")
-    print(f"\n{'compile, forward and backward':<36}{'seconds':>9}" + "".join(f"{kind:>18}" for kind in kinds))
+    kinds = {"ours": "wall-clock ratio", "of the processor": "processor ratio", "check alone": "check alone"}
+    titles = "".join(f"{title:>18}" for title in kinds.values())
+    print(f"\n{'compile, forward and backward':<36}{'seconds':>9}{titles}")
     print(f"{BASE:<36}{found['compile seconds'][BASE]:>9.2f}")
     for row in found["ratios"]:
         name = row["work"].split(" / ")[0]
-        goal = f"  to reach: <= {row['to reach']:.2f}" if row["to reach"] else ""
+        target = f"  target: <= {row['to reach']:.2f}" if row["to reach"] else ""
         ratios = "".join(f"{row[kind]:>18.3f}" for kind in kinds)
-        print(f"{name:<36}{found['compile seconds'][name]:>9.2f}{ratios}{goal}")
+        print(f"{name:<36}{found['compile seconds'][name]:>9.2f}{ratios}{target}")
     for name, facts in found["reports"].items():
         took = facts["seconds to write"]
         print(f"{name}: {facts['nodes']} nodes, {facts['violations']} violations, report {took:.2f} s")
@@ -142,7 +143,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "torchguard": torchguard.__version__,
         "work": "BertForSequenceClassification, 12 layers of 768, training, 2 by 16 tokens; "
-        f"first forward and backward, least of {ROUNDS} rounds; check alone, least of {REPEATS}",
+        f"first forward and backward, minima over {ROUNDS} rounds; check alone, minima over {REPEATS}",
         "load": f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors when started",
     }
     measure(model, inputs, found)

@@ -1,7 +1,7 @@
-"""4 GPT blocks on a GPU, 24 checks, with and without: `python benchmarks/gpu.py [RESULT.json]`.
+"""4 GPT blocks on a GPU, with 24 checks and with none: `python benchmarks/gpu.py [RESULT.json]`.
 
-The contestants take turns in one run; each figure is a ratio of medians. With `.benchmark-peers/torchguard-1.1.0`
-on the path instead of `src`, the published package is measured on the same work.
+The variants alternate in one run, and each figure is a ratio of medians. With `.benchmark-peers/torchguard-1.1.0` on
+`PYTHONPATH` instead of `src`, this measures the published package on the same work.
 """
 
 import json
@@ -51,7 +51,7 @@ def milliseconds(step) -> float:
 def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 1024, 1024, device="cuda", dtype=torch.bfloat16)
-    torch.compile(lambda x: x.sin() + 1)(x)  # the toolchain, once
+    torch.compile(lambda x: x.sin() + 1)(x)  # loads the toolchain
     found: dict = {
         **environment("cuda"),
         "work": "4 GPT blocks, D=1024, T=1024, B=8, bf16, 24 checks, torch.compile(fullgraph=True)",

@@ -1,11 +1,13 @@
-"""What guards cost a call, whole, filtered and audited: `python benchmarks/guarded.py [RESULT.json]`.
+"""What guards cost a call: all of them, filtered, and audited. `python benchmarks/guarded.py [RESULT.json]`.
 
-BERT-base with random weights and a backend that returns what it returned before, so that a call is the lookup of
-compiled code and a constant: that of `skip_all()`, which stands beside the others. The contestants share a model and a
-process and take turns; one thread. "Back to back": the least turn of 500 calls, in which an audit looks five times.
-"Swept": 8 MiB are overwritten before each call, since a model at work leaves little of the guards in the caches; the
-mean over 100 calls, in which an audit looks once, of the least that each took. "By hand": in every 100th call Dynamo's
-own check of all guards, and nothing else. No audit that has them checked can cost less.
+The model is BERT-base with random weights. The backend returns the output of its first call again, so a call consists
+of the guards and a constant part, which the variant `skip_all()` measures. The variants share the model and the
+process, and alternate on one thread.
+
+- "Back to back": a turn has 500 calls, in which an audit checks five times; minima over the turns.
+- "Swept": 8 MiB are overwritten before each call, since a running model leaves little of the guards in the caches. A
+  turn has 100 calls, in which an audit checks once; the mean over the calls of the minimum that each took.
+- "By hand": Dynamo's own check of all guards in every 100th call, and nothing else. No audit can cost less.
 """
 
 import argparse
@@ -32,15 +34,15 @@ from torchguard._torch.dynamo import entries_of, frame_of
 from torchguard.guards._tree import tree_of
 
 EVERY = 100
-LOOKS = 5  # a turn back to back: the first look finds its guards pushed out of the caches by the turns of the others
+CHECKS = 5  # in a turn back to back: the first check finds its guards evicted from the caches by the other variants
 ROUNDS, SWEPT_ROUNDS, COMPILES = 100, 20, {"returns at once": 6, "aot_eager": 3}
-SWEEP = 8 << 20  # bytes: past the second-level cache; with 64 MiB, two equal contestants differed by 8%
+SWEEP = 8 << 20  # bytes: more than the second-level cache; with 64 MiB, two equal variants differed by 8%
 MODULES = guards.skip_nn_modules()
-# Drops most of what can be dropped while the inputs' tensors, shapes and global state are still checked.
+# Drops most guards that can be dropped; the input tensors, their shapes and the global state are still checked.
 FILTER = guards.skip_nn_modules() & guards.skip_globals()
 FULL, CONSTANT, INSPECTED = "full", "skip_all()", "filtered, after inspect()"
 BY_HAND = "filtered + check by hand"
-# Who, against whom, at most (None: for comparison).
+# Variant, baseline, and the largest ratio to reach (None: for comparison only).
 TARGETS = (
     ("filtered", FULL, 0.35),
     ("filtered + audit", "filtered", 1.06),
@@ -55,7 +57,7 @@ Call = Callable[[], Any]
 
 
 def returns_at_once(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
-    """A backend whose code takes no time: it runs the graph once, and returns that again."""
+    """A backend whose code takes no time: it runs the graph once, and then returns the same output again."""
     before: list[Any] = []
 
     def run(*inputs: Any) -> Any:
@@ -70,7 +72,7 @@ BACKENDS: dict[str, Any] = {"returns at once": returns_at_once, "aot_eager": "ao
 
 
 def turns(calls: dict[str, Call], rounds: int, take: Callable[[Call], list[float]]) -> dict[str, float]:
-    """Microseconds of a call by contestant: the least of the rounds, each of which starts with another one."""
+    """Microseconds a call of each variant: minima over the rounds. Each round starts with another variant."""
     names, least = list(calls), {}
     for i in range(rounds):
         first = i % len(names)
@@ -82,9 +84,9 @@ def turns(calls: dict[str, Call], rounds: int, take: Callable[[Call], list[float
 
 def back_to_back(call: Call) -> list[float]:
     start = time.perf_counter()
-    for _ in range(LOOKS * EVERY):
+    for _ in range(CHECKS * EVERY):
         call()
-    return [(time.perf_counter() - start) / (LOOKS * EVERY)]
+    return [(time.perf_counter() - start) / (CHECKS * EVERY)]
 
 
 def swept(call: Call, filler: torch.Tensor) -> list[float]:
@@ -98,7 +100,7 @@ def swept(call: Call, filler: torch.Tensor) -> list[float]:
 
 
 def check_alone(tree: Any, f_locals: dict[str, Any]) -> float:
-    """Microseconds of checking a tree of guards again and again."""
+    """Microseconds of one check of a guard tree, with warm caches."""
     rounds = []
     for _ in range(50):
         start = time.perf_counter()
@@ -109,7 +111,7 @@ def check_alone(tree: Any, f_locals: dict[str, Any]) -> float:
 
 
 def calls_of(model: BertModel, inputs: dict[str, torch.Tensor], found: dict) -> dict[str, Call]:
-    """Who takes part, each with one compiled frame of its own."""
+    """The variants, each with its own compiled frame."""
     audits = {"filtered + audit": guards.audit(FILTER, every=EVERY), "modules + audit": guards.audit(MODULES, EVERY)}
     filters = {FULL: None, "modules": MODULES, "filtered": FILTER, **audits, CONSTANT: guards.skip_all()}
     compiled = {}
@@ -125,7 +127,7 @@ def calls_of(model: BertModel, inputs: dict[str, torch.Tensor], found: dict) -> 
         assert frame is not None
         ((_, tree),) = entries_of(frame.kept)
         found["guards"][name] = sum(1 for _ in tree_of(tree).all_guards())
-        if name not in audits:  # a check by hand would count as a call
+        if name not in audits:  # for an audit, this check would count as a call
             found["microseconds"]["check alone"][name] = check_alone(tree, frame.f_locals)
     found["audits"] = audits
     calls = {name: lambda one=one: one(**inputs) for name, one in compiled.items()}
@@ -133,7 +135,7 @@ def calls_of(model: BertModel, inputs: dict[str, torch.Tensor], found: dict) -> 
 
 
 def checked_by_hand(call: Call, full: Any, inputs: dict[str, torch.Tensor]) -> Call:
-    """A call in which all guards are checked every so often, by Dynamo's own tree."""
+    """A call that checks all guards by Dynamo's own tree, one time in `EVERY`."""
     frame = frame_of(full, (), inputs)
     assert frame is not None
     ((_, tree),) = entries_of(frame.kept)
@@ -155,16 +157,16 @@ def measure_calls(model: BertModel, inputs: dict[str, torch.Tensor], found: dict
     found["microseconds"]["swept"] = turns(calls, SWEPT_ROUNDS, lambda call: swept(call, filler))
     recompiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
     reports = {name: audit.report() for name, audit in found.pop("audits").items()}
-    looks = ROUNDS * LOOKS + SWEPT_ROUNDS
+    checks = ROUNDS * CHECKS + SWEPT_ROUNDS
     for name, report in reports.items():
         assert not report.violations, f"{name}: {report}"
-        assert (report.calls, report.checks) == (looks * EVERY, looks), f"{name}: {report}"
-    assert recompiled == 0, f"{recompiled} graphs were compiled again while measuring"
+        assert (report.calls, report.checks) == (checks * EVERY, checks), f"{name}: {report}"
+    assert recompiled == 0, f"{recompiled} graphs were recompiled while measuring"
     found["dropped"] = {name: report.dropped for name, report in reports.items()}
 
 
 def compile_seconds(backend: str, model: BertModel, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The least that the first call took, everything being compiled anew each time."""
+    """Minimum over the rounds of the first call, which compiles. Each round compiles from scratch."""
     makes: dict[str, Callable[[], Any]] = {
         FULL: lambda: None,
         "filtered": lambda: FILTER,
@@ -186,26 +188,26 @@ def rows_of(found: dict) -> list[dict[str, Any]]:
     rows = []
     for regime in ("back to back", "swept"):
         took = found["microseconds"][regime]
-        for name, base, goal in TARGETS:
-            less = took[CONSTANT]
-            net = (took[name] - less) / (took[base] - less)
+        for name, base, target in TARGETS:
+            constant = took[CONSTANT]
+            net = (took[name] - constant) / (took[base] - constant)
             work = f"{name} / {base}, {regime}"
-            rows.append({"work": work, "to reach": goal, "ours": took[name] / took[base], "less the constant": net})
+            rows.append({"work": work, "to reach": target, "ours": took[name] / took[base], "less the constant": net})
     before, after = found["before inspect()"]["filtered"], found["microseconds"]["back to back"]["filtered"]
     rows.append({"work": "filtered, after / before inspect()", "to reach": 1.0, "ours": after / before})
     for backend, seconds in found["compile seconds"].items():
-        share = seconds["filtered + audit"] / seconds["filtered"]
+        ratio = seconds["filtered + audit"] / seconds["filtered"]
         work = f"compiling with / without audit, {backend}"
-        rows.append({"work": work, "to reach": COMPILE_TARGET, "ours": share})
+        rows.append({"work": work, "to reach": COMPILE_TARGET, "ours": ratio})
     return rows
 
 
 def table(found: dict) -> None:
-    print(f"\n{'work':<58}{'to reach':>10}{'ours':>8}{'less the constant':>20}")
+    print(f"\n{'work':<58}{'target':>10}{'ratio':>8}{'without constant':>20}")
     for row in found["ratios"]:
         net = f"{row['less the constant']:>20.3f}" if "less the constant" in row else ""
-        goal = "" if row["to reach"] is None else f"<= {row['to reach']:.2f}"
-        print(f"{row['work']:<58}{goal:>10}{row['ours']:>8.3f}{net}")
+        target = "" if row["to reach"] is None else f"<= {row['to reach']:.2f}"
+        print(f"{row['work']:<58}{target:>10}{row['ours']:>8.3f}{net}")
     print(f"\n{'us a call':<30}{'guards':>8}{'back to back':>15}{'swept':>10}{'check alone':>14}")
     times = found["microseconds"]
     for name in times["swept"]:
@@ -229,7 +231,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "torchguard": torchguard.__version__,
         "work": f"BertModel, 12 layers of 768, eval, no_grad; filtered: {FILTER!r}; modules: {MODULES!r}; audit: "
-        f"every={EVERY}; {ROUNDS} turns of {LOOKS * EVERY} calls back to back, {SWEPT_ROUNDS} of {EVERY} swept",
+        f"every={EVERY}; {ROUNDS} turns of {CHECKS * EVERY} calls back to back, {SWEPT_ROUNDS} of {EVERY} swept",
         "guards": {},
         "microseconds": {"check alone": {}},
     }

@@ -1,4 +1,4 @@
-"""What is measured: the same model with and without checks."""
+"""The models that the benchmarks run, with and without checks."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,15 +16,15 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor):
         f = err.new(x) if self.check else None
-        for place, layer in enumerate(self.layers):
+        for location, layer in enumerate(self.layers):
             x = F.gelu(layer(x))
             if self.check:
-                f = self.check(x, place + 1, f)
+                f = self.check(x, location + 1, f)
         return (x, f) if self.check else x
 
 
 class Block(nn.Module):
-    """A GPT block of which every LayerNorm and Linear output is checked: six checks."""
+    """A GPT block. `check` receives every LayerNorm and Linear output: six checks."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Block(nn.Module):
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, seen) -> Tensor:
+    def forward(self, x: Tensor, check) -> Tensor:
         batch, length, _ = x.shape
-        h = seen(self.norm1(x))
-        q, k, v = seen(self.qkv(h)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        h = check(self.norm1(x))
+        q, k, v = check(self.qkv(h)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + seen(self.proj(h))
-        h = seen(self.up(seen(self.norm2(x))))
-        return x + seen(self.down(F.gelu(h)))
+        x = x + check(self.proj(h))
+        h = check(self.up(check(self.norm2(x))))
+        return x + check(self.down(F.gelu(h)))
 
 
 class Gpt(nn.Module):
@@ -56,14 +56,14 @@ class Gpt(nn.Module):
             for block in self.blocks:
                 x = block(x, lambda z: z)
             return x
-        f, place = err.new(x), 0
+        f, location = err.new(x), 0
 
-        def seen(z: Tensor) -> Tensor:
-            nonlocal f, place
-            place += 1
-            f = self.check(z, place, f)
+        def check(z: Tensor) -> Tensor:
+            nonlocal f, location
+            location += 1
+            f = self.check(z, location, f)
             return z
 
         for block in self.blocks:
-            x = block(x, seen)
+            x = block(x, check)
         return x, f

@@ -1,4 +1,4 @@
-"""Where results go, and what has to stand beside them."""
+"""Where the benchmarks write their results, and what every result states about its run."""
 
 import platform
 from datetime import date
@@ -11,7 +11,7 @@ RESULTS = HERE / "results"
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
-    """When, on which machine and with which versions something was measured."""
+    """Date, machine and versions of a run."""
     machine = torch.cuda.get_device_name() if device.startswith("cuda") else f"{_cpu_name()}, 1 thread"
     return {
         "date": date.today().isoformat(),

@@ -1,7 +1,7 @@
-"""`make bench`: ours against the published 1.1.0 and against doing without, on the CPU, one thread.
+"""`make bench`: the error channel against the published 1.1.0 and against no checks, on one CPU thread.
 
-Each figure is a ratio of two minima taken in one run, the contestants taking turns. Same import name, so the
-published package lives in a directory of its own and is measured by a process of its own.
+Each figure is a ratio of two minima from one run in which the variants alternate. The published package has the same
+import name, so it is installed into its own directory and measured by its own process.
 """
 
 import json
@@ -48,12 +48,12 @@ class Worker:
 
 def install_peer() -> None:
     if not PEER.exists():
-        print("bench: installing the published torchguard 1.1.0 beside ours")
+        print("bench: installing the published torchguard 1.1.0 into .benchmark-peers")
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*pip, "--target", PEER, "torchguard==1.1.0"], check=True)
 
 
-def least(workers: dict[str, Worker], names: list[str], rounds: int) -> dict[tuple[str, str], float]:
+def minima(workers: dict[str, Worker], names: list[str], rounds: int) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
     for _ in range(rounds):
         for name in names:
@@ -81,11 +81,11 @@ def main() -> None:
         "is_ok",
         "new",
     ]
-    took = least(workers, eager, ROUNDS)
+    took = minima(workers, eager, ROUNDS)
     for worker in workers.values():
         worker.measure("warm up")
-    took |= least(workers, ["compile unguarded", "compile guarded", "compile fused"], rounds=2)
-    took |= least(workers, ["run unguarded", "run guarded", "run fused"], ROUNDS)
+    took |= minima(workers, ["compile unguarded", "compile guarded", "compile fused"], rounds=2)
+    took |= minima(workers, ["run unguarded", "run guarded", "run fused"], ROUNDS)
 
     def ratio(name: str, base: str):
         return [took[who, name] / took[who, base] for who in workers]
@@ -114,16 +114,16 @@ def main() -> None:
 
 
 def report(rows, took) -> None:
-    print(f"\n{'work':<52}{'to reach':>10}{'ours':>10}{'published':>11}")
-    for name, goal, (ours, published) in rows:
-        print(f"{name:<52}{goal:>10}{ours:>10.2f}{'' if published is None else f'{published:.2f}':>11}")
+    print(f"\n{'work':<52}{'target':>10}{'2.0':>10}{'published':>11}")
+    for name, target, (ours, published) in rows:
+        print(f"{name:<52}{target:>10}{ours:>10.2f}{'' if published is None else f'{published:.2f}':>11}")
     found = {
         **environment(),
         "shape": [32, 512],
         "slots": 16,
         "ratios": [
-            {"work": name, "to reach": goal, "ours": ours, "published": published}
-            for name, goal, (ours, published) in rows
+            {"work": name, "to reach": target, "ours": ours, "published": published}
+            for name, target, (ours, published) in rows
         ],
         "microseconds": {f"{who}: {name}": value for (who, name), value in took.items()},
     }

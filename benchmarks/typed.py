@@ -1,6 +1,6 @@
 """`make bench`: what `@tensorcheck` costs a call, against `jaxtyped(typechecker=beartype)` on the same signature.
 
-Three arguments and a return, in one process, one thread, the contestants taking turns; minima over the rounds.
+Three arguments and a return value. The variants alternate in one process on one thread; minima over the rounds.
 """
 
 import json
@@ -19,22 +19,22 @@ from torchguard.typing import Tensor, float32_t, tensorcheck
 
 ROUNDS, CALLS = 40, 2_000
 Values, Weights = Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "hidden"]
-OurValues, OurWeights = Tensor[float32_t, ("batch", "seq", "hidden")], Tensor[float32_t, ("hidden",)]
+OwnValues, OwnWeights = Tensor[float32_t, ("batch", "seq", "hidden")], Tensor[float32_t, ("hidden",)]
 
 
 def plain(x, residual, weight):
     return x
 
 
-def theirs(x: Values, residual: Values, weight: Weights) -> Values:
+def jaxtyping_annotations(x: Values, residual: Values, weight: Weights) -> Values:
     return x
 
 
-def ours(x: OurValues, residual: OurValues, weight: OurWeights) -> OurValues:
+def own_annotations(x: OwnValues, residual: OwnValues, weight: OwnWeights) -> OwnValues:
     return x
 
 
-def small(x: OurValues, residual: OurValues, weight: OurWeights) -> OurValues:
+def small(x: OwnValues, residual: OwnValues, weight: OwnWeights) -> OwnValues:
     return (x + residual) * weight
 
 
@@ -42,9 +42,9 @@ def main() -> None:
     torch.set_num_threads(1)
     eager = {
         "no check": plain,
-        "jaxtyped(typechecker=beartype)": jaxtyped(typechecker=beartype.beartype)(theirs),
-        "tensorcheck, jaxtyping's annotations": tensorcheck(theirs),
-        "tensorcheck, our annotations": tensorcheck(ours),
+        "jaxtyped(typechecker=beartype)": jaxtyped(typechecker=beartype.beartype)(jaxtyping_annotations),
+        "tensorcheck, jaxtyping's annotations": tensorcheck(jaxtyping_annotations),
+        "tensorcheck, our annotations": tensorcheck(own_annotations),
     }
     compiled = {
         "compiled, no check": torch.compile(small, fullgraph=True),
@@ -62,16 +62,16 @@ def main() -> None:
         ("tensorcheck, jaxtyping's / jaxtyped", "<= 0.4", took["tensorcheck, jaxtyping's annotations"] / peer),
         ("compiled call, tensorcheck / no check", "", took["compiled, tensorcheck"] / took["compiled, no check"]),
     ]
-    print(f"\n{'work':<52}{'to reach':>10}{'ours':>10}")
-    for name, goal, ratio in rows:
-        print(f"{name:<52}{goal:>10}{ratio:>10.2f}")
+    print(f"\n{'work':<52}{'target':>10}{'ratio':>10}")
+    for name, target, ratio in rows:
+        print(f"{name:<52}{target:>10}{ratio:>10.2f}")
     for name, microseconds in took.items():
         print(f"{name:<52}{'':>10}{microseconds:>10.2f} us")
     found = {
         **environment(),
         "jaxtyping": jaxtyping.__version__,
         "beartype": beartype.__version__,
-        "ratios": [{"work": name, "to reach": goal, "ours": ratio} for name, goal, ratio in rows],
+        "ratios": [{"work": name, "to reach": target, "ours": ratio} for name, target, ratio in rows],
         "microseconds": took,
     }
     (RESULTS / "typing.json").write_text(json.dumps(found, indent=2) + "\n")

@@ -1,12 +1,12 @@
-"""What `watch` costs a model nobody edited: `python benchmarks/watched.py cpu`, `... gpu [RESULT.json]`.
+"""What `watch` costs an unmodified model: `python benchmarks/watched.py cpu`, `... gpu [RESULT.json]`.
 
-Ratios to the unwatched model. All is compiled; the contestants have the same weights, live in one process and take
-turns call by call. Minima on the CPU, one thread; medians between CUDA events on a GPU.
+Each figure is a ratio to the unwatched model. All variants are compiled, have the same weights, and alternate call by
+call in one process. CPU figures are minima on one thread; GPU figures are medians between CUDA events.
 
-"Bare" contestants do the least that can be done in the graph, by hooks on the same modules: a maximum of what each puts
-out; with `where`, of what goes in as well, each replaced by zeros where that is not finite. They tell no place and stop
-no gradients, and are compiled only: what that takes is what the compiler takes, whoever asks for it. Those "once" have
-their blocks compiled once for all.
+- "Bare" variants do the least that can be done in the graph, by hooks on the same modules. They take the maximum of
+  each output; with `where` also of each input, and replace values with zeros where the maximum is not finite. They
+  record no location and mask no gradients. Only their compile time is measured: any `watch` takes at least that.
+- "Once" variants compile blocks that are alike once.
 """
 
 import argparse
@@ -40,7 +40,7 @@ BASE, BARE, ONCE = "unwatched", ("bare maxima", "bare maxima + where"), ", once"
 
 
 class Bare(nn.Module):
-    """The least that watching can be, and with `replaces` quarantine."""
+    """The minimum that any `watch` has to compute; with `replaces`, that any quarantine has to."""
 
     def __init__(self, model: nn.Module, replaces: bool = False) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class Bare(nn.Module):
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)):
                 if replaces:
-                    module.register_forward_pre_hook(lambda _, args: (self.seen(args[0]),))
-                module.register_forward_hook(lambda _, args, out: self.seen(out))
+                    module.register_forward_pre_hook(lambda _, args: (self.check(args[0]),))
+                module.register_forward_hook(lambda _, args, out: self.check(out))
 
-    def seen(self, z: Tensor) -> Tensor:
+    def check(self, z: Tensor) -> Tensor:
         largest = z.abs().amax(-1, keepdim=True)
         self.found.append(largest)
         return torch.where(largest < math.inf, z, 0) if self.replaces else z
@@ -65,7 +65,7 @@ class Bare(nn.Module):
 
 
 class Once(nn.Module):
-    """An unwatched model whose blocks are nested regions."""
+    """An unwatched model whose blocks are nested compile regions."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Once(nn.Module):
         return self.model(x), None
 
 
-CONTESTANTS: dict[str, Callable[[nn.Module], Any]] = {
+VARIANTS: dict[str, Callable[[nn.Module], Any]] = {
     BASE: lambda model: model,
     "blocks": lambda model: watch(model, level="blocks"),
     "modules": lambda model: watch(model, level="modules"),
@@ -90,7 +90,7 @@ CONTESTANTS: dict[str, Callable[[nn.Module], Any]] = {
     BARE[0]: Bare,
     BARE[1]: lambda model: Bare(model, replaces=True),
 }
-# By device and stage; the stages with CUDA graphs are held to what the same work without them is.
+# By device and work. Stages with CUDA graphs have the targets of the same work without them.
 TARGETS = {
     "cpu": {
         "inference": {"blocks": 1.05, "modules": 1.10, "modules + quarantine": 1.20},
@@ -107,11 +107,11 @@ WARM_UP = 3
 
 
 class Stage(NamedTuple):
-    """One column of the table: who does what, under which mode of the compiler."""
+    """One table: which variants do which work, in which mode of the compiler."""
 
     name: str
     work: str
-    names: tuple[str, ...] = tuple(CONTESTANTS)
+    names: tuple[str, ...] = tuple(VARIANTS)
     mode: str | None = None
     compiles: int = 1
 
@@ -119,17 +119,17 @@ class Stage(NamedTuple):
 Step = Callable[[], None]
 
 
-def step_of(stage: Stage, contestant: str, model: nn.Module, x: Tensor) -> Step:
-    # The defaults, which `compile_once` changes.
+def step_of(stage: Stage, variant: str, model: nn.Module, x: Tensor) -> Step:
+    # Restore the defaults, which `compile_once` changes.
     torch._functorch.config.donated_buffer = True
     torch._inductor.config.allow_buffer_reuse = torch._inductor.config.inplace_buffers = True
-    watched = CONTESTANTS[contestant](copy.deepcopy(model))
+    watched = VARIANTS[variant](copy.deepcopy(model))
 
     def call(x: Tensor) -> Any:
         return watched(x)
 
-    # Compiled code, and what Dynamo takes for dynamic, belong to the code object: each contestant has its own.
-    code = call.__code__.replace(co_name="call_" + contestant.replace(" + ", "_").replace(", ", "_"))
+    # Dynamo stores compiled code, and which sizes are dynamic, by code object: each variant needs its own.
+    code = call.__code__.replace(co_name="call_" + variant.replace(" + ", "_").replace(", ", "_"))
     own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
     compiled = torch.compile(own, fullgraph=True, mode=stage.mode)
 
@@ -139,7 +139,7 @@ def step_of(stage: Stage, contestant: str, model: nn.Module, x: Tensor) -> Step:
 
     def training() -> None:
         out = compiled(x)
-        out = out if contestant == BASE else out[0]
+        out = out if variant == BASE else out[0]
         out.float().square().mean().backward()
         watched.zero_grad(set_to_none=True)
 
@@ -153,7 +153,7 @@ def step_of(stage: Stage, contestant: str, model: nn.Module, x: Tensor) -> Step:
 
 
 def compile_seconds(step: Step, x: Tensor) -> float:
-    # With nothing compiled before: kernels are found again by their source, and most are those of the model.
+    # An empty cache: it finds kernels by their source, and the variants share most kernels of the model.
     with fresh_cache():
         start = time.perf_counter()
         step()
@@ -163,7 +163,7 @@ def compile_seconds(step: Step, x: Tensor) -> float:
 
 
 def turns(steps: dict[str, Step], rounds: int):
-    """Who is next, each round starting with another one."""
+    """Whether a call counts, its variant and its step. Each round starts with another variant."""
     names = list(steps)
     for i in range(WARM_UP + rounds):
         first = i % len(names)
@@ -184,7 +184,7 @@ def times_on_cpu(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
 def times_on_gpu(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in steps}
     for counts, name, step in turns(steps, rounds):
-        # Nothing waits for the GPU between the turns, so that it waits for no launch.
+        # The host does not synchronize between steps, so that the GPU never waits for a launch.
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         step()
@@ -196,7 +196,7 @@ def times_on_gpu(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
 
 
 def run(stage: Stage, model: nn.Module, x: Tensor, rounds: int, found: dict) -> None:
-    """The stage, added to what was found."""
+    """Measure a stage, and add its figures to `found`."""
     compiled: dict[str, float] = {}
     steps: dict[str, Step] = {}
     for _ in range(stage.compiles):
@@ -205,7 +205,7 @@ def run(stage: Stage, model: nn.Module, x: Tensor, rounds: int, found: dict) -> 
             try:
                 steps[name] = step_of(stage, name, model, x)
                 seconds = compile_seconds(steps[name], x)
-            except Exception as error:  # the others are still worth measuring
+            except Exception as error:  # the others are still measured
                 if name == BASE:
                     raise
                 steps.pop(name, None)
@@ -215,15 +215,15 @@ def run(stage: Stage, model: nn.Module, x: Tensor, rounds: int, found: dict) -> 
             compiled[name] = min(seconds, compiled.get(name, seconds))
             print(f"{stage.name}: {name} compiled in {seconds:.1f} s", flush=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    # What the compiler leaves behind is not to be gone through again whenever Python collects garbage.
+    # Keep the garbage collector from scanning the objects that the compiler leaves behind.
     gc.collect()
     gc.freeze()
-    # Weights of one more model are weights that push those of all others out of the caches.
+    # Bare variants are not timed: the weights of one more model would evict those of the others from the caches.
     timed = {name: step for name, step in steps.items() if name not in BARE}
     took = (times_on_gpu if x.is_cuda else times_on_cpu)(timed, rounds)
     recompiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
     if recompiled:
-        print(f"{stage.name}: {recompiled} graphs were compiled again while measuring", flush=True)
+        print(f"{stage.name}: {recompiled} graphs were recompiled while measuring", flush=True)
     typical = {name: statistics.median(times) if x.is_cuda else min(times) for name, times in took.items()}
     found["ratios"][stage.name] = {name: round(ms / typical[BASE], 4) for name, ms in typical.items()}
     found["milliseconds"][stage.name] = {name: round(ms, 4) for name, ms in typical.items()}
@@ -244,11 +244,11 @@ def table(stage: Stage, found: dict) -> None:
     print(f"\n{stage.name:<34}{'ms':>10}{'ratio':>9}{'target':>9}{'compile s':>12}{'ratio':>9}{'target':>9}")
     for name in found["compile seconds"][stage.name]:
         ms, ratio = (found[key][stage.name].get(name, math.nan) for key in ("milliseconds", "ratios"))
-        seconds, more = found["compile seconds"][stage.name][name], found["compile ratios"][stage.name][name]
+        seconds, compile_ratio = (found[key][stage.name][name] for key in ("compile seconds", "compile ratios"))
         kind = name.removesuffix(ONCE)
-        goals = [targets[stage.work].get(kind), targets["compile"].get(kind)]
-        shown = ["" if goal is None else f"<= {goal:.2f}" for goal in goals]
-        print(f"  {name:<32}{ms:>10.3f}{ratio:>9.3f}{shown[0]:>9}{seconds:>12.2f}{more:>9.2f}{shown[1]:>9}")
+        limits = [targets[stage.work].get(kind), targets["compile"].get(kind)]
+        goals = ["" if limit is None else f"<= {limit:.2f}" for limit in limits]
+        print(f"  {name:<32}{ms:>10.3f}{ratio:>9.3f}{goals[0]:>9}{seconds:>12.2f}{compile_ratio:>9.2f}{goals[1]:>9}")
     print(flush=True)
 
 
@@ -257,16 +257,16 @@ def measure(
 ) -> None:
     result, rounds, only = options.result, options.rounds, options.only
     named = {name for stage in stages for name in stage.names}
-    taking_part = named & {BASE, *(options.contestant or CONTESTANTS)}
-    for contestant in taking_part:  # the toolchain, and what the compiler imports when it first needs it
+    selected = named & {BASE, *(options.variant or VARIANTS)}
+    for variant in selected:  # loads the toolchain, and what the compiler imports on first use
         with fresh_cache():
-            step_of(Stage("warm up", "training"), contestant, small, x)()
+            step_of(Stage("warm up", "training"), variant, small, x)()
     torch._dynamo.reset()
     for stage in (stage for stage in stages if only is None or stage.name in only):
-        names = tuple(name for name in stage.names if name in taking_part)
+        names = tuple(name for name in stage.names if name in selected)
         run(stage._replace(names=names), model, x, rounds, found)
         table(stage, found)
-        if result:  # after each stage: a run that is cut short loses one
+        if result:  # after each stage, so that an interrupted run loses only one
             result.parent.mkdir(exist_ok=True)
             result.write_text(as_json(found) + "\n")
     if result:
@@ -274,7 +274,7 @@ def measure(
 
 
 def as_json(found: dict) -> str:
-    """Indented, the raw times of a contestant on one line."""
+    """Indented JSON, with the raw times of each variant on one line."""
     raw = found["raw milliseconds"]
     lines = {f"@{i}@": times for i, times in enumerate(t for stage in raw.values() for t in stage.values())}
     keys = iter(lines)
@@ -305,7 +305,7 @@ def on_cpu(options: argparse.Namespace) -> None:
     model, x = Mlp(), torch.randn(32, 512)
     work = "12 x Linear(512)+GELU, batch 32, float32, torch.compile(fullgraph=True), minima"
     found = about("cpu", "cpu", work)
-    names = tuple(name for name in CONTESTANTS if not name.endswith(ONCE))  # a region for one Linear is of no use
+    names = tuple(name for name in VARIANTS if not name.endswith(ONCE))  # blocks of one Linear gain nothing
     stages = [Stage("inference", "inference", names, compiles=3), Stage("training", "training", names, compiles=3)]
     measure(stages, Mlp(depth=2), model, x, found, options)
 
@@ -335,8 +335,8 @@ def main() -> None:
     for kind, result, rounds in ((cpu, RESULTS / "watched-cpu.json", 1000), (gpu, None, 60)):
         kind.add_argument("result", nargs="?", type=Path, default=result)
         kind.add_argument("--rounds", type=int, default=rounds)
-        kind.add_argument("--only", action="append", metavar="STAGE", help="this stage alone; may be repeated")
-        kind.add_argument("--contestant", action="append", metavar="NAME", help="beside the unwatched, this one alone")
+        kind.add_argument("--only", action="append", metavar="STAGE", help="only this stage; may be repeated")
+        kind.add_argument("--variant", action="append", metavar="NAME", help="only this one and the unwatched model")
     gpu.add_argument("--device", default="cuda")
     for name, default in {"blocks": 24, "width": 1024, "length": 1024, "batch": 8}.items():
         gpu.add_argument(f"--{name}", type=int, default=default)

@@ -1,6 +1,6 @@
-"""Measures pieces of work with whichever torchguard is on the path: one name a line in, microseconds out.
+"""Measures pieces of work with the torchguard on `PYTHONPATH`: reads one name a line, writes its microseconds.
 
-Two of these run side by side, one with ours and one with the published package, and take turns.
+`run.py` starts two of these, one with this version and one with the published package, and alternates between them.
 """
 
 import sys
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 def best(fn: Callable[[], object], seconds: float = 0.15) -> float:
-    """The least microseconds a call takes, over about `seconds`."""
+    """Minimum of the microseconds that a call takes, measured for about `seconds`."""
     fn()
     start = time.perf_counter()
     fn()
@@ -40,8 +40,8 @@ def eager_work() -> dict[str, Callable[[], object]]:
     at_1, at_2, elsewhere = flag_nan(bad, 1, empty), flag_nan(bad, 2, empty), flag_nan(other, 2, empty)
     wide = tg.ErrorConfig(num_slots=256)
     many = err.new_t(32, config=wide)
-    for place in range(1, 41):
-        many = flag_nan(bad, place, many, wide)
+    for location in range(1, 41):
+        many = flag_nan(bad, location, many, wide)
     return {
         "bare isnan(x).any(-1)": lambda: torch.isnan(clean).any(-1),
         "flag_nan, clean": lambda: flag_nan(clean, 3, empty),
@@ -60,7 +60,7 @@ def eager_work() -> dict[str, Callable[[], object]]:
 
 
 class Compiled:
-    """12 x (Linear, GELU, check): made on first use, compiled anew each time its compile time is asked for."""
+    """12 x (Linear, GELU, check), compiled on first use. `compile` compiles it again and returns the microseconds."""
 
     def __init__(self, check) -> None:
         self.check = check
@@ -85,7 +85,7 @@ class Compiled:
 
 
 def take_turns(fns: dict[str, Callable[[], object]], seconds: float = 1.5) -> dict[str, float]:
-    """The least microseconds of each, call by call in turn: their ratio is what counts."""
+    """Minimum of the microseconds of each; they alternate call by call, so that noise affects all alike."""
     least = dict.fromkeys(fns, float("inf"))
     for fn in fns.values():
         fn()

@@ -1,3 +1,3 @@
-"""Pytest looks here for the examples of the pages. The hooks need mkdocs, which the tests do without."""
+"""Keeps pytest, which collects the examples of the docs pages, out of `hooks/`: those need mkdocs, tests do not."""
 
 collect_ignore = ["hooks"]

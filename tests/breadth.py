@@ -1,8 +1,8 @@
-"""Tables of which `make test` runs some rows, and `make test-long` the rest."""
+"""Parameter tables of which `make test` runs some rows, and `make test-long` the others."""
 
 import pytest
 
 
 def breadth(rows, *now):
-    """The rows for `pytest.mark.parametrize`; all but those named in `now` are marked `long`."""
+    """Rows for `pytest.mark.parametrize`. All rows except those in `now` are marked `long`."""
     return [row if row in now else pytest.param(row, marks=pytest.mark.long) for row in rows]

@@ -10,23 +10,23 @@ from torchguard.locations._registry import registry
 
 @pytest.fixture(autouse=True)
 def fresh_locations():
-    """No location has a name yet, whatever models an earlier test left alive."""
+    """An empty location registry, even if an earlier test left models alive."""
     registry.clear()
 
 
-# `aot_eager` does all that `eager` does, and more.
+# `aot_eager` covers all that `eager` does.
 EAGER = pytest.param("eager", marks=pytest.mark.long)
 
 
 @pytest.fixture(params=[EAGER, "aot_eager", "inductor"])
 def compiled(request):
-    """Compile a function without graph breaks, on each backend in turn."""
+    """`torch.compile(fullgraph=True)`, once for each backend."""
     return lambda fn, **options: torch.compile(fn, backend=request.param, fullgraph=True, **options)
 
 
 @pytest.fixture(params=["plain", EAGER, "aot_eager", "inductor"])
 def run(request):
-    """Leave a function as it is, or compile it without graph breaks, on each backend in turn."""
+    """Leave a function as it is, or compile it with `fullgraph=True`, once for each backend."""
     if request.param == "plain":
         return lambda fn: fn
     return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
@@ -34,15 +34,15 @@ def run(request):
 
 @pytest.fixture(params=["plain", "aot_eager"])
 def run_light(request):
-    """As `run`, without the backends that take long."""
+    """As `run`, without the slow backends."""
     if request.param == "plain":
         return lambda fn: fn
     return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
 
 
 @pytest.fixture
-def guards_for_a_clock(monkeypatch):
-    """What `guards.cost` measures: a microsecond a guard, however busy the machine is."""
+def fake_guard_clock(monkeypatch):
+    """Make `guards.cost` measure one microsecond a guard, however busy the machine is."""
 
     def count(manager):
         return len(manager.get_leaf_guards()) + sum(map(count, children_of(manager)))
@@ -52,9 +52,9 @@ def guards_for_a_clock(monkeypatch):
 
 @pytest.fixture
 def no_sync():
-    """Any wait for the device is an error."""
+    """A context in which any synchronization with the device is an error."""
 
-    class Watch:
+    class NoSync:
         def __enter__(self):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch calls the mode a prototype
@@ -63,7 +63,7 @@ def no_sync():
         def __exit__(self, *_):
             torch.cuda.set_sync_debug_mode("default")
 
-    return Watch()
+    return NoSync()
 
 
 @pytest.fixture(params=[torch.int64, torch.int32, torch.float32, torch.float64], ids=str)

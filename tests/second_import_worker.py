@@ -1,6 +1,7 @@
-"""What test_second_import.py runs in processes of their own: writes as JSON what each scenario raised, "" for nothing.
+"""The scenarios of test_second_import.py, which runs this file in a separate process.
 
-Scenarios of one process run one after another, in the order in which they stand here.
+Writes the traceback of each scenario as JSON, "" if it passed. Scenarios run one after another, in the order of this
+file.
 """
 
 import gc
@@ -35,22 +36,22 @@ def reloaded(scenario):
 
 
 class Copy:
-    """One import of the package, with the modules that it loads only when they are asked for."""
+    """One import of the package, including modules that it loads on first use."""
 
     def __init__(self, names=("err", "flags", "guards", "artifacts", "device", "compiled", "typing")):
-        for name in ours():
+        for name in torchguard_modules():
             del sys.modules[name]
         self.tg = importlib.import_module("torchguard")
         for name in names:
             setattr(self, name, importlib.import_module(f"torchguard.{name}"))
 
 
-def ours():
+def torchguard_modules():
     return [name for name in sys.modules if name.partition(".")[0] == "torchguard"]
 
 
-def own(function):
-    """A function with a code of its own: Dynamo keeps what it compiles by code."""
+def with_own_code(function):
+    """The function with its own code object: Dynamo stores compiled code by code object."""
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
@@ -80,14 +81,14 @@ class Tower(nn.Module):
 
 
 def batch() -> Tensor:
-    """The second sample has a NaN, and the third the logarithm of which is -Inf."""
+    """The second sample has a NaN, and the third a zero, whose logarithm is -Inf."""
     x = torch.ones(3, 4)
     x[1, 2], x[2, 0] = float("nan"), 0.0
     return x
 
 
 def checked(copy):
-    """A function that is checked by one copy."""
+    """A function with checks of one copy."""
     err, flag_nan, flag_inf = copy.err, copy.tg.flag_nan, copy.tg.flag_inf
 
     def logarithm(x):
@@ -95,24 +96,24 @@ def checked(copy):
         y = x.log()
         return y, flag_inf(y, "logarithm", f)
 
-    return own(logarithm)
+    return with_own_code(logarithm)
 
 
-def shows(copy, f, *places):
+def assert_recorded(copy, f, *locations):
     text = copy.flags.repr(f)
-    assert all(f" @ {place}" in text for place in places), text
+    assert all(f" @ {location}" in text for location in locations), text
     assert "Location" not in text, text
 
 
 def runs_checked(copy, function):
-    shows(copy, function(batch())[1], "given", "logarithm")
+    assert_recorded(copy, function(batch())[1], "given", "logarithm")
 
 
 def runs_watched(copy, function, x=None):
     out, f = function(batch().requires_grad_() if x is None else x)
     out.sum().backward()
     assert out.isfinite().all()
-    shows(copy, f, "input")
+    assert_recorded(copy, f, "input")
 
 
 def compiles_watched(copy, backend="aot_eager", model=Net, **options):
@@ -125,7 +126,7 @@ def compiles_watched(copy, backend="aot_eager", model=Net, **options):
 
 
 def audits_once(copy, audit=None):
-    """One violation in two calls of compiled code, before the second of which something changes without a guard."""
+    """Assert one violation in two calls of compiled code: an unguarded attribute changes before the second."""
 
     class Scaled(nn.Module):
         factor = 2
@@ -143,24 +144,24 @@ def audits_once(copy, audit=None):
 
 
 def graphs_in(captured) -> list[str]:
-    """The graphs of the only artifact of a capture."""
+    """The names of the graphs in the only artifact of a capture."""
     (artifact,) = captured.artifacts
     assert not captured.problems, captured.problems
     return [graph["name"] for graph in artifact.manifest()["graphs"]]
 
 
 def captured_from_environment(folder, fresh) -> int:
-    """How many artifacts one compilation leaves when `TORCHGUARD_CAPTURE` is set before the package is there anew."""
+    """The number of artifacts of one compilation, with `TORCHGUARD_CAPTURE` set before `fresh` imports the package."""
     os.environ["TORCHGUARD_CAPTURE"] = str(folder)
     try:
         artifacts = fresh()
-        torch.compile(own(lambda x: x + 1), backend="eager")(torch.ones(2))
+        torch.compile(with_own_code(lambda x: x + 1), backend="eager")(torch.ones(2))
     finally:
         del os.environ["TORCHGUARD_CAPTURE"]
     return len(list(artifacts.Store(folder)))
 
 
-# Dropped from `sys.modules`, and imported again.
+# The package is removed from `sys.modules` and imported again.
 
 
 def before_import():
@@ -174,7 +175,7 @@ def before_import():
 
 
 @again
-def a_second_import_makes_operators_of_its_own():
+def a_second_import_defines_its_own_operators():
     graphs = []
 
     def backend(graph, inputs):
@@ -218,7 +219,7 @@ def annotations_of_the_new_copy_are_checked():
 
 @again
 def guards_of_the_new_copy_explain_recompiles():
-    function = torch.compile(own(lambda x: x + 1), backend="eager", dynamic=False)
+    function = torch.compile(with_own_code(lambda x: x + 1), backend="eager", dynamic=False)
     function(torch.ones(2))
     assert second.guards.why(function, torch.ones(3)).reasons
 
@@ -234,14 +235,14 @@ def audits_of_the_first_copy_count_once():
 
 
 @again
-def inspections_of_both_copies_hear_of_a_compilation_once():
+def inspections_of_both_copies_record_a_compilation_once():
     def breaks(x):
         x = x + 1
         torch._dynamo.graph_break()
         return x + 1
 
     with first.guards.inspect() as one, second.guards.inspect() as two:
-        torch.compile(own(breaks), backend="eager")(torch.ones(2))
+        torch.compile(with_own_code(breaks), backend="eager")(torch.ones(2))
     assert [len(seen.frames) for seen in (one, two)] == [2, 2]
     assert [len(seen.graph_breaks) for seen in (one, two)] == [1, 1]
 
@@ -253,7 +254,7 @@ def captures_of_both_copies_hold_each_graph_once():
 
     with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b:
         with first.artifacts.capture(a) as one, second.artifacts.capture(b) as two:
-            compiled(own(total))(torch.ones(2, requires_grad=True)).backward()
+            compiled(with_own_code(total))(torch.ones(2, requires_grad=True)).backward()
         for found in (one, two):
             assert graphs_in(found) == ["dynamo", "forward", "backward"]
 
@@ -266,16 +267,16 @@ def a_device_of_the_new_copy_reports_to_its_capture():
         second.artifacts.capture(folder) as found,
         pytest.raises(torch._dynamo.exc.BackendCompilerFailed),
     ):
-        torch.compile(own(lambda x: x.double()), backend=backend)(torch.ones(2))
+        torch.compile(with_own_code(lambda x: x.double()), backend=backend)(torch.ones(2))
     assert len(backend.report().violations) == 1
     assert found.problems == ()
 
 
 @again
-def the_name_of_the_backend_stands_for_that_of_the_newest_copy():
-    torch.compile(own(lambda x: x + 1), backend="torchguard_mock")(torch.ones(2))
+def the_backend_name_means_that_of_the_newest_copy():
+    torch.compile(with_own_code(lambda x: x + 1), backend="torchguard_mock")(torch.ones(2))
     newest = Copy(("device",))
-    torch.compile(own(lambda x: x + 2), backend="torchguard_mock")(torch.ones(2))
+    torch.compile(with_own_code(lambda x: x + 2), backend="torchguard_mock")(torch.ones(2))
     assert len(newest.device.mock_backend.report().graphs) == 1
 
 
@@ -288,20 +289,20 @@ def functions_are_compiled_out_by_both_copies():
 
 
 @again
-def what_the_first_copy_compiled_before_is_not_compiled_again():
+def code_compiled_by_the_first_copy_is_not_recompiled():
     with torch._dynamo.config.patch(error_on_recompile=True):
         runs_checked(first, first_checked)
         runs_watched(first, first_watched)
 
 
 @again
-def the_first_copy_goes_on_compiling():
+def the_first_copy_still_compiles():
     runs_checked(first, compiled(checked(first)))
     compiles_watched(first)
 
 
 @again
-def compiled_code_follows_the_settings_of_its_own_copy():
+def compiled_code_uses_the_config_of_its_own_copy():
     ones = torch.ones(2, 4)
     functions = [compiled(checked(copy)) for copy in (first, second)]
     assert [function(ones)[1].shape[1] for function in functions] == [4, 4]
@@ -317,19 +318,19 @@ def one_graph_can_hold_checks_of_both_copies():
         f = first.tg.flag_nan(x, "one", first.err.new(x))
         return second.tg.flag_inf(x.log(), "two", f)
 
-    (graph, eager) = (compiled(own(both))(batch()), both(batch()))
+    (graph, eager) = (compiled(with_own_code(both))(batch()), both(batch()))
     assert torch.equal(graph, eager)
-    shows(second, graph, "one", "two")
+    assert_recorded(second, graph, "one", "two")
 
 
 @again
-def places_have_one_name_in_both_copies():
+def locations_have_one_name_in_both_copies():
     tracked = first.tg.tracked(Net())
     x = batch()
     f = second.tg.flag_nan(x, tracked.two, second.tg.flag_nan(x, "by the second", second.err.new(x)))
     f = first.tg.flag_inf(x.log(), "by the first", f)
     for copy in (first, second):
-        shows(copy, f, "two", "by the second", "by the first")
+        assert_recorded(copy, f, "two", "by the second", "by the first")
 
 
 @again
@@ -344,7 +345,7 @@ def the_new_copy_unwatches_what_the_first_watched():
 
 
 @again
-def an_annotation_of_the_first_copy_is_refused_by_the_new_one():
+def an_annotation_of_the_first_copy_raises_in_the_new_one():
     typing = first.typing
 
     def double(x: typing.Tensor[typing.float32_t, ("batch", 4)]):
@@ -355,7 +356,7 @@ def an_annotation_of_the_first_copy_is_refused_by_the_new_one():
 
 
 @again
-def five_more_imports_disturb_nobody():
+def five_more_imports_change_nothing():
     for _ in range(5):
         newest = Copy(("err", "flags"))
     gc.collect()
@@ -371,7 +372,7 @@ def a_process_is_captured_once():
         assert captured_from_environment(folder, lambda: [Copy(("artifacts",)).artifacts for _ in range(2)][-1]) == 1
 
 
-# Reloaded: a copy of the package on disk, which is edited.
+# Modules are reloaded, from a copy of the package on disk that the scenarios edit.
 
 
 def before_reload():
@@ -387,13 +388,13 @@ def before_reload():
 
 
 def reload(*names, emptied=False):
-    """Reload modules, as IPython does after it has emptied them."""
+    """Reload modules. With `emptied`, empty them first, as IPython does."""
     for name in names:
         module = sys.modules[name]
         if emptied:
-            kept = {"__name__": name, "__loader__": module.__loader__}
+            essential = {"__name__": name, "__loader__": module.__loader__}
             vars(module).clear()
-            vars(module).update(kept)
+            vars(module).update(essential)
         importlib.reload(module)
 
 
@@ -413,7 +414,7 @@ def one_module_can_be_reloaded():
 
 
 @reloaded
-def an_audit_outlives_the_reload_of_what_it_hears_by():
+def an_audit_survives_the_reload_of_its_events():
     for emptied in (False, True):
         audit = copy.guards.audit(copy.guards.skip_nn_modules(), every=1)
         reload("torchguard._torch.events", "torchguard.guards._audit", emptied=emptied)
@@ -421,7 +422,7 @@ def an_audit_outlives_the_reload_of_what_it_hears_by():
 
 
 @reloaded
-def an_inspection_and_a_capture_outlive_the_reload_of_what_they_hear_by():
+def an_inspection_and_a_capture_survive_the_reload_of_their_events():
     modules = ("torchguard._torch.events", "torchguard._torch.compilations", "torchguard.artifacts._capture")
     for emptied in (False, True):
         with (
@@ -430,31 +431,31 @@ def an_inspection_and_a_capture_outlive_the_reload_of_what_they_hear_by():
             copy.artifacts.capture(folder) as found,
         ):
             reload(*modules, emptied=emptied)
-            torch.compile(own(lambda x: x + 1), backend="eager")(torch.ones(2))
+            torch.compile(with_own_code(lambda x: x + 1), backend="eager")(torch.ones(2))
             assert len(seen.frames) == 1
             assert graphs_in(found) == ["dynamo"]
 
 
 @reloaded
 def all_modules_can_be_reloaded():
-    reload(*ours())
-    reload(*ours(), emptied=True)
+    reload(*torchguard_modules())
+    reload(*torchguard_modules(), emptied=True)
     runs_checked(copy, compiled(checked(copy)))
     compiles_watched(copy, model=Tower, compile_once=True)
     audits_once(copy)
     with copy.guards.inspect() as seen:
-        torch.compile(own(lambda x: x + 1), backend="eager")(torch.ones(2))
+        torch.compile(with_own_code(lambda x: x + 1), backend="eager")(torch.ones(2))
     assert len(seen.frames) == 1
 
 
 @reloaded
-def what_was_compiled_before_goes_on():
+def code_compiled_before_still_runs():
     runs_checked(copy, old_checked)
     runs_watched(copy, old_watched)
 
 
 @reloaded
-def what_was_watched_before_can_be_unwatched():
+def a_model_watched_before_can_be_unwatched():
     copy.tg.unwatch(old_guarded)
 
 
@@ -470,7 +471,7 @@ def a_process_is_captured_once_after_reloads():
 
 
 @reloaded
-def edited_operators_are_used_by_what_was_compiled_before():
+def edited_operators_are_used_by_code_compiled_before():
     function = compiled(checked(copy))
     runs_checked(copy, function)
     edit(

@@ -1,4 +1,4 @@
-"""Wrong input is refused before anything is written, and the message says what, where, got, and what to do."""
+"""Bad input raises before anything is written, and the message says what, where, what was got, and what to do."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ MASK = torch.ones(8, dtype=torch.bool)
         lambda f: err.merge(f, err.new(X)),
     ],
 )
-def test_another_batch_size(call):
+def test_a_mismatched_batch_size(call):
     with pytest.raises(BatchMismatchError, match=r"flags hold 4 samples but .* has 8\. Make them from the same batch"):
         call(err.new_t(4))
 
@@ -62,7 +62,7 @@ def test_another_batch_size(call):
         lambda f: err.get_first_code(f),
     ],
 )
-def test_something_that_is_no_flags(f, call):
+def test_a_value_that_is_not_flags(f, call):
     with pytest.raises(NotFlagsError, match=r"make them with err.new\(x\)|Make them with err.new\(x\)"):
         call(f)
 
@@ -86,7 +86,7 @@ def test_something_that_is_no_flags(f, call):
         (lambda f: err.replace(X, targets=["infinity"]), 'Use "nan", "inf", "posinf" or "neginf"'),
     ],
 )
-def test_values_that_do_not_fit_their_bits(call, message):
+def test_values_out_of_range(call, message):
     f = err.new_t(8)
     with pytest.raises(OutOfRangeError, match=message):
         call(f)
@@ -109,7 +109,7 @@ def test_values_that_do_not_fit_their_bits(call, message):
         (lambda f: flag_oob_indices(X, 3, 1, f), "ids are torch.float32. Give integers"),
     ],
 )
-def test_values_of_the_wrong_kind(call, message):
+def test_values_of_the_wrong_type(call, message):
     with pytest.raises(NotFlagsError, match=message):
         call(err.new_t(8))
 
@@ -120,23 +120,23 @@ def test_flags_need_a_batch(x):
         err.new(x)
 
 
-def test_a_scalar_has_no_samples():
+def test_a_scalar_has_no_batch_dimension():
     with pytest.raises(BatchMismatchError, match="z has no batch dimension"):
         flag_nan(torch.tensor(1.0), 1, err.new_t(1))
 
 
-def test_in_a_graph_invalid_ids_become_unknown():
+def test_invalid_location_ids_in_a_graph_become_unknown():
     fn = torch.compile(lambda f, where: err.push(f, err.NAN, where), backend="aot_eager", fullgraph=True)
     assert err.get_first_location(fn(err.new_t(2), torch.tensor([5, 4000]))).tolist() == [5, 0]
 
 
 @pytest.mark.compiled
-def test_bad_input_is_refused_while_tracing():
+def test_bad_input_raises_while_tracing():
     with pytest.raises(Exception, match="flags hold 4 samples but z has 8"):
         torch.compile(lambda x: flag_nan(x, 1, err.new_t(4)), backend="eager", fullgraph=True)(X)
 
 
-def test_every_error_is_ours_and_a_builtin():
+def test_every_error_is_also_a_builtin():
     def subclasses(cls):
         return {cls, *(deeper for sub in cls.__subclasses__() for deeper in subclasses(sub))}
 

@@ -69,27 +69,27 @@ def test_complex_numbers(shape):
     assert codes(flag_nan_and_inf(x, 1)) == [[], [err.NAN], [err.INF], []]
 
 
-def test_integers_can_be_neither():
+def test_integers_are_always_finite():
     x = torch.ones(3, 2, dtype=torch.int64)
     f = err.new(x)
     assert flag_nan_and_inf(x, 1, f) is f
 
 
 @pytest.mark.inductor
-def test_a_row_with_both(run):
+def test_a_row_with_nan_and_inf(run):
     x = torch.ones(2, 3)
     x[1, 0], x[1, 2] = INF, NAN
     assert codes(run(lambda x: flag_nan_and_inf(x, 1, err.new(x)))(x)) == [[], [err.NAN, err.INF]]
 
 
-def test_opposite_infinities_are_no_nan(run):
-    """Their sum is, and the sum is what a quick look takes."""
+def test_opposite_infinities_are_not_nan(run):
+    """Their sum is NaN, and the quick check takes the sum."""
     x = torch.tensor([[INF, -INF], [1.0, 2.0]])
     assert codes(run(lambda x: flag_nan(x, 1, err.new(x)))(x)) == [[], []]
     assert codes(run(lambda x: flag_nan_and_inf(x, 1, err.new(x)))(x)) == [[err.INF], []]
 
 
-def test_a_sum_that_overflows_is_no_infinity():
+def test_finite_values_whose_sum_overflows_are_not_inf():
     x = torch.full((2, 1000), 3e38)
     f = err.new(x)
     assert flag_nan_and_inf(x, 1, f) is f
@@ -117,17 +117,17 @@ def test_empty_tensors(run, shape):
     assert z.shape == x.shape
 
 
-def test_flags_are_made_if_none_are_given():
+def test_flags_are_created_if_none_are_given():
     assert codes(flag_nan(torch.tensor([NAN, 1.0]), 1)) == [[err.NAN], []]
 
 
-def test_a_clean_batch_leaves_the_flags_as_they_are():
+def test_a_clean_batch_returns_the_flags_unchanged():
     x = torch.randn(4, 3)
     f = err.new(x)
     assert flag_nan(x, 1, f) is f
 
 
-def test_checks_leave_no_trace_in_autograd():
+def test_flags_do_not_require_grad():
     x = torch.randn(4, 3, requires_grad=True)
     assert not flag_nan_and_inf(x * 2, 1, err.new(x)).requires_grad
 
@@ -164,22 +164,22 @@ class TestFix:
         assert codes(f) == [[], [err.OVERFLOW, err.FALLBACK_VALUE]]
 
     @pytest.mark.parametrize("fallback", [torch.tensor([7.0, 8.0]), lambda: torch.tensor([[7.0, 8.0]] * 2)])
-    def test_takes_a_tensor_or_something_that_makes_one(self, run, fallback):
+    def test_fallback_can_be_a_tensor_or_a_callable(self, run, fallback):
         x = torch.tensor([[1.0, NAN], [2.0, 3.0]])
         z, _ = run(lambda x: fix(x, err.new(x), 5, fallback=fallback))(x)
         assert z.tolist() == [[7.0, 8.0], [2.0, 3.0]]
 
-    def test_notes_a_row_once(self, run):
+    def test_records_a_row_once(self, run):
         def fn(x):
             z, f = fix(x, err.new(x), 1)
             z, f = fix(z + 1, f, 2)
-            return fix(z.log() * INF, f, 3)  # 0 * Inf: the row breaks anew
+            return fix(z.log() * INF, f, 3)  # 0 * Inf: the row becomes NaN again
 
         _, f = run(fn)(torch.tensor([[NAN], [2.0]]))
         assert [e.location for e in flags.unpack(f, 0)] == [1, 3]
         assert [e.location for e in flags.unpack(f, 1)] == [3]
 
-    def test_keeps_integers(self):
+    def test_preserves_integer_dtype(self):
         ids = torch.tensor([[1, 99], [2, 3]])
         f = flag_oob_indices(ids, 10, 1, err.new(ids))
         z, f = fix(ids, f, 1)
@@ -196,7 +196,7 @@ class TestLocations:
         f = push(err.new_t(2), err.NAN, location=42, where=torch.tensor([True, False]))
         assert err.get_first_location(f).tolist() == [42, 0]
 
-    def test_nothing_in_particular(self):
+    def test_none_is_unknown(self):
         assert flags.summary(flag_nan(torch.tensor([NAN]), None)) == {"Unknown": {"NAN": 1}}
 
     def test_an_untracked_module_warns(self):
@@ -205,7 +205,7 @@ class TestLocations:
             f = flag_nan(torch.full((1, 2), NAN), layer)
         assert flags.summary(f) == {"Unknown": {"NAN": 1}}
 
-    def test_a_wrong_place_is_refused_on_clean_data_too(self):
+    def test_an_invalid_location_raises_even_on_clean_data(self):
         with pytest.raises(ValueError, match="flag_nan: location is 5000"):
             flag_nan(torch.ones(2, 2), 5000)
 

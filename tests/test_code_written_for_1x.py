@@ -1,4 +1,4 @@
-"""What code written for the published 1.x relies on, beside the specification."""
+"""What code written for the published 1.x relies on, beyond the specification."""
 
 import inspect
 
@@ -65,12 +65,12 @@ def traced(fn):
 def test_locations_are_registered_by_name():
     ErrorLocation.reset()
     known = ErrorLocation.count()
-    place = ErrorLocation.register("legacy.decoder.head")
-    assert place > 0
-    assert ErrorLocation.register("legacy.decoder.head") == place
-    assert ErrorLocation.get("legacy.decoder.head") == place
-    assert ErrorLocation.name(place) == "legacy.decoder.head"
-    assert ErrorLocation.path(place) == "legacy.decoder.head"
+    location = ErrorLocation.register("legacy.decoder.head")
+    assert location > 0
+    assert ErrorLocation.register("legacy.decoder.head") == location
+    assert ErrorLocation.get("legacy.decoder.head") == location
+    assert ErrorLocation.name(location) == "legacy.decoder.head"
+    assert ErrorLocation.path(location) == "legacy.decoder.head"
     assert ErrorLocation.is_registered("legacy.decoder.head")
     assert ErrorLocation.count() == known + 1
 
@@ -82,7 +82,7 @@ def test_unknown_locations():
     assert ErrorLocation.name(0) == "Unknown"
 
 
-def test_locations_are_forgotten():
+def test_reset_removes_registered_locations():
     ErrorLocation.register("legacy.forgotten")
     known = ErrorLocation.count()
     ErrorLocation.reset()
@@ -124,7 +124,7 @@ def test_a_code_for_each_sample(compiled):
     assert [error.code_name for error in flags.unpack(f, 1, config)] == ["NAN"]
 
 
-def test_old_names_of_filters():
+def test_ok_and_err_are_filters():
     z = torch.tensor([[1.0], [NAN], [3.0]])
     f = flag_nan(z, "z", err.new(z))
     assert err.Ok(f, z).tolist() == [[1.0], [3.0]]
@@ -170,7 +170,7 @@ def test_lifo_puts_the_newest_in_slot_0(run):
 
 
 @pytest.mark.parametrize("first", [ErrorCode.NAN, ErrorCode.SATURATED])
-def test_one_record_a_location_keeps_the_worse(run, first):
+def test_dedupe_by_location_records_the_worse_error(run, first):
     config = ErrorConfig(accumulation=AccumulationConfig(dedupe=Dedupe.LOCATION))
 
     def forward(f):
@@ -188,7 +188,7 @@ def test_unwrap_takes_a_result():
         unwrap(Err(ValueError("Negative")))
 
 
-# Parameters that had another name, there or in the tables of the specification.
+# Parameters that had another name in 1.x or in the tables of the specification.
 
 Z = torch.tensor([[1.0, 2.0], [NAN, 3.0], [INF, 4.0]])
 OK_MASK = torch.tensor([True, False, True])
@@ -293,7 +293,7 @@ CALLS = {
         lambda f: IF(cond=HAS(f), then=lambda: Z).ELIF(cond=HAS(f), then=lambda: -Z).ELSE(otherwise=lambda: Z + 1),
     ),
 }
-ASKED = """
+QUERIES = """
     is_ok is_err any_err all_ok has_any has_nan has_inf has_critical has_fallback count_errors max_severity
     get_first_code get_first_location get_first_severity
 """
@@ -301,32 +301,32 @@ ASKED = """
 
 @pytest.mark.parametrize("compile", [lambda fn: fn, traced], ids=["plain", "aot_eager"])
 @pytest.mark.parametrize("name", CALLS)
-def test_renamed_parameters_are_known_by_both_names(name, compile):
-    theirs, ours = CALLS[name]
-    torch.testing.assert_close(compile(theirs)(flagged()), ours(flagged()), rtol=0, atol=0, equal_nan=True)
+def test_renamed_parameters_are_accepted_under_both_names(name, compile):
+    old, new = CALLS[name]
+    torch.testing.assert_close(compile(old)(flagged()), new(flagged()), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("compile", [lambda fn: fn, traced], ids=["plain", "aot_eager"])
-def test_flags_can_be_asked_by_both_names(compile):
-    theirs = compile(lambda f: [getattr(err, name)(flags=f) for name in ASKED.split()])
-    ours = [getattr(err, name)(f=flagged()) for name in ASKED.split()]
-    torch.testing.assert_close(theirs(flagged()), ours, rtol=0, atol=0)
+def test_queries_accept_both_names(compile):
+    old = compile(lambda f: [getattr(err, name)(flags=f) for name in QUERIES.split()])
+    new = [getattr(err, name)(f=flagged()) for name in QUERIES.split()]
+    torch.testing.assert_close(old(flagged()), new, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["take_ok", "take_err", "partition"])
-def test_rows_are_taken_by_both_names(name):
+def test_filters_of_rows_accept_both_names(name):
     taken = getattr(err, name)
     torch.testing.assert_close(taken(flags=flagged(), tensor=Z), taken(f=flagged(), z=Z), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["get_ok", "get_err"])
-def test_flags_are_taken_by_both_names(name):
+def test_filters_of_flags_accept_both_names(name):
     taken = getattr(err, name)
     assert taken(flags=flagged()).tolist() == taken(f=flagged()).tolist()
 
 
 @pytest.mark.parametrize("name", ["unpack", "unpack_all", "summary", "repr"])
-def test_reports_are_made_by_each_name(name):
+def test_reports_accept_every_name(name):
     report = getattr(flags, name)(f=flagged())
     assert getattr(flags, name)(flags_tensor=flagged()) == getattr(ErrorFlags, name)(flags=flagged()) == report
 
@@ -338,8 +338,8 @@ def test_other_renamed_parameters():
     assert Severity.is_error_or_worse(sev=2)
     assert Severity.is_warn_or_worse(sev=1)
     assert ErrorDomain.name(domain_bits=1) == "INDEX"
-    place = ErrorLocation.register("legacy.head")
-    assert ErrorLocation.name(loc=place) == ErrorLocation.path(loc=place) == "legacy.head"
+    location = ErrorLocation.register("legacy.head")
+    assert ErrorLocation.name(loc=location) == ErrorLocation.path(loc=location) == "legacy.head"
 
 
 @pytest.mark.parametrize(
@@ -349,9 +349,9 @@ def test_other_renamed_parameters():
         lambda f: flag_nan(Z, 4, f=f, flags=f),
         lambda f: flag_nan(Z, 4, f, flags=None),
     ],
-    ids=["by place", "by name", "as None"],
+    ids=["by position", "by name", "as None"],
 )
-def test_an_argument_given_by_both_names_is_refused(call):
+def test_an_argument_given_by_both_names_raises(call):
     with pytest.raises(GivenTwiceError, match=r"^flag_nan: f and flags are the same parameter\. Give f alone\.$"):
         call(flagged())
 
@@ -363,17 +363,17 @@ def test_an_argument_given_twice_is_a_type_error():
     assert str(caught.value) == "IF: then and then_fn are the same parameter. Give then alone."
 
 
-def test_an_argument_given_twice_is_refused_while_tracing():
+def test_an_argument_given_twice_raises_while_tracing():
     with pytest.raises(Exception, match="z and tensor are the same parameter"):
         traced(lambda z: flag_nan(z, 4, tensor=z))(Z)
 
 
-def test_an_unknown_keyword_is_still_refused():
+def test_an_unknown_keyword_raises():
     with pytest.raises(TypeError, match="unexpected keyword argument 'flag'"):
         err.is_ok(flag=flagged())
 
 
-def test_signatures_show_the_new_names():
+def test_signatures_have_the_new_names():
     assert list(inspect.signature(flag_nan).parameters) == ["z", "module", "f", "config"]
 
 
@@ -392,7 +392,7 @@ def test_typing_and_error_t_are_imported_from_the_package():
     assert codes_of(f) == [[], [err.NAN], [err.INF]]
 
 
-def test_second_names_of_codes():
+def test_aliases_of_codes():
     assert (ErrorCode.UNDERFLOW, ErrorCode.INVALID_VALUE, ErrorCode.UNSTABLE) == (3, 6, 11)
     assert (ErrorCode.CLAMPED, ErrorCode.SPARSE) == (14, 9)
     assert [ErrorCode.name(code) for code in (3, 6, 9, 11, 14)] == [
@@ -405,13 +405,13 @@ def test_second_names_of_codes():
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.int64, torch.int64)], ids=str)
-def test_a_config_tells_its_dtypes(dtype, bits):
+def test_the_dtypes_of_a_config(dtype, bits):
     config = ErrorConfig(flag_dtype=dtype)
     assert (config.torch_dtype, config.torch_int_dtype) == (dtype, bits)
     assert config.word_bits == dtype.itemsize * 8
 
 
-def test_an_alias_gives_its_dtype_to_the_config():
+def test_the_dtype_of_an_alias_is_a_flag_dtype():
     assert ErrorConfig(flag_dtype=float32_t._dtype).flag_dtype == torch.float32
     assert error_t._dtype == torch.int64
 
@@ -420,7 +420,7 @@ def test_the_largest_location():
     assert ErrorLocation.MAX_LOCATION_ID == 1023
 
 
-def test_the_sides_of_a_result():
+def test_the_ok_and_err_values_of_a_result():
     assert (Ok(1).ok_value, Ok(1).err_value) == (1, None)
     assert (Err("why").ok_value, Err("why").err_value) == (None, "why")
 
@@ -433,16 +433,16 @@ def test_the_errors_of_a_sample_as_text():
     assert ErrorFlags.pretty_print(f, 0) == "[OK] No errors"
 
 
-def test_flags_are_reduced_to_those_of_all():
+def test_reduce_or_merges_flags():
     f = ErrorFlags.reduce_or([flag_nan(Z, 1), flag_inf(Z, 2)])
     assert codes_of(f) == [[], [err.NAN], [err.INF]]
 
 
-def test_unpacking_all_by_its_other_name():
+def test_the_alias_of_unpack_all():
     assert ErrorFlags.unpack_all_vectorized(flagged()) == flags.unpack_all(flagged())
 
 
-# Places.
+# Locations.
 
 
 @pytest.mark.parametrize("compile", [lambda fn: fn, traced], ids=["plain", "aot_eager"])
@@ -457,24 +457,24 @@ def test_err_push_takes_a_name_or_a_module(compile):
     assert errors_of(f) == [[], [], [(err.OVERFLOW, "legacy.input"), (err.SATURATED, "0")]]
 
 
-def test_err_push_at_no_place_in_particular():
+def test_err_push_without_a_location_is_unknown():
     assert errors_of(err.push(err.new_t(1), err.NAN, None)) == [[(err.NAN, "Unknown")]]
 
 
 @pytest.mark.parametrize("compile", [lambda fn: fn, traced], ids=["plain", "aot_eager"])
-def test_a_module_whose_path_was_set_by_hand_is_a_place(compile):
+def test_a_path_set_by_hand_is_a_location(compile):
     layer = nn.Linear(2, 2)
     layer._fx_path = "legacy.encoder.0"
     f = compile(lambda z: flag_nan(z, layer, err.new(z)))(Z)
     assert errors_of(f) == [[], [(err.NAN, "legacy.encoder.0")], []]
 
 
-def test_a_mask_in_the_place_of_the_config_is_refused():
+def test_a_mask_in_the_position_of_the_config_raises():
     with pytest.raises(NotFlagsError, match=r"config is a Tensor\..*where=mask"):
         err.push(err.new_t(1), err.NAN, 1, err.WARN, torch.tensor([False]))
 
 
-def test_what_slot_0_holds_is_int32():
+def test_queries_of_the_first_slot_return_int32():
     f = flagged()
     assert err.get_first_code(f).dtype == torch.int32
     assert err.get_first_location(f).dtype == torch.int32

@@ -19,7 +19,7 @@ def test_predicates(run):
 
 
 @pytest.mark.parametrize(("value", "chosen"), [(1.0, "clean"), (NAN, "nan"), (INF, "inf")])
-def test_the_first_branch_that_holds_is_taken(run, value, chosen):
+def test_the_first_branch_whose_condition_holds_is_chosen(run, value, chosen):
     def fn(x):
         f = flag_nan_and_inf(x, 1, err.new(x))
         return (
@@ -34,7 +34,7 @@ def test_the_first_branch_that_holds_is_taken(run, value, chosen):
 
 
 @pytest.mark.inductor
-def test_a_condition_for_each_row_leaves_the_others_alone(run):
+def test_a_condition_per_row_changes_only_its_rows(run):
     def fn(x):
         f = flag_nan_and_inf(x, 1, err.new(x))
         return IF(err.has_nan(f), lambda: torch.zeros_like(x)).ELIF(err.has_inf(f), lambda: x.sign()).ELSE(lambda: x)
@@ -43,7 +43,7 @@ def test_a_condition_for_each_row_leaves_the_others_alone(run):
     assert out.tolist() == [[0.0, 0.0], [2.0, 3.0], [-1.0, 1.0]]
 
 
-def test_rows_and_whole_batches_can_be_mixed(run):
+def test_row_and_batch_conditions_can_be_mixed(run):
     def fn(x, row, whole):
         return IF(AND(row, whole), lambda: x + 10).ELIF(whole, lambda: x + 1).ELSE(lambda: x)
 
@@ -51,7 +51,7 @@ def test_rows_and_whole_batches_can_be_mixed(run):
     assert out.tolist() == [[10.0], [1.0]]
 
 
-def test_structures_are_kept(run):
+def test_branches_return_pytrees(run):
     def fn(x):
         return IF(x.sum() > 0, lambda: {"a": [x], "b": None}).ELSE(lambda: {"a": [-x], "b": None})
 
@@ -114,7 +114,7 @@ def test_conditions_are_bool_tensors_of_rank_0_or_1(cond):
         IF(cond, lambda: None)
 
 
-def test_branches_must_fit_together():
+def test_branches_must_have_equal_shapes():
     rows = torch.tensor([True, False])
     with pytest.raises(BranchError, match=r"shapes \(2, 1\) and \(2, 2\)"):
         IF(rows, lambda: torch.zeros(2, 1)).ELSE(lambda: torch.zeros(2, 2))

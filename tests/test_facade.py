@@ -1,4 +1,4 @@
-"""What `import torchguard` offers, and what it does not load."""
+"""What `import torchguard` exports, and what it does not load."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def test_names():
     assert not ErrorCode.is_critical(err.OOB)
 
 
-def test_experimental_offers_the_same_namespace():
+def test_experimental_has_the_same_namespace():
     assert set(err.__all__) <= set(experimental.err.__all__)
     assert all(hasattr(experimental.err, name) for name in experimental.err.__all__)
 

@@ -1,4 +1,4 @@
-"""What flags say at the Python boundary."""
+"""Reading flags at the Python boundary."""
 
 import pytest
 import torch
@@ -19,9 +19,9 @@ def test_repr(f):
     assert flags.repr(err.new_t(3)) == "ErrorFlags(3 samples, no errors)"
 
 
-def test_a_long_repr_is_cut():
-    places = [ErrorLocation.register(f"step {i}") for i in range(16)]
-    f = err.push_many(err.new_t(1), [(err.NAN, place, torch.tensor([True])) for place in places])
+def test_a_long_repr_is_truncated():
+    locations = [ErrorLocation.register(f"step {i}") for i in range(16)]
+    f = err.push_many(err.new_t(1), [(err.NAN, location, torch.tensor([True])) for location in locations])
     assert flags.repr(f).endswith("NAN @ step 11, and 4 more)")
 
 
@@ -36,7 +36,7 @@ def test_unpack(f):
     assert str(inf) == "CRITICAL: INF @ head"
 
 
-def test_unpack_all_is_unpack_for_each(f):
+def test_unpack_all_equals_unpack_of_each_sample(f):
     assert flags.unpack_all(f) == [flags.unpack(f, row) for row in range(5)]
 
 
@@ -52,14 +52,14 @@ def test_high_locations_and_every_carrier(carrier):
     assert flags.summary(f) == {"Location_1023": {"VALUE_CLAMPED": 2}}
 
 
-def test_a_sample_that_is_not_there(f):
+def test_a_sample_index_out_of_range(f):
     with pytest.raises(IndexError, match="sample_idx is 5 but flags hold 5 samples"):
         flags.unpack(f, 5)
 
 
 @pytest.mark.parametrize("name", ["unpack", "unpack_all", "summary", "repr"])
 @pytest.mark.compiled
-def test_called_in_a_graph_they_say_what_to_use_instead(f, name):
+def test_a_call_in_a_graph_raises_and_names_the_alternative(f, name):
     with pytest.raises(Exception, match=f"flags.{name} returns Python values.*Inside, use"):
         torch.compile(getattr(flags, name), backend="eager", fullgraph=True)(f)
 
@@ -70,7 +70,7 @@ def test_has_err_in_a_graph(f):
         torch.compile(has_err, backend="eager", fullgraph=True)(f)
 
 
-def test_tracing_by_hand_is_noticed_too(f, monkeypatch):
+def test_a_call_while_torch_is_compiling_raises(f, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(TracingError, match="called inside a compiled region"):
         flags.summary(f)
@@ -79,7 +79,7 @@ def test_tracing_by_hand_is_noticed_too(f, monkeypatch):
 @pytest.mark.parametrize(
     "arithmetic", [lambda f: f + 1.0, lambda f: f * 3 - 2, lambda f: f.fill_(0.5), torch.randn_like], ids=range(4)
 )
-def test_arithmetic_on_float_flags_is_noticed(arithmetic):
+def test_arithmetic_on_float_flags_is_detected(arithmetic):
     config = ErrorConfig(flag_dtype=torch.float32)
     f = err.push(err.new_t(4, config=config), err.NAN, 1, config=config, where=torch.tensor([True, False] * 2))
     broken = arithmetic(f)

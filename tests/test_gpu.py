@@ -1,4 +1,4 @@
-"""What only a GPU can show: nothing waits for it, and everything gives what the CPU gives."""
+"""What only a GPU can show: checks never synchronize with it, and results equal those of the CPU."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ from torchguard.typing import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # torch's own, about its matmuls and about the graphs it captures.
+    # Warnings of torch about its matmuls and about the CUDA graphs it captures.
     pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning", "ignore:The CUDA Graph is empty:UserWarning"),
 ]
 NAN, INF = float("nan"), float("inf")
@@ -60,7 +60,7 @@ def sample():
     return x
 
 
-def test_eager_checks_never_wait(no_sync, carrier):
+def test_eager_checks_never_synchronize(no_sync, carrier):
     x = sample().cuda()
     ids = torch.randint(-1, 9, (16,), device="cuda")
     config = ErrorConfig(flag_dtype=carrier)
@@ -69,26 +69,26 @@ def test_eager_checks_never_wait(no_sync, carrier):
         flag_oob_indices(ids, 8, 1, err.new(x))
 
 
-def test_eager_gives_what_the_cpu_gives(carrier):
+def test_eager_results_equal_those_of_the_cpu(carrier):
     config = ErrorConfig(flag_dtype=carrier)
     for got, want in zip(work(sample().cuda(), config), work(sample(), config), strict=True):
         assert_equal(got, want)
 
 
-def test_compiled_gives_what_the_cpu_gives(compiled, carrier):
+def test_compiled_results_equal_those_of_the_cpu(compiled, carrier):
     config = ErrorConfig(flag_dtype=carrier)
     for got, want in zip(compiled(work)(sample().cuda(), config), work(sample(), config), strict=True):
         assert_equal(got, want)
 
 
 def assert_equal(got, want):
-    if want.ndim == 2 and want.is_floating_point():  # flags in floats may look like NaN
+    if want.ndim == 2 and want.is_floating_point():  # float flags may have the bits of a NaN
         whole = torch.int32 if want.element_size() == 4 else torch.int64
         got, want = got.view(whole), want.view(whole)
     torch.testing.assert_close(got.cpu(), want, equal_nan=True)
 
 
-def test_one_copy_to_the_host():
+def test_summary_of_flags_on_a_gpu():
     f = flag_nan(sample().cuda(), 7, None)
     assert flags.summary(f) == {"Location_7": {"NAN": 1}}
 
@@ -117,13 +117,13 @@ def test_training_with_a_bad_sample(dtype, mode):
         out, f = compiled(x)
         err.mean_ok(f, out.square()).backward()
     assert err.is_err(f).nonzero().flatten().tolist() == [5]
-    # The mean is taken over five or over six rows: in half precision that rounds differently.
+    # Half precision: the means over five and over six rows round differently.
     close = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
     for p, grad in zip(net.parameters(), want, strict=True):
         torch.testing.assert_close(p.grad, grad, **close)
 
 
-def test_tensorcheck_knows_devices():
+def test_tensorcheck_checks_devices():
     @tensorcheck
     def f(x: Tensor[float32_t, ("n",), "cuda"], y: Tensor[float32_t, ("n",), "cuda:0"]) -> Tensor[float32_t, (), "cpu"]:
         return (x + y).sum().cpu()
@@ -133,12 +133,12 @@ def test_tensorcheck_knows_devices():
     with pytest.raises(DeviceMismatchError) as caught:
         f(x, x.cpu())
     assert caught.value.parameter == "y"
-    assert ".to('cuda:0') would fit." in str(caught.value)
+    assert ".to('cuda:0') would match." in str(caught.value)
 
 
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_tensorcheck_waits_for_nothing(no_sync, declared, compiled):
+def test_tensorcheck_never_synchronizes(no_sync, declared, compiled):
     def log(x):
         return x.log(), err.new(x)
 
@@ -153,7 +153,7 @@ def test_tensorcheck_waits_for_nothing(no_sync, declared, compiled):
     assert [[e.code for e in flags.unpack(f, i)] for i in range(3)] == [[], [err.NAN], [err.INF]]
 
 
-def test_what_only_looks_like_flags_stays_as_it_is_on_a_gpu():
+def test_a_tensor_shaped_like_flags_is_returned_unchanged_on_a_gpu():
     @tensorcheck
     def two(x, y):
         return x.log(), y + 0

@@ -1,4 +1,4 @@
-"""The promise: one bad sample costs one sample, gradients included."""
+"""One bad sample costs one sample, gradients included."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def assert_same(got, want):
 
 
 class Net(nn.Module):
-    """The recipe: `fix` at the input and behind every place where something can be born."""
+    """The recipe: `fix` at the input, and after every step that can create NaN or Inf."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ def test_the_recipe_for_bad_input(run):
 
 
 @pytest.mark.inductor
-def test_the_recipe_for_overflow_inside(run):
+def test_the_recipe_for_overflow_inside_the_model(run):
     class Burst(nn.Module):
         def __init__(self):
             super().__init__()
@@ -73,7 +73,7 @@ def test_the_recipe_for_overflow_inside(run):
         def forward(self, x):
             f = err.new(x)
             h = self.inner(x)
-            h, f = fix(h, f, "inner")  # stops the 0 * Inf that exp sends back
+            h, f = fix(h, f, "inner")  # drops the 0 * Inf gradient of exp
             h = h.exp()
             f = flag_nan_and_inf(h, "exp", f)
             h, f = fix(h, f, "exp")
@@ -92,7 +92,7 @@ def test_the_recipe_for_overflow_inside(run):
 
 
 def test_dropping_rows_at_the_loss_alone_is_not_enough():
-    """Why there is a recipe: this is what everybody writes first."""
+    """Why the recipe is needed: this is the obvious way, and it fails."""
     linear, x = nn.Linear(4, 2), plant(torch.randn(6, 4), NAN)
     loss = linear(x).square().mean(-1)
     torch.where(torch.isfinite(loss), loss, 0).sum().backward()
@@ -100,7 +100,7 @@ def test_dropping_rows_at_the_loss_alone_is_not_enough():
 
 
 class TestOwnOps:
-    """Whatever is replaced or dropped sends nothing back."""
+    """Rows that are replaced or dropped get a zero gradient."""
 
     def grad_of(self, run, fn, x):
         x = x.clone().requires_grad_()
@@ -151,13 +151,13 @@ class TestOwnOps:
         self.assert_only_good_rows_get_gradient(grad)
         torch.testing.assert_close(grad[GOOD], torch.full((4, 3), 1 / 4))
 
-    def test_replace_works_by_element(self, run, x):
+    def test_replace_works_on_elements(self, run, x):
         grad = self.grad_of(run, lambda x: err.replace(x * 2, value=0.0, targets=[err.NAN, err.INF]), x)
         assert torch.equal(grad, torch.where(torch.isnan(x), 0.0, 2.0))
 
     @pytest.mark.parametrize("combine", [err.map_ok, lambda f, z, fn: err.and_then(f, z, lambda z: (fn(z), f))[0]])
-    def test_a_function_of_good_rows_meets_no_bad_value(self, run, combine):
-        """Not in the forward pass, and not in what it saves for the backward pass."""
+    def test_a_function_of_good_rows_receives_no_bad_value(self, run, combine):
+        """Neither in the forward pass, nor in what it saves for the backward pass."""
         layer = nn.Linear(3, 3)
         x = plant(torch.randn(6, 3), INF)
 
@@ -171,7 +171,7 @@ class TestOwnOps:
         run(fn)(x).sum().backward()
         assert_same(grads(layer), want)
 
-    def test_a_function_of_good_rows_without_any(self, run):
+    def test_a_function_of_good_rows_when_all_are_bad(self, run):
         layer = nn.Linear(3, 3)
         x = torch.full((2, 3), NAN)
         f = err.from_code(err.NAN, 1, 2)
@@ -180,8 +180,8 @@ class TestOwnOps:
         assert torch.isfinite(layer.weight.grad).all()
 
 
-def test_map_err_meets_no_good_value(run):
-    """What it makes of good rows is not used, so it must not reach them: the root of -4 is NaN."""
+def test_map_err_receives_no_good_value(run):
+    """Its result for good rows is not used, so it must not run on them: the root of -4 is NaN."""
     z = torch.tensor([[-4.0], [9.0]], requires_grad=True)
     bad = torch.tensor([False, True])
     run(lambda z: err.map_err(err.push(err.new(z), err.OVERFLOW, 1, where=bad), z, torch.sqrt).sum())(z).backward()
@@ -200,7 +200,7 @@ def test_fix_under_function_transforms():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_are_bit_equal_while_all_is_clean(dtype):
+def test_gradients_of_a_clean_batch_are_bit_equal(dtype):
     net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(dtype)
     x = torch.randn(5, 4, dtype=dtype)
     net(x).square().mean(-1).mean().backward()

@@ -1,4 +1,4 @@
-"""The wheel alone, in an environment with what it declares and nothing else: all that the README shows works there."""
+"""The wheel, installed with only its declared dependencies: everything in the README works."""
 
 import ast
 import json
@@ -23,18 +23,18 @@ VERBS = [verb.name for verb in app.registered_commands]
 
 pytestmark = pytest.mark.long
 
-# torch, of itself: the same as in pyproject.toml.
+# Warnings of torch itself; the same list as in pyproject.toml.
 TORCH_WARNS = (
     "ignore:`torch.jit.script:DeprecationWarning",
     "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
 )
 STRICTLY = ["-W", "error", *(word for warning in TORCH_WARNS for word in ("-W", warning))]
 
-# Imported, and yet no requirement of the wheel's. A test below holds each to its reason.
+# Imported, but not a requirement of the wheel. A test below checks each reason.
 NOT_DECLARED = {
-    "sympy": "torch requires it: its symbolic sizes are expressions of the sympy that it works with",
-    "triton": "comes with the builds of torch for a GPU, and is only imported for tensors that are on one",
-    "pytest": "loads torchguard_pytest, which nothing else does",
+    "sympy": "torch requires it: symbolic sizes are expressions of the sympy that torch uses",
+    "triton": "comes with the GPU builds of torch, and is only imported for tensors on a GPU",
+    "pytest": "only pytest itself loads torchguard_pytest",
 }
 
 TRAIN = '''
@@ -85,7 +85,7 @@ class Installed:
     variables: dict[str, str]
 
     def run(self, *command, cwd):
-        """Run a command as somebody would who has this environment active."""
+        """Run a command with this environment active."""
         return subprocess.run(command, cwd=cwd, env=self.variables, capture_output=True, text=True)
 
     def python(self, source, cwd):
@@ -104,17 +104,17 @@ class Installed:
 def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("installed")
     environment = folder / "environment"
-    done(pip("wheel", str(ROOT), "--no-deps", "--wheel-dir", str(folder)))
+    succeeded(pip("wheel", str(ROOT), "--no-deps", "--wheel-dir", str(folder)))
     (wheel,) = folder.glob("torchguard-*.whl")
-    # Without pip: setuptools would come along, and hide that something needs it.
+    # Without pip, which would bring setuptools and hide a missing dependency on it.
     venv = [sys.executable, "-m", "venv", "--without-pip", str(environment)]
-    done(subprocess.run(venv, capture_output=True, text=True))
+    succeeded(subprocess.run(venv, capture_output=True, text=True))
     bin = environment / "bin"
-    done(pip("--python", str(bin / "python"), "install", "-c", str(ROOT / "constraints.txt"), str(wheel)))
+    succeeded(pip("--python", str(bin / "python"), "install", "-c", str(ROOT / "constraints.txt"), str(wheel)))
     foreign = re.compile("PYTHON|VIRTUAL_ENV|TORCH|COLUMNS$|FORCE_COLOR$")
     variables = {name: value for name, value in os.environ.items() if not foreign.match(name)}
     variables["PATH"] = f"{bin}{os.pathsep}{variables['PATH']}"
-    variables["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # nothing of what was compiled before
+    variables["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # empty
     return Installed(wheel, bin, variables)
 
 
@@ -123,44 +123,44 @@ def pip(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def done(result):
-    """The result of a command that has to end with 0; what it said, if it does not."""
-    assert result.returncode == 0, f"{result.args} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}"
+def succeeded(result):
+    """Assert that a command exited with 0, with its output in the message, and return its result."""
+    assert result.returncode == 0, f"{result.args} exited with {result.returncode}:\n{result.stdout}\n{result.stderr}"
     return result
 
 
-def test_what_is_installed_fits_together(installed):
-    done(pip("--python", str(installed.bin / "python"), "check"))
+def test_installed_packages_are_compatible(installed):
+    succeeded(pip("--python", str(installed.bin / "python"), "check"))
 
 
-def test_import_alone_works_and_says_nothing(installed, tmp_path):
-    result = done(installed.python("import torchguard; print(torchguard.__file__)", tmp_path))
+def test_import_prints_nothing(installed, tmp_path):
+    result = succeeded(installed.python("import torchguard; print(torchguard.__file__)", tmp_path))
     assert result.stdout.strip() == str(installed.site_packages / "torchguard" / "__init__.py")
     assert not result.stderr
 
 
-def test_importing_everything_warns_of_nothing(installed, tmp_path):
+def test_importing_everything_does_not_warn(installed, tmp_path):
     source = "import torch, torchguard\nfor name in torchguard.__all__: getattr(torchguard, name)"
-    assert not done(installed.python(source, tmp_path)).stderr
+    assert not succeeded(installed.python(source, tmp_path)).stderr
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS), ["doctor"]], ids=" ".join)
-def test_the_command_works_and_warns_of_nothing(installed, tmp_path, arguments):
-    result = done(installed.run("torchguard", *arguments, cwd=tmp_path))
+def test_the_command_does_not_warn(installed, tmp_path, arguments):
+    result = succeeded(installed.run("torchguard", *arguments, cwd=tmp_path))
     assert result.stdout
     assert not result.stderr
 
 
-def test_the_module_is_the_command(installed, tmp_path):
+def test_python_m_runs_the_command(installed, tmp_path):
     helps = [
-        done(installed.run(*command, "--help", cwd=tmp_path)).stdout
+        succeeded(installed.run(*command, "--help", cwd=tmp_path)).stdout
         for command in (["torchguard"], ["python", "-m", "torchguard"])
     ]
     assert helps[0] == helps[1]
 
 
 def test_the_python_of_the_readme_works(installed, tmp_path):
-    done(installed.python(python_of(README), tmp_path))
+    succeeded(installed.python(python_blocks(README), tmp_path))
 
 
 def test_the_commands_of_the_readme_work(installed, tmp_path):
@@ -168,8 +168,8 @@ def test_the_commands_of_the_readme_work(installed, tmp_path):
     commands = [line for line in lines if line.startswith("torchguard ")]
     assert commands
     (tmp_path / "train.py").write_text(TRAIN)
-    for command in commands:  # in one folder: what the first one leaves, the next one shows
-        result = done(installed.run("bash", "-c", command, cwd=tmp_path))
+    for command in commands:  # in one folder: the later ones show what the first one saved
+        result = succeeded(installed.run("bash", "-c", command, cwd=tmp_path))
         assert "Warning" not in result.stderr
 
 
@@ -182,11 +182,11 @@ def test_certify_works(installed, tmp_path):
         certificate = layer.certify()
         assert certificate.ok, certificate
     """
-    assert not done(installed.python(textwrap.dedent(source), tmp_path)).stderr
+    assert not succeeded(installed.python(textwrap.dedent(source), tmp_path)).stderr
 
 
-def test_what_is_imported_is_declared(installed, tmp_path):
-    declared = {normal(line) for line in requirements(installed.wheel)}
+def test_every_import_is_a_declared_dependency(installed, tmp_path):
+    declared = {normalized_name(line) for line in requirements(installed.wheel)}
     providers = providers_in(installed, tmp_path)
     undeclared = {
         name: files
@@ -196,21 +196,21 @@ def test_what_is_imported_is_declared(installed, tmp_path):
     assert not undeclared, f"imported, but not in the dependencies of pyproject.toml: {undeclared}"
 
 
-def test_every_undeclared_import_is_still_there(installed):
+def test_every_listed_undeclared_import_exists(installed):
     assert NOT_DECLARED.keys() <= imports_of(installed.site_packages).keys()
 
 
 def test_torch_itself_requires_sympy(installed, tmp_path):
     source = "import importlib.metadata, json; print(json.dumps(importlib.metadata.requires('torch')))"
-    required = json.loads(done(installed.python(source, tmp_path)).stdout)
-    assert "sympy" in {normal(line) for line in required if ";" not in line}
+    required = json.loads(succeeded(installed.python(source, tmp_path)).stdout)
+    assert "sympy" in {normalized_name(line) for line in required if ";" not in line}
 
 
-def test_pytest_is_imported_for_pytest_alone(installed):
+def test_only_the_pytest_plugin_imports_pytest(installed):
     assert imports_of(installed.site_packages)["pytest"] == {"torchguard_pytest.py"}
 
 
-def test_every_module_loads_without_triton_but_those_for_the_gpu(installed, tmp_path):
+def test_every_module_but_the_kernels_imports_without_triton(installed, tmp_path):
     source = """
         import importlib, pkgutil, sys
         import torchguard
@@ -225,35 +225,35 @@ def test_every_module_loads_without_triton_but_those_for_the_gpu(installed, tmp_
                 assert error.name.partition(".")[0] == "triton", error
                 print(module.name)
     """
-    needing = done(installed.python(textwrap.dedent(source), tmp_path)).stdout.split()
+    needing = succeeded(installed.python(textwrap.dedent(source), tmp_path)).stdout.split()
     assert needing == ["torchguard._watch.kernels"]
 
 
-def python_of(markdown):
-    """The Python blocks of a page as one script, each line where it stands on the page."""
-    kept, inside = [], False
+def python_blocks(markdown):
+    """The Python blocks of a page as one script, with the line numbers of the page."""
+    lines, inside = [], False
     for line in markdown.splitlines():
         if line.startswith("```"):
             inside = line == "```python"
-            kept.append("")
+            lines.append("")
         else:
-            kept.append(line if inside else "")
-    assert any(kept)
-    return "\n".join(kept) + "\n"
+            lines.append(line if inside else "")
+    assert any(lines)
+    return "\n".join(lines) + "\n"
 
 
 def imports_of(folder):
-    """The files that import each module from elsewhere, wherever in them that is."""
+    """The files that import each third-party module, at any level of nesting."""
     found = defaultdict(set)
     for path in [*folder.glob("torchguard/**/*.py"), folder / "torchguard_pytest.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
-            for name in modules_named(node):
+            for name in imported_modules(node):
                 found[name.partition(".")[0]].add(str(path.relative_to(folder)))
     assert "torch" in found
     return {name: files for name, files in found.items() if name not in {*sys.stdlib_module_names, "torchguard"}}
 
 
-def modules_named(node):
+def imported_modules(node):
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and not node.level:
@@ -268,12 +268,12 @@ def requirements(wheel):
 
 
 def providers_in(installed, cwd):
-    """The distributions that bring each module, by their normal names."""
+    """The distributions that provide each module, by normalized names."""
     source = "import importlib.metadata, json; print(json.dumps(importlib.metadata.packages_distributions()))"
-    found = json.loads(done(installed.python(source, cwd)).stdout)
-    return {module: {normal(name) for name in names} for module, names in found.items()}
+    found = json.loads(succeeded(installed.python(source, cwd)).stdout)
+    return {module: {normalized_name(name) for name in names} for module, names in found.items()}
 
 
-def normal(requirement):
-    """The name in a requirement, as the index spells it."""
+def normalized_name(requirement):
+    """The normalized name of the package in a requirement."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()

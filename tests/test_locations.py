@@ -1,4 +1,4 @@
-"""Locations and their names, whatever happens to the model."""
+"""Locations and their names: tracking, copying, saving, and models with many modules."""
 
 import copy
 import gc
@@ -52,14 +52,14 @@ def ids(model):
 
 @pytest.fixture(autouse=True)
 def empty_registry(monkeypatch):
-    """No location known, whatever models other tests keep alive."""
+    """An empty location registry, even if other tests keep models alive."""
     gc.collect()
     for name, empty in vars(type(registry)()).items():
         monkeypatch.setattr(registry, name, empty)
     monkeypatch.setattr(_tracked, "_tables", weakref.WeakSet())
 
 
-def test_modules_with_parameters_know_their_path():
+def test_modules_with_parameters_have_a_path():
     block = Block()
     assert block.attention._fx_path == "attention"
     assert block.ffn._fx_path == "ffn"
@@ -90,12 +90,12 @@ def test_names_survive_compilation(compiled):
     assert flags.summary(f) == {"ffn.2": {"NAN": 1}}
 
 
-def test_a_module_without_parameters_takes_the_place_of_the_one_before_it():
+def test_a_module_without_parameters_has_the_location_of_the_previous_module():
     block = Block()
     assert flags.summary(flag_nan(X, block.ffn[1])) == {"ffn.0": {"NAN": 1}}
 
 
-def test_where_no_order_is_known_it_takes_the_place_it_stands_in():
+def test_without_a_known_order_it_has_the_location_of_its_parent():
     class Free(nn.Module):
         def __init__(self):
             super().__init__()
@@ -107,12 +107,12 @@ def test_where_no_order_is_known_it_takes_the_place_it_stands_in():
     assert flags.summary(flag_nan(X, model.act)) == {"Free": {"NAN": 1}}
 
 
-def test_the_model_itself_is_called_by_its_class():
+def test_the_model_itself_is_named_after_its_class():
     _, f = Other()(X)
     assert flags.summary(f) == {"second": {"NAN": 1}, "Other": {"NAN": 1}}
 
 
-def test_two_models_alive_are_not_mixed_up():
+def test_two_live_models_do_not_share_ids():
     block, other = Block(), Other()
     assert not set(ids(block)) & set(ids(other))
     _, one = block(X)
@@ -133,7 +133,7 @@ def test_equal_paths_of_two_models_are_qualified_by_model_in_one_report():
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
     ids=["deepcopy", "pickle"],
 )
-def test_a_copy_has_places_of_its_own(duplicate):
+def test_a_copy_has_its_own_locations(duplicate):
     block = Block()
     twin = duplicate(block)
     assert twin.ffn[0]._fx_path == "ffn.0"
@@ -142,7 +142,7 @@ def test_a_copy_has_places_of_its_own(duplicate):
     assert flags.summary(f) == {"ffn.2": {"NAN": 1}}
 
 
-def test_a_saved_model_is_loaded_into_a_process_full_of_others():
+def test_a_saved_model_is_loaded_beside_another_model():
     saved = io.BytesIO()
     torch.save(Block(), saved)
     gc.collect()
@@ -154,7 +154,7 @@ def test_a_saved_model_is_loaded_into_a_process_full_of_others():
     assert flags.summary(block(X)[1]) == {"ffn.2": {"NAN": 1}}
 
 
-def test_places_are_no_state():
+def test_locations_are_not_in_the_state_dict():
     block = Block()
     plain = {key for key in block.state_dict() if "_fx" in key}
     assert plain == set()
@@ -162,7 +162,7 @@ def test_places_are_no_state():
     assert block.ffn[0]._fx_path == "ffn.0"
 
 
-def test_a_tracked_part_is_placed_within_the_whole():
+def test_a_tracked_part_has_paths_relative_to_the_whole():
     @tracked
     class Whole(nn.Module):
         def __init__(self):
@@ -183,7 +183,7 @@ def test_a_part_used_before_keeps_its_old_names_in_old_flags():
     assert whole[2].second._fx_path == "2.second"
 
 
-def test_a_part_that_is_not_built_in_stands_for_itself():
+def test_a_part_that_is_not_a_submodule_has_its_own_paths():
     @tracked
     class Whole(nn.Module):
         def __init__(self):
@@ -193,7 +193,7 @@ def test_a_part_that_is_not_built_in_stands_for_itself():
     assert Whole().parts[0].second._fx_path == "second"
 
 
-def test_a_copy_of_one_layer_takes_one_place():
+def test_a_copy_of_one_layer_takes_one_id():
     model = tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(100))))
     before = ErrorLocation.count()
     layers = [copy.deepcopy(model[3]) for _ in range(15)]
@@ -218,7 +218,7 @@ def test_an_existing_model_can_be_tracked():
     assert flags.summary(flag_nan(X, model[0])) == {"0": {"NAN": 1}}
 
 
-def test_a_module_that_refuses_attributes_has_a_place_all_the_same():
+def test_a_module_that_refuses_attributes_has_a_location():
     class Frozen(nn.Linear):
         def __setattr__(self, name, value):
             if "bias" in self.__dict__.get("_parameters", {}) and name != "training":
@@ -234,7 +234,7 @@ def test_only_modules_can_be_tracked():
         tracked(int)
 
 
-def test_flags_keep_their_names_when_the_model_is_gone():
+def test_flags_keep_their_names_after_the_model_is_deleted():
     other = Other()
     _, f = other(X)
     del other
@@ -261,7 +261,7 @@ class TestManyModules:
     def name(self, module):
         return ErrorLocation.name(module._fx_location.id)
 
-    def test_deep_ones_share_the_place_of_the_nearest_above(self):
+    def test_deep_modules_share_the_location_of_the_nearest_ancestor(self):
         model = self.deep(400)  # 1,605 locations
         assert self.name(model.layer[7]) == "layer.7"
         assert self.name(model.layer[399]) == "layer.399"
@@ -269,7 +269,7 @@ class TestManyModules:
         assert all(0 < module._fx_location.id <= 1023 for module in model.modules())
         assert model.layer[399].attn.q._fx_path == "layer.399.attn.q"
 
-    def test_weights_keep_what_matters(self):
+    def test_weights_preserve_important_paths(self):
         assert self.name(self.deep(400).head["a"]["b"]["out"]) == "head.a.b"
         gc.collect()
         model = self.deep(400, weights={"head.*": 10.0})
@@ -280,19 +280,19 @@ class TestManyModules:
         assert self.name(model[0]) == "0"
         assert self.name(model[1999]) == "Sequential"
 
-    def test_a_huge_model_leaves_some_for_others(self):
+    def test_a_huge_model_leaves_ids_for_other_models(self):
         huge = self.deep(400)
         other = Other()
         assert self.name(other.second) == "second"
         assert ErrorLocation.name(ErrorLocation.register("by.hand")) == "by.hand"
         del huge
 
-    def test_ids_of_models_that_are_gone_are_used_again(self):
+    def test_ids_of_deleted_models_are_reused(self):
         for _ in range(30):
             model = tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(100))))
             assert self.name(model[99]) == "99"
 
-    def test_copies_beyond_the_last_id_share_places(self):
+    def test_copies_beyond_the_last_id_share_locations(self):
         model = tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(300))))
         copies = [copy.deepcopy(model) for _ in range(5)]
         assert all(self.name(twin[299]) == "299" for twin in copies)
@@ -309,7 +309,7 @@ class TestManyModules:
 
 
 class TestErrorLocation:
-    def test_names_by_hand(self):
+    def test_registered_names(self):
         location = ErrorLocation.register("encoder.0")
         assert location == 1
         assert ErrorLocation.register("encoder.0") == location
@@ -323,19 +323,19 @@ class TestErrorLocation:
     def test_every_id_and_every_path(self):
         by_hand = ErrorLocation.register("by.hand")
         first, second = Other(), Other()
-        second_place = second.second._fx_location.id
+        second_id = second.second._fx_location.id
         ids_known, paths = ErrorLocation.get_all_ids(), ErrorLocation.get_all_paths()
         assert len(ids_known) == ErrorLocation.count()
         assert (ids_known[ErrorLocation.UNKNOWN], ids_known[by_hand]) == ("Unknown", "by.hand")
-        assert ids_known[first.second._fx_location.id] == ids_known[second_place] == "second"
-        assert paths == {"by.hand": by_hand, "first": ErrorLocation.get("first"), "second": second_place}
+        assert ids_known[first.second._fx_location.id] == ids_known[second_id] == "second"
+        assert paths == {"by.hand": by_hand, "first": ErrorLocation.get("first"), "second": second_id}
 
-    def test_unknown_places(self):
+    def test_unknown_locations(self):
         assert ErrorLocation.UNKNOWN == 0
         assert ErrorLocation.name(0) == "Unknown"
         assert (ErrorLocation.name(77), ErrorLocation.path(77)) == ("Location_77", "")
 
-    def test_reset_forgets_names_but_no_live_model(self):
+    def test_reset_drops_registered_names_but_no_live_model(self):
         ErrorLocation.register("by.hand")
         block = Block()
         ErrorLocation.reset()
@@ -348,7 +348,7 @@ class TestErrorLocation:
 
 
 class TestTree:
-    def test_everything_fits(self):
+    def test_every_path_gets_an_id_if_there_are_enough(self):
         tree = WeightedLocationTree()
         for path in ["a", "a.b", "c"]:
             tree.add_path(path)
@@ -395,7 +395,7 @@ class TestTree:
         assert tree.register_all() == {"a.b": 1, "c": 2}
         assert ErrorLocation.name(1) == "a.b"
 
-    def test_no_path_is_added_when_the_ids_are_given_out(self):
+    def test_no_path_can_be_added_after_build_ids(self):
         tree = WeightedLocationTree()
         tree.add_path("a")
         tree.build_ids()

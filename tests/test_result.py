@@ -18,7 +18,7 @@ def test_as_result():
     assert halve.__doc__ == "Half of an even number."
 
 
-def test_as_exception_undoes_as_result():
+def test_as_exception_reverses_as_result():
     for back in (as_exception, unwrap):
         assert back(halve)(4) == 2
         with pytest.raises(ValueError, match="odd"):
@@ -61,6 +61,6 @@ def test_results_can_be_matched():
             pytest.fail("it is Ok")
 
 
-def test_system_exit_is_no_result():
+def test_keyboard_interrupt_is_raised():
     with pytest.raises(KeyboardInterrupt):
         as_result(lambda: (_ for _ in ()).throw(KeyboardInterrupt))()

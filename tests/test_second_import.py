@@ -1,6 +1,6 @@
-"""The package is imported again in one process, or its modules are reloaded: what was there goes on beside the new.
+"""The package is imported again in one process, or its modules are reloaded: old and new objects work side by side.
 
-Scenarios share a process, and with it a test: to start one, and to load torch, takes most of the time.
+The scenarios share a process, and so a test, because starting a process and loading torch takes most of the time.
 """
 
 import json
@@ -14,7 +14,7 @@ WORKER = Path(__file__).with_name("second_import_worker.py")
 
 
 def failures(scenarios: str) -> list[str]:
-    """What went wrong in each scenario that failed."""
+    """The name and the traceback of each scenario that failed."""
     command = [sys.executable, "-W", "ignore", WORKER, scenarios]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

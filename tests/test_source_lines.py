@@ -26,7 +26,7 @@ TRACE = f"""  File "model.py", line 12, in forward
 """
 
 
-def test_a_line_in_full_and_in_short():
+def test_a_line_as_str_and_in_short():
     line = SourceLine("/src/model.py", 12, "forward", "return x")
     assert str(line) == "/src/model.py:12 in forward: return x"
     assert str(SourceLine("/src/model.py", 12, "forward")) == "/src/model.py:12 in forward"
@@ -40,7 +40,7 @@ def test_the_lines_of_a_stack_trace_outermost_first():
     )
 
 
-def test_a_frame_without_text_does_not_swallow_the_next():
+def test_a_frame_without_text_does_not_hide_the_next():
     trace = '  File "<stdin>", line 1, in <module>\n  File "model.py", line 12, in forward\n    return x\n'
     assert [line.line for line in lines_of_trace(trace)] == [1, 12]
     assert lines_of_trace(trace)[0].text == ""

@@ -127,7 +127,7 @@ class TestBeforeAndAfter:
         with pytest.raises(torch._dynamo.exc.Unsupported):
             model(self.ids())
 
-    def test_with_torchguard_only_bad_samples_are_marked(self, compiled):
+    def test_with_torchguard_only_bad_samples_are_flagged(self, compiled):
         parts = self.parts
 
         @tracked
@@ -178,7 +178,7 @@ def test_quick_start(compiled):
     assert (f.shape, f.dtype) == ((32, 4), torch.int64)
     assert not has_err(f)
 
-    # One Inf a row: layer1 makes every unit Inf or -Inf, layer2 adds the two up.
+    # One Inf in each row: layer1 makes every unit Inf or -Inf, and layer2 adds Inf and -Inf.
     x[:4, 0] = INF
     out, f = model(x)
     assert has_err(f)
@@ -378,7 +378,7 @@ class TestErr:
 
     def test_queries(self):
         @traced
-        def ask(f):
+        def query(f):
             return (
                 err.is_ok(f),
                 err.is_err(f),
@@ -396,7 +396,7 @@ class TestErr:
 
         f = err.push(err.new_t(3), err.NAN, location=1, where=rows(3, 0))
         f = err.push(f, err.FALLBACK_VALUE, location=1, where=rows(3, 0, 1))
-        assert [answer.tolist() for answer in ask(f)] == [
+        assert [answer.tolist() for answer in query(f)] == [
             [False, False, True],
             [True, True, False],
             False,
@@ -423,7 +423,7 @@ class TestErr:
         assert (err_z.tolist(), err_ids.tolist()) == ([[2.0]], [20])
 
     def test_dynamic_filters_break_the_graph(self):
-        # fullgraph=True turns the capture of dynamic shapes on by itself.
+        # fullgraph=True would turn on the capture of dynamic shapes.
         @torch.compile(backend="aot_eager")
         @torch._dynamo.error_on_graph_break(True)
         def forward(x):
@@ -487,7 +487,7 @@ class TestErr:
         assert codes_of(cleared) == [[err.SATURATED]]
 
 
-def test_flags_show_what_was_recorded():
+def test_flags_report_what_was_recorded():
     f = push(err.new_t(32), err.NAN, "encoder", where=rows(32, 0, 1, 2))
     f = push(f, err.INF, "output", where=rows(32, 0, 9))
     assert has_err(f)
@@ -504,7 +504,7 @@ def test_flags_show_what_was_recorded():
 
 
 class TestHelpers:
-    def test_helpers_take_the_module_as_the_place(self):
+    def test_helpers_take_the_module_as_the_location(self):
         @tracked
         class Model(nn.Module):
             def __init__(self):
@@ -620,14 +620,14 @@ class TestControlFlow:
         from torchguard.experimental import AND, HAS, IS, NOT, OR, err
 
         @compiled
-        def ask(x):
+        def query(x):
             f = flag_nan_and_inf(x, "x", err.new(x))
             nan, inf = IS(err.NAN, f), IS(err.INF, f)
             return HAS(f), nan, inf, OR(nan, inf), AND(nan, inf), NOT(inf)
 
-        answers = ask(torch.tensor([[1.0], [NAN]]))
+        answers = query(torch.tensor([[1.0], [NAN]]))
         assert [bool(answer) for answer in answers] == [True, True, False, True, False, True]
-        answers = ask(torch.tensor([[1.0], [2.0]]))
+        answers = query(torch.tensor([[1.0], [2.0]]))
         assert [bool(answer) for answer in answers] == [False, False, False, False, False, True]
 
     def test_simple_conditional(self, compiled):
@@ -711,7 +711,7 @@ class TransformerBlock(nn.Module):
 
 
 class TestLocationTracking:
-    def test_submodules_with_parameters_know_their_path(self):
+    def test_submodules_with_parameters_have_a_path(self):
         block = TransformerBlock(8, 2)
         assert block.attention._fx_path == "attention"
         assert block.ffn._fx_path == "ffn"
@@ -887,11 +887,11 @@ class TestAccumulation:
             order=Order.FIRST,
             dedupe=Dedupe.UNIQUE,
         )
-        kept = self.pushed((err.NAN, 1), (err.NAN, 1), (err.INF, 2), (err.INF, 3))
-        assert kept == [(err.NAN, 1), (err.INF, 2)]
+        recorded = self.pushed((err.NAN, 1), (err.NAN, 1), (err.INF, 2), (err.INF, 3))
+        assert recorded == [(err.NAN, 1), (err.INF, 2)]
 
     @pytest.mark.parametrize(
-        ("policy", "kept"),
+        ("policy", "recorded"),
         [
             (
                 AccumulationConfig(priority=Priority.CHRONO, order=Order.FIRST, dedupe=Dedupe.UNIQUE),
@@ -908,18 +908,18 @@ class TestAccumulation:
         ],
         ids=["FIFO", "LIFO", "severity"],
     )
-    def test_common_configurations(self, policy, kept):
+    def test_common_configurations(self, policy, recorded):
         tg.CONFIG.num_slots = 2
         tg.CONFIG.accumulation = policy
         records = [(err.SATURATED, 1), (err.NAN, 2), (err.OOB, 3), (err.ZERO_OUTPUT, 4)]
-        assert set(self.pushed(*records)) == kept
+        assert set(self.pushed(*records)) == recorded
 
     @pytest.mark.parametrize(
-        ("order", "kept"),
+        ("order", "recorded"),
         [(Order.FIRST, range(16)), pytest.param(Order.LAST, range(4, 20), marks=pytest.mark.long)],
         ids=["FIFO", "LIFO"],
     )
-    def test_only_fifo_shows_where_a_nan_originated(self, order, kept):
+    def test_only_fifo_records_where_a_nan_originated(self, order, recorded):
         @tracked
         class Model(nn.Module):
             def __init__(self):
@@ -935,7 +935,7 @@ class TestAccumulation:
 
         tg.CONFIG.accumulation = AccumulationConfig(priority=Priority.CHRONO, order=order, dedupe=Dedupe.UNIQUE)
         _, f = traced(Model())(torch.tensor([[NAN, 1.0], [1.0, 1.0]]))
-        assert {error.location_name for error in flags.unpack(f, 0)} == {f"layers.{layer}" for layer in kept}
+        assert {error.location_name for error in flags.unpack(f, 0)} == {f"layers.{layer}" for layer in recorded}
         assert flags.unpack(f, 1) == []
 
 

@@ -76,7 +76,7 @@ def test_guards_of_an_artifact_are_counted_and_recompiles_explained(invoke, capt
     assert "mark_dynamic" in output
 
 
-def test_guards_of_a_callable_come_with_their_cost(invoke, module, guards_for_a_clock):
+def test_guards_of_a_callable_come_with_their_cost(invoke, module, fake_guard_clock):
     output = json.loads(invoke("analyze", "-t", "guards", f"{module(BUILD)}:build", "--json").stdout)
     (frame,) = output["frames"]
     assert frame["function"] == "Net.forward"

@@ -46,7 +46,7 @@ def test_self_times_sum_to_the_total():
         assert sum(child.microseconds for child in node.children) <= node.microseconds * (1 + 1e-9)
 
 
-def test_the_most_expensive_subtree_is_the_long_list(guards_for_a_clock):
+def test_the_most_expensive_subtree_is_the_long_list(fake_guard_clock):
     net = compiled(Uneven(60))
     x = torch.ones(2, 3)
     net(x)

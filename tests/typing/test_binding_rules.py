@@ -246,7 +246,7 @@ def test_advice_makes_a_tensor_fit(call):
     annotations = {name: as_ours(dims) for name, dims in call.declared.items()}
     tensors = {name: tensor_of(shape) for name, shape in call.shapes.items()}
     error = error_of(annotations, tensors, call.owner)
-    for name, advice in re.findall(r"^  (\w+): (?:.*\n    )*(\.\w+\(.*\)) would fit", str(error), re.MULTILINE):
+    for name, advice in re.findall(r"^  (\w+): (?:.*\n    )*(\.\w+\(.*\)) would match", str(error), re.MULTILINE):
         shape = eval(f"tensor{advice}.shape", {"tensor": tensors[name]})
         event(advice.split("(")[0])
         assert name not in failing(call._replace(shapes=call.shapes | {name: tuple(shape)}))
