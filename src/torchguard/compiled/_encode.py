@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from torchguard._pytrees import PytreeSpec
 from torchguard._torch import ops, pytrees
 from torchguard.compiled._leaves import LeafType
 from torchguard.compiled._listing import type_text
-from torchguard.compiled._nesting import Nest
 from torchguard.compiled._nodes import full_name
 from torchguard.exceptions import SavedGraphError
 
@@ -83,10 +83,10 @@ def _encoded(value: Any, names: dict[Node, str]) -> Any:
     raise SavedGraphError(f"save: an argument of type {type(value).__name__} cannot be written.")
 
 
-def encoded_nest(nest: Nest) -> Any:
+def encoded_nest(nest: PytreeSpec) -> Any:
     """Tuples, lists and dicts by name, and places of tensors by number."""
     leaves: list[Any] = [None] * nest.count
-    for number, place in enumerate(nest.places):
+    for number, place in enumerate(nest.positions):
         leaves[place] = number
     return _encoded_part(pytrees.unflatten(leaves, nest.structure))
 

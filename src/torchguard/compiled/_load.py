@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchguard._pytrees import PytreeSpec, flatten_tensors
 from torchguard._torch import fakes
 from torchguard.compiled._encode import FORMAT, TORCH_VALUES, VERSION, operation
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
-from torchguard.compiled._leaves import LeafType, is_there
+from torchguard.compiled._leaves import LeafType, is_available
 from torchguard.compiled._listing import type_text
-from torchguard.compiled._nesting import Nest, nest_of
 from torchguard.compiled._trace import fakes_of, program_of
 from torchguard.exceptions import SavedGraphError
 
@@ -58,11 +58,11 @@ def _decoded(read: Any, backend: str, probe: bool) -> CompiledOut:
     graph = _decoded_graph(read["graph"], leaves, read.get("sources") or {})
     arguments = None if read["arguments"] is None else _decoded_nest(read["arguments"])
     results = _decoded_nest(read["results"])
-    if arguments is not None and len(arguments.places) != len(leaves):
+    if arguments is not None and len(arguments.positions) != len(leaves):
         raise SavedGraphError("load: the arguments do not hold as many tensors as there are leaves.")
     program = program_of(graph, _shown(read["name"])[:200], leaves)
     made = _KINDS[read["kind"]](program, Signature(arguments, lambda: results), backend=backend, probe=probe)
-    if len(made.graphs.outputs) != len(results.places):
+    if len(made.graphs.outputs) != len(results.positions):
         raise SavedGraphError("load: the graph does not return as many tensors as its results hold.")
     return made
 
@@ -134,7 +134,7 @@ def _decoded_value(read: Any, nodes: dict[str, Node]) -> Any:
 
 def _device(name: Any) -> torch.device:
     device = torch.device(name)
-    if not is_there(device):
+    if not is_available(device):
         raise SavedGraphError(f"load: the file is for {device}, and this machine has no such device.")
     return device
 
@@ -165,12 +165,12 @@ def _new_name(name: Any, taken: dict[str, Node]) -> str:
     return name
 
 
-def _decoded_nest(read: Any) -> Nest:
+def _decoded_nest(read: Any) -> PytreeSpec:
     numbers: list[int] = []
     value = _decoded_part(read, numbers)
     if numbers != list(range(len(numbers))):
         raise SavedGraphError(f"load: the tensors of a value are numbered {numbers}.")
-    return nest_of(value, "load: ", "")[0]
+    return flatten_tensors(value, "load", "")[0]
 
 
 def _decoded_part(read: Any, numbers: list[int]) -> Any:

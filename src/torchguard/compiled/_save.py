@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 def save(made: "CompiledOut", path: str | os.PathLike[str]) -> None:
     """Write a compiled function to a file. One with rules of its own is refused."""
     nest = made.signature.arguments
-    if made.program.lifted or any(leaf.dynamic for leaf in made.leaves):
+    if made.program.random_leaves or any(leaf.dynamic for leaf in made.leaves):
         raise SavedGraphError(f"save: {made.name} has lifted or dynamic leaves, and a graph is of one size.")
     for node in made.graph.nodes:
         if node.op == "call_function":
             operation(full_name(node))
-    if made.graphs.has_own_rules:
+    if made.graphs.has_autograd_function:
         raise SavedGraphError(
             f"save: {made.name} uses an autograd.Function, which has rules of its own, and a file cannot hold them."
         )
