@@ -127,7 +127,7 @@ def _copy_shared_outputs(graph: Graph) -> None:
     output.args = (owned,)
 
 
-def is_view(node: Node) -> bool:
+def shares_input_storage(node: Node) -> bool:
     """Whether a node returns a view of its input."""
     if (
         node.target is operator.getitem

@@ -22,7 +22,7 @@ from torchguard._torch import fakes, nodes, ops, pytrees
 from torchguard._torch import tensors as tensors_of_torch
 from torchguard.exceptions import ImpureFunctionError
 
-_NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _AUTOGRAD_FUNCTION = str(Path("torch", "autograd", "function.py"))
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _LITERALS = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}

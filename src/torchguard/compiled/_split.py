@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from torchguard._torch import tensors
-from torchguard.compiled._cleanup import is_view
+from torchguard.compiled._cleanup import shares_input_storage
 from torchguard.compiled._nodes import OF_SHAPES, op_name
 
 # Where to find a residual: among the leaves, the outputs, or the private results of the first part.
@@ -91,7 +91,7 @@ def _second_part(results: Sequence[Node], linear: set[Node]) -> tuple[set[Node],
     todo = list(results)
     while todo:
         node = todo.pop()
-        is_free = node.op == "call_function" and (not node.all_input_nodes or is_view(node))
+        is_free = node.op == "call_function" and (not node.all_input_nodes or shares_input_storage(node))
         if node in run or node in residuals:
             continue
         if (node in linear or is_free) and node.op != "placeholder":
