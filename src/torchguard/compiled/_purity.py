@@ -64,11 +64,8 @@ class PurityMode(fakes.DispatchMode):
     ) -> None:
         super().__init__()
         self._name, self._random_leaves, self._leaf_storages = name, random_leaves, leaf_storages
-        self._search_stack, self._detach_constants, self.in_forward_mode = (
-            search_stack,
-            detach_constants,
-            in_forward_mode,
-        )
+        self._search_stack, self._detach_constants = search_stack, detach_constants
+        self.in_forward_mode = in_forward_mode
         self.random_tensors: list[tuple[str, Tensor]] = []
         self.has_autograd_function = False
         self.custom_ops: list[tuple[Any, str]] = []

@@ -1,8 +1,9 @@
 """Tracing: from a function of leaves to graphs of ATen operations, for its value and its derivatives.
 
-Derivatives are traced from the forward graph, with torch.func, so the function does not run again. The exceptions are
-functions that call an `autograd.Function`, whose rules the graph does not hold, and functions that take gradients of
-fused attention themselves: they run again for each derivative. The VJP of custom operators is traced with autograd.
+Derivatives are traced from the forward graph, with torch.func, so the function does not run again. There are two
+exceptions: a function that calls an `autograd.Function` runs again for each derivative, because the graph does not hold
+those rules; one that takes gradients of fused attention itself runs again for forward mode. The VJP of a function with
+custom operators is traced with autograd, because torch.func does not use the rules registered for them.
 """
 
 import re
@@ -83,7 +84,7 @@ class _LineInterpreter(torch.fx.Interpreter):
 
 
 def program_of(graph: GraphModule, name: str, leaves: tuple[LeafType, ...]) -> Program:
-    """A graph as a program. The source lines of its nodes are kept."""
+    """A graph as a program. Its nodes pass on their source lines."""
 
     def run(*values: Tensor) -> list[Tensor]:
         interpreter = _LineInterpreter(graph)
