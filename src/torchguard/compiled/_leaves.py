@@ -103,7 +103,7 @@ def matcher(types: Sequence[LeafType]) -> Callable[[tuple[Any, ...]], bool]:
         if len(leaves) != count:
             return False
         try:
-            for leaf, (shape, stride, dtype, device) in zip(leaves, expected):  # noqa: B905 (fast; the lengths were compared above)
+            for leaf, (shape, stride, dtype, device) in zip(leaves, expected):  # noqa: B905 (fast, and the lengths are equal)
                 if leaf.shape != shape or leaf.dtype is not dtype or leaf.stride() != stride or leaf.device != device:
                     return False
                 if leaf.is_neg():
@@ -151,7 +151,7 @@ def check_leaves(types: Sequence[LeafType], values: Sequence[Any], what: str, no
     for leaf, value in zip(types, values, strict=True):
         difference = mismatch(leaf, value)
         if difference is not None:
-            name = leaf.name if leaf.name.startswith(noun) else f"{noun} {leaf.name}"
+            name = leaf.name if noun == "cotangent" else f"{noun} {leaf.name}"
             raise LeafTypeError(f"{what}: {name}: {difference}.")
 
 

@@ -183,27 +183,27 @@ def derivative_graph(forward: Forward, kind: str) -> GraphModule:
 
     def derivative(mode: PurityMode, *values: Tensor) -> list[Tensor]:
         leaves, rest = values[:n], values[n:]
-        own = [leaf for leaf, is_own in zip(leaves, program.differentiable, strict=True) if is_own]
+        point = [leaf for leaf, is_own in zip(leaves, program.differentiable, strict=True) if is_own]
 
-        def outputs(*moved: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-            queue = iter(moved)
-            chosen = [
+        def outputs(*primals: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+            queue = iter(primals)
+            merged = [
                 next(queue) if is_own else leaf for leaf, is_own in zip(leaves, program.differentiable, strict=True)
             ]
             with torch.enable_grad():  # so that the end of a `no_grad` block switches grad on, as the mode expects
-                found = program.run_in(mode, *chosen)
+                found = program.run_in(mode, *merged)
             return tuple(out for out in found if out.is_floating_point()), found
 
-        def gradients(*moved: Tensor) -> tuple[Tensor, ...]:
-            return _vjp(outputs, moved)[1](tuple(rest[m:]))
+        def gradients(*primals: Tensor) -> tuple[Tensor, ...]:
+            return _vjp(outputs, primals)[1](tuple(rest[m:]))
 
         if kind == "jvp":
-            _, pushed, found = _jvp(outputs, own, rest)
-            return [*found, *pushed]
+            _, output_tangents, found = _jvp(outputs, point, rest)
+            return [*found, *output_tangents]
         if kind == "vjp":
-            found, pull = (_autograd_vjp if forward.custom_ops else _vjp)(outputs, own)
-            return [*found, *pull(tuple(rest))]
-        return list(func.jvp(gradients, tuple(own), tuple(rest[:m]))[1])
+            found, pullback = (_autograd_vjp if forward.custom_ops else _vjp)(outputs, point)
+            return [*found, *pullback(tuple(rest))]
+        return list(func.jvp(gradients, tuple(point), tuple(rest[:m]))[1])
 
     # Torch has no JVP rule for fused attention, but has one for the math backend.
     with sdpa_kernel(SDPBackend.MATH) if kind != "vjp" else torch.no_grad():
@@ -214,24 +214,24 @@ def derivative_graph(forward: Forward, kind: str) -> GraphModule:
 
 def _vjp(f: Callable[..., Any], x: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
     """All outputs, and the pullback of those that are differentiable."""
-    made: Any = func.vjp(f, *x, has_aux=True)
-    return made[2], made[1]
+    found: Any = func.vjp(f, *x, has_aux=True)
+    return found[2], found[1]
 
 
 def _autograd_vjp(f: Callable[..., Any], x: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
     """The same with autograd: torch.func does not use the rules registered for a custom operator."""
     with torch.enable_grad():
         tracked = [leaf.detach().requires_grad_() for leaf in x]
-        smooth, found = f(*tracked)
+        differentiable, found = f(*tracked)
 
-    def pull(cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        pairs = [(out, cotangent) for out, cotangent in zip(smooth, cotangents, strict=True) if out.requires_grad]
+    def pullback(cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        pairs = [(out, w) for out, w in zip(differentiable, cotangents, strict=True) if out.requires_grad]
         if not pairs:
             return tuple(map(torch.zeros_like, x))
         outs, weights = zip(*pairs, strict=True)
         return torch.autograd.grad(outs, tracked, weights, allow_unused=True, materialize_grads=True)
 
-    return [out.detach() for out in found], pull
+    return [out.detach() for out in found], pullback
 
 
 def _jvp(f: Callable[..., Any], x: Sequence[Tensor], dx: Sequence[Tensor]) -> Any:
