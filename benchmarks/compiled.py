@@ -22,7 +22,7 @@ from record import RESULTS, environment
 
 import torchguard
 from torchguard import compiled
-from torchguard.compiled._leaves import fits
+from torchguard.compiled._leaves import matcher
 
 TURNS, SECONDS_A_TURN = 60, 0.01
 # The most that a value and VJP may take, relative to torch.compile and autograd.grad.
@@ -109,7 +109,7 @@ def measure(f: Callable[..., torch.Tensor], x: tuple[torch.Tensor, ...], device:
 def check_microseconds(x: tuple[torch.Tensor, ...]) -> float:
     """Microseconds of one check of four leaves."""
     c = compiled.compile_out(lambda a, b, c, d: a + b + c + d, *(x[0] for _ in range(4)), backend="eager")
-    check, leaves = fits(c.leaves), tuple(x[0] for _ in range(4))
+    check, leaves = matcher(c.leaves), tuple(x[0] for _ in range(4))
     assert check(leaves)
     return min(_took(lambda: check(leaves), 1000, "cpu") for _ in range(50)) * 1e3
 

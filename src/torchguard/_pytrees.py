@@ -1,21 +1,35 @@
-"""Values that hold tensors: tuples, lists, mappings and dataclasses, taken apart and put together again."""
+"""Pytrees: values that hold tensors in tuples, lists, mappings and dataclasses.
+
+torchguard walks pytrees in four places, because one walker cannot serve them all:
+
+- `children`, `map_tensors` and `tensors_in` below take whatever a model is given or returns. Dynamo traces them, so
+  they are plain loops and list comprehensions. They enter every mapping and dataclass, also those that nobody
+  registered with torch, and they never raise.
+- `PytreeSpec` below describes the arguments and results of a compiled function. It uses torch's own pytrees, which
+  compare two structures exactly and know the classes that a user registered. It raises for leaves that are no tensors.
+- `typing/_nodes.py` walks an annotation and a value side by side: the annotation decides what is entered.
+- `control._select` walks two values side by side in traced code, and raises where they differ.
+"""
 
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from torchguard._torch import pytrees
+from torchguard.exceptions import CompileError, LeafTypeError
+
 # An index, a key, or the name of an attribute.
-Step = Any
+Key = Any
 
 
-def parts_of(value: Any) -> list[tuple[Step, Any]]:
-    """The parts of a value that may hold tensors, each with the step that leads to it; none for anything else."""
+def children(value: Any) -> list[tuple[Key, Any]]:
+    """The children of a container that may hold tensors, each with its key; empty for anything else."""
     if value is None or isinstance(value, (Tensor, str, int, float, FunctionType)):
         return []
     if isinstance(value, Mapping):
@@ -27,71 +41,73 @@ def parts_of(value: Any) -> list[tuple[Step, Any]]:
     return []
 
 
-def part_at(value: Any, step: Step) -> Any:
-    """The part of a value one step away, None if there is no such part."""
+def child_at(value: Any, key: Key) -> Any:
+    """The child of a container under a key; None if there is no such child."""
     if isinstance(value, Mapping):
-        return value.get(step)
-    if isinstance(step, int):
-        return value[step] if isinstance(value, (tuple, list)) and step < len(value) else None
-    return getattr(value, str(step), None)
+        return value.get(key)
+    if isinstance(key, int):
+        return value[key] if isinstance(value, (tuple, list)) and key < len(value) else None
+    return getattr(value, str(key), None)
 
 
-def with_parts(value: Any, new: Mapping[Step, Any]) -> Any:
-    """A copy of a value with other parts at some steps; it keeps its kind and its other parts."""
+def replace_children(value: Any, new: Mapping[Key, Any]) -> Any:
+    """A copy of a container, of the same class, with other children under some keys."""
     if not new:
         return value
     return _traced_copy(value, new) if is_compiling() else _copy(value, new)
 
 
-def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """A value with `fn` applied to every tensor in it."""
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `fn` to every tensor in a pytree."""
     if isinstance(value, Tensor):
         return fn(value)
-    if type(value) is tuple:  # as most are: Dynamo takes long over what follows
+    if type(value) is tuple:  # the most frequent container: Dynamo is slow to trace the general case below
         items = []
-        for part in value:
-            items.append(mapped(part, fn))  # noqa: PERF401
+        for child in value:
+            items.append(map_tensors(child, fn))  # noqa: PERF401
         return tuple(items)
-    return with_parts(value, {step: mapped(part, fn) for step, part in parts_of(value) if _holds_a_tensor(part)})
+    return replace_children(
+        value, {key: map_tensors(child, fn) for key, child in children(value) if _holds_tensor(child)}
+    )
 
 
-def tensors_in(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[tuple[Step, ...], Tensor]]:
-    """Every tensor in a value, with the steps that lead to it."""
+def tensors_in(value: Any, ancestors: tuple[Any, ...] = ()) -> list[tuple[tuple[Key, ...], Tensor]]:
+    """Every tensor in a pytree, with the keys that lead to it. A container that holds itself is entered once."""
     if isinstance(value, Tensor):
         return [((), value)]
     found = []
-    # A list, not a generator: Dynamo takes long over these. And it cannot compare tuples.
-    if is_compiling() or not any(value is other for other in above):
-        for step, part in parts_of(value):
-            found += [((step, *steps), tensor) for steps, tensor in tensors_in(part, (*above, value))]
+    # A list, because Dynamo is slow to trace generators. Dynamo cannot compare the ancestors, so it skips that.
+    if is_compiling() or not any(value is ancestor for ancestor in ancestors):
+        for key, child in children(value):
+            found += [((key, *keys), tensor) for keys, tensor in tensors_in(child, (*ancestors, value))]
     return found
 
 
-def _holds_a_tensor(value: Any) -> bool:
+def _holds_tensor(value: Any) -> bool:
     if isinstance(value, Tensor):
         return True
-    for _, part in parts_of(value):  # noqa: SIM110 (a loop is faster to trace than a generator)
-        if _holds_a_tensor(part):
+    for _, child in children(value):  # noqa: SIM110 (a loop is faster to trace than a generator)
+        if _holds_tensor(child):
             return True
     return False
 
 
-def _copy(value: Any, new: Mapping[Step, Any]) -> Any:
-    """No constructor is called: it may want other arguments, or do more than construct."""
+def _copy(value: Any, new: Mapping[Key, Any]) -> Any:
+    """Copy without calling the constructor, which may take other arguments or have side effects."""
     if isinstance(value, tuple):
         items = _items(value, new)
         return tuple.__new__(type(value), items) if hasattr(value, "_fields") else type(value)(items)
     copied = copy.copy(value)
-    for step, part in new.items():
+    for key, child in new.items():
         if isinstance(value, (Mapping, list)):
-            copied[step] = part
+            copied[key] = child
         else:
-            object.__setattr__(copied, step, part)
+            object.__setattr__(copied, key, child)
     return copied
 
 
-def _traced_copy(value: Any, new: Mapping[Step, Any]) -> Any:
-    """The same by what Dynamo of torch 2.11 can trace."""
+def _traced_copy(value: Any, new: Mapping[Key, Any]) -> Any:
+    """The same with operations that Dynamo of torch 2.11 can trace."""
     if isinstance(value, (tuple, list)):
         items = _items(value, new)
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -99,11 +115,85 @@ def _traced_copy(value: Any, new: Mapping[Step, Any]) -> Any:
         return {**value, **new}
     if type(value) in (OrderedDict, defaultdict):
         copied = value.copy()
-        for step, part in new.items():
-            copied[step] = part
+        for key, child in new.items():
+            copied[key] = child
         return copied
     return dataclasses.replace(value, **new)
 
 
-def _items(value: Any, new: Mapping[Step, Any]) -> list[Any]:
-    return [new.get(step, part) for step, part in parts_of(value)]
+def _items(value: Any, new: Mapping[Key, Any]) -> list[Any]:
+    return [new.get(key, child) for key, child in children(value)]
+
+
+@dataclasses.dataclass(frozen=True)
+class PytreeSpec:
+    """The structure of a pytree whose leaves are tensors or None.
+
+    Args:
+        structure: torch's description of the containers.
+        positions: which of the leaves are tensors; the others are None.
+        count: the number of leaves.
+        is_tensor: whether the whole pytree is one tensor.
+        is_tuple: whether it is a flat tuple of tensors.
+        text: the structure as messages print it.
+    """
+
+    structure: pytrees.Structure
+    positions: tuple[int, ...]
+    count: int
+    is_tensor: bool
+    is_tuple: bool
+    text: str = dataclasses.field(compare=False)
+
+    def flatten(self, value: Any, what: str) -> list[Any]:
+        """The leaves of a value of this structure, without those that are None here.
+
+        Raises:
+            LeafTypeError: the value has another structure.
+        """
+        leaves, structure = pytrees.flatten(value)
+        if structure != self.structure:
+            raise LeafTypeError(f"{what}: expected the structure {self.text}, got {_describe(value)}.")
+        return [leaves[position] for position in self.positions]
+
+    def unflatten(self, tensors: Sequence[Any]) -> Any:
+        """A pytree of this structure that holds these tensors."""
+        if self.is_tensor:
+            return tensors[0]
+        if self.is_tuple:
+            return tuple(tensors)
+        leaves: list[Any] = [None] * self.count
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
+        return pytrees.unflatten(leaves, self.structure)
+
+
+def flatten_tensors(value: Any, what: str, advice: str) -> tuple[PytreeSpec, list[Tensor]]:
+    """The structure of a pytree, and its tensors.
+
+    Raises:
+        CompileError: a leaf is neither a tensor nor None.
+    """
+    leaves, structure = pytrees.flatten(value)
+    for leaf, path in zip(leaves, pytrees.paths(value), strict=True):
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise CompileError(f"{what}{path}: expected a tensor, got {type(leaf).__name__}. {advice}".rstrip())
+    positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    is_tuple = type(value) is tuple and all(isinstance(child, Tensor) for child in value)
+    spec = PytreeSpec(structure, positions, len(leaves), isinstance(value, Tensor), is_tuple, _describe(value))
+    return spec, [leaves[position] for position in positions]
+
+
+def _describe(value: Any) -> str:
+    """Containers with `*` for each tensor: `(*, {'mask': *})`."""
+    text = _text(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(map(_text, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(child)}" for key, child in value.items()) + "}"
+    return "*" if isinstance(value, Tensor) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Steps that random programs on matrices of 3 by 4 are made of."""
+"""The operations that random programs on matrices of shape [3, 4] are made of."""
 
 import torch
 import torch.nn.functional as F

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import pytest
 import torch
+from autograd_functions import SavesInputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from remembering import Remembering
 from tests.breadth import breadth
 from tests.compiled.programs import BINARY, UNARY
 from tests.compiled.zoo import ZOO, attention_block, attention_block_inputs, graphs, graphs_of, traced
@@ -87,7 +87,7 @@ def test_a_factor_of_one_plus_1e_7_in_the_last_gradient_fails_and_names_the_leaf
 
 
 def scaled_relu(factor):
-    class Scaled(Remembering):
+    class Scaled(SavesInputs):
         @staticmethod
         def forward(x):
             return torch.where(x > 0, x, 0.1 * x)
@@ -117,7 +117,7 @@ def test_a_custom_function_is_held_to_what_it_computes(factor, verdict, size):
 
 
 def test_a_custom_rule_with_a_small_error_that_gradcheck_lets_pass_fails():
-    class Cubed(Remembering):
+    class Cubed(SavesInputs):
         @staticmethod
         def forward(x):
             return x * x * x

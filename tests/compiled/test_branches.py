@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn.functional as F
-from remembering import Remembering
+from autograd_functions import SavesInputs
 from tests.compiled.zoo import graphs_of, traced
 from torch.func import vjp
 
@@ -19,7 +19,7 @@ from torchguard.compiled.certify.algebra._points import drawn
 def square_wrong_where(is_wrong):
     """x² of its first argument, with a derivative of the wrong sign where something holds of all its arguments."""
 
-    class Square(Remembering):
+    class Square(SavesInputs):
         @staticmethod
         def forward(x, *others):
             return x * x
@@ -91,7 +91,7 @@ def test_a_derivative_that_is_wrong_on_one_side_of_a_comparison_fails(is_wrong, 
 
 
 def test_a_gradient_that_is_clipped_far_out_fails():
-    class Clipped(Remembering):
+    class Clipped(SavesInputs):
         @staticmethod
         def forward(x):
             return x * x

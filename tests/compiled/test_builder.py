@@ -1,4 +1,4 @@
-"""Graphs by hand: ordered leaves, operations in SSA form, and what is compiled is the output."""
+"""Graphs built by hand: ordered leaves, operations in SSA form, and the outputs that are compiled."""
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ def test_a_graph_by_hand_is_that_of_the_function(b, backend):
     c = b.compile_out(y, backend=backend)
     point = torch.randn(4, 8), torch.randn(8, 3)
     f = compile_out(lambda x, w: F.softmax((x @ w).relu() * 2, dim=-1), *point, backend=backend)
-    seed = torch.randn(4, 3)
+    cotangent = torch.randn(4, 3)
     torch.testing.assert_close(c(*point), f(*point))
-    torch.testing.assert_close(c.vjp_with_seed(point, seed), f.vjp_with_seed(point, seed))
+    torch.testing.assert_close(c.vjp_with_seed(point, cotangent), f.vjp_with_seed(point, cotangent))
     assert [node.op for node in c.nodes] == [node.op for node in f.nodes]
 
 
@@ -58,22 +58,22 @@ def test_several_outputs(b):
 def test_a_scalar_output(b):
     x = b.leaf("x", (3,))
     assert b.compile_scalar((x * x).sum(), backend="eager").backward(torch.ones(3)).tolist() == [2.0] * 3
-    with pytest.raises(CompileError, match=r"compile_scalar: built returns f32\[3\]"):
+    with pytest.raises(CompileError, match=r"built: expected one float of shape \[\] as result, got f32\[3\]"):
         b.compile_scalar(x * x)
 
 
-def test_what_does_not_contribute_is_left_out(b):
+def test_operations_that_do_not_contribute_are_removed(b):
     x = b.leaf("x", (3,))
     _ = x.exp()
     assert len(b.compile_out(x.sin(), backend="eager").nodes) == 1
 
 
-def test_lines_are_those_that_built_it(b):
+def test_source_lines_are_those_that_built_the_graph(b):
     c = b.compile_out(b.leaf("x", (3,)).sin(), backend="eager")
     assert "test_builder.py" in c.nodes[0].source
 
 
-def test_a_wrong_shape_is_told_at_once(b):
+def test_a_wrong_shape_raises_at_once(b):
     x, w = b.leaf("x", (2, 3)), b.leaf("w", (2, 3))
     with pytest.raises(CompileError, match=r"built: at test_builder.py:\d+ in test_a_wrong_shape.*: RuntimeError: "):
         x @ w
@@ -89,11 +89,11 @@ def test_only_pure_operations_on_variables(b):
         torch.rand_like(x)
     with pytest.raises(CompileError, match="no value to branch on"):
         bool(x.sum() > 0)
-    with pytest.raises(CompileError, match="belongs to the builder other"):
+    with pytest.raises(CompileError, match="expected a variable of this builder, got one of the builder other"):
         x + Builder("other").leaf("y", (3,))
     with pytest.raises(CompileError, match=r"no operation 'os.system'"):
         b.op("os.system", x)
     with pytest.raises(CompileError, match="there is a leaf 'x' already"):
         b.leaf("x", (3,))
-    with pytest.raises(CompileError, match="have to be variables of this builder"):
+    with pytest.raises(CompileError, match="outputs: expected variables of this builder"):
         b.compile_out(torch.ones(3))

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from remembering import Remembering
+from autograd_functions import SavesInputs
 from rich.console import Console
 
 from torchguard.compiled import Builder, Certificate, CompileError, compile_out, compile_scalar
@@ -27,7 +27,7 @@ def c(point):
     return compile_out(block, *point, backend="eager")
 
 
-class Right(Remembering):
+class Right(SavesInputs):
     factor = 2.0
 
     @staticmethod
@@ -97,7 +97,7 @@ def test_a_wrong_tangent_has_a_taylor_remainder_of_slope_one():
     assert "slope 1.0" in claim.says
 
 
-class Quick(Remembering):
+class Quick(SavesInputs):
     """It turns ten thousand times within a unit."""
 
     factor = 1.0

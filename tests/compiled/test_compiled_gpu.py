@@ -1,4 +1,4 @@
-"""Compiled functions on a GPU: what they give is what eager mode gives in float64, and nothing crosses devices."""
+"""Compiled functions on a GPU: their results are those of eager mode in float64, and no tensor changes device."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torchguard.compiled import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),  # torch's own, about its matmuls
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),  # from torch, about its matmuls
 ]
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def device():
 
 @pytest.fixture
 def in_full_precision():
-    """Products of float32 as float32: convolutions are in TensorFloat32 unless told otherwise."""
+    """Compute products of float32 in float32: by default convolutions are in TensorFloat32."""
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     yield
@@ -96,7 +96,7 @@ def point_of(function, device):
     return (*floats, torch.randint(8, (6, 4)).to(device)) if function is gather_and_scatter else (*floats,)
 
 
-def directions_like(values, device):
+def random_like(values, device):
     return tuple(torch.randn(v.shape).to(device) if v.is_floating_point() else None for v in values)
 
 
@@ -112,28 +112,28 @@ class InFloat64:
         x = [*self.x]
         for i, leaf in zip(self.own, moved or [self.x[i] for i in self.own], strict=True):
             x[i] = leaf
-        with sdpa_kernel(SDPBackend.MATH):  # the fused one has no tangents
+        with sdpa_kernel(SDPBackend.MATH):  # torch has no JVP rule for the fused kernel
             found = self.f(*x)
         return found if isinstance(found, tuple) else (found,)
 
-    def pushed(self, dx):
+    def jvp(self, dx):
         moving = tuple(self.x[i] for i in self.own)
         return func.jvp(self.value, moving, tuple(d.cpu().double() for d in dx if d is not None))[1]
 
-    def pulled(self, w):
+    def vjp(self, w):
         pull = func.vjp(self.value, *(self.x[i] for i in self.own))[1]
-        return pull(tuple(seed.cpu().double() for seed in w))
+        return pull(tuple(cotangent.cpu().double() for cotangent in w))
 
-    def curved(self, dx, w):
+    def hvp(self, dx, w):
         def gradients(*moved):
-            return func.vjp(self.value, *moved)[1](tuple(seed.cpu().double() for seed in w))
+            return func.vjp(self.value, *moved)[1](tuple(cotangent.cpu().double() for cotangent in w))
 
         moving = tuple(self.x[i] for i in self.own)
         return func.jvp(gradients, moving, tuple(d.cpu().double() for d in dx if d is not None))[1]
 
 
-def assert_near(found, right, device, tolerance=2e-4):
-    """Each of some tensors lies on the device, and near what it is in float64."""
+def assert_close_to(found, right, device, tolerance=2e-4):
+    """Each tensor is on the device, and close to its value in float64."""
     found = [one for one in (found if isinstance(found, (tuple, list)) else (found,)) if one is not None]
     assert len(found) == len(right)
     for got, exact in zip(found, right, strict=True):
@@ -143,15 +143,15 @@ def assert_near(found, right, device, tolerance=2e-4):
         torch.testing.assert_close(got.cpu().double(), exact, rtol=tolerance, atol=atol)
 
 
-# What is called, and what it has to be near to.
+# The call, and the exact value of its result.
 MODES = {
     "forward": lambda c, x, dx, w: (c(*x), lambda exact: exact.value()),
-    "jvp": lambda c, x, dx, w: (c.jvp(x, dx)[1], lambda exact: exact.pushed(dx)),
-    "linearize": lambda c, x, dx, w: (c.linearize(x)[1](dx), lambda exact: exact.pushed(dx)),
+    "jvp": lambda c, x, dx, w: (c.jvp(x, dx)[1], lambda exact: exact.jvp(dx)),
+    "linearize": lambda c, x, dx, w: (c.linearize(x)[1](dx), lambda exact: exact.jvp(dx)),
     "value of vjp": lambda c, x, dx, w: (c.value_and_vjp(x, w)[0], lambda exact: exact.value()),
-    "vjp": lambda c, x, dx, w: (c.vjp_with_seed(x, w), lambda exact: exact.pulled(w)),
-    "pullback": lambda c, x, dx, w: (c.vjp(x)[1](w), lambda exact: exact.pulled(w)),
-    "hvp": lambda c, x, dx, w: (c.hvp(x, dx, w), lambda exact: exact.curved(dx, w)),
+    "vjp": lambda c, x, dx, w: (c.vjp_with_seed(x, w), lambda exact: exact.vjp(w)),
+    "pullback": lambda c, x, dx, w: (c.vjp(x)[1](w), lambda exact: exact.vjp(w)),
+    "hvp": lambda c, x, dx, w: (c.hvp(x, dx, w), lambda exact: exact.hvp(dx, w)),
 }
 
 
@@ -160,9 +160,9 @@ def test_values_and_derivatives_are_those_of_float64(function, mode, device, in_
     x = point_of(function, device)
     c = compile_out(function, *x)
     exact = InFloat64(function, x)
-    found, right = MODES[mode](c, x, directions_like(x, device), directions_like(exact.value(), device))
-    assert_near(found, right(exact), device)
-    assert not c.healed
+    found, right = MODES[mode](c, x, random_like(x, device), random_like(exact.value(), device))
+    assert_close_to(found, right(exact), device)
+    assert not c.fallbacks
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -172,9 +172,9 @@ def test_fused_attention_in_half_precision_has_gradients(dtype, device):
     exact = InFloat64(fused_attention, x)
     w = torch.randn(2, 2, 16, 32).to(device, dtype)
     y, pullback = c.vjp(x)
-    assert_near(y, exact.value(), device, 0.03)
-    assert_near(pullback(w), exact.pulled((w,)), device, 0.03)
-    assert_near(c.vjp_with_seed(x, w), exact.pulled((w,)), device, 0.03)
+    assert_close_to(y, exact.value(), device, 0.03)
+    assert_close_to(pullback(w), exact.vjp((w,)), device, 0.03)
+    assert_close_to(c.vjp_with_seed(x, w), exact.vjp((w,)), device, 0.03)
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
@@ -214,24 +214,24 @@ def test_a_dynamic_dim_may_have_any_size(function, device):
     for n in (x.shape[0], 5, 33, 1):
         there = torch.randn(n, *x.shape[1:]).to(device), *rest
         exact = InFloat64(function, there)
-        w = directions_like(exact.value(), device)
+        w = random_like(exact.value(), device)
         y, pullback = c.vjp(there)
-        assert_near(y, exact.value(), device)
-        assert_near(pullback(w), exact.pulled(w), device)
-        assert_near(c.vjp_with_seed(there, w), exact.pulled(w), device)
+        assert_close_to(y, exact.value(), device)
+        assert_close_to(pullback(w), exact.vjp(w), device)
+        assert_close_to(c.vjp_with_seed(there, w), exact.vjp(w), device)
 
 
-def test_a_leaf_that_is_elsewhere_is_refused_by_name(device):
+def test_a_leaf_on_another_device_is_refused_by_name(device):
     x, here = point_of(mlp, device), point_of(mlp, CPU)
     c = compile_out(mlp, *x, backend="eager")
-    elsewhere = f"is on cpu, and {device} was compiled for"
-    with pytest.raises(LeafTypeError, match=f"mlp: leaf w {elsewhere}"):
+    mismatch = f"expected device {device}, got cpu"
+    with pytest.raises(LeafTypeError, match=f"mlp: leaf w: {mismatch}"):
         c(x[0], here[1], *x[2:])
-    with pytest.raises(LeafTypeError, match=f"mlp: tangent: leaf d_x {elsewhere}"):
+    with pytest.raises(LeafTypeError, match=f"mlp: tangent d_x: {mismatch}"):
         c.jvp(x, (here[0], *x[1:]))
-    with pytest.raises(LeafTypeError, match=f"mlp: seed: leaf seed_0 {elsewhere}"):
+    with pytest.raises(LeafTypeError, match=f"mlp: cotangent_0: {mismatch}"):
         c.vjp_with_seed(x, torch.ones(16, 4))
-    with pytest.raises(LeafTypeError, match=f"mlp: leaf x is on {device}, and cpu was compiled for"):
+    with pytest.raises(LeafTypeError, match=f"mlp: leaf x: expected device cpu, got {device}"):
         compile_out(mlp, *here, backend="eager")(*x)
 
 
@@ -268,7 +268,7 @@ def test_a_certificate_knows_how_coarsely_convolutions_round(device):
     assert dict(certificate.flags)[f"convolution precision on {device}"] == "tf32"
 
 
-def test_a_certificate_takes_no_notice_of_the_default_device(device):
+def test_a_certificate_ignores_the_default_device(device):
     x = point_of(mlp, device)
     with device:
         assert compile_out(mlp, *x, backend="eager").certify(level="enclosure").ok
@@ -290,15 +290,15 @@ def test_a_file_from_the_cpu_is_for_the_cpu(device, tmp_path):
     compile_out(mlp, *here, backend="eager").save(tmp_path / "here.json")
     again = load(tmp_path / "here.json", backend="eager")
     torch.testing.assert_close(again(*here), mlp(*here))
-    with pytest.raises(LeafTypeError, match=f"leaf x is on {device}, and cpu was compiled for"):
+    with pytest.raises(LeafTypeError, match=f"leaf x: expected device cpu, got {device}"):
         again(*point_of(mlp, device))
 
 
 @pytest.mark.parametrize("cudagraphs", [False, True])
-def test_nothing_is_written_over_by_the_next_call(cudagraphs, device):
+def test_the_next_call_does_not_overwrite_results(cudagraphs, device):
     x = point_of(mlp, device)
     w = torch.randn(16, 4, device=device)
-    kept = [leaf.clone() for leaf in (*x, w)]
+    before = [leaf.clone() for leaf in (*x, w)]
     with inductor_config.patch("triton.cudagraphs", cudagraphs):
         c = compile_out(mlp, *x)
         _, pullback = c.vjp(x)
@@ -311,7 +311,7 @@ def test_nothing_is_written_over_by_the_next_call(cudagraphs, device):
             c.vjp_with_seed(other, w + 1)
             pullback(w + 1)
     assert all(map(torch.equal, results, copies))
-    assert all(map(torch.equal, (*x, w), kept))
+    assert all(map(torch.equal, (*x, w), before))
     assert len({one.untyped_storage().data_ptr() for one in (*results, *x, w)}) == len(results) + len(x) + 1
 
 
@@ -323,7 +323,7 @@ def test_a_leaf_may_start_anywhere_in_memory(device):
     torch.testing.assert_close(c(*x), layer_norm(*x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_call_waits_for_nothing(device, no_sync):
+def test_a_call_does_not_synchronize(device, no_sync):
     x = point_of(mlp, device)
     w = torch.randn(16, 4, device=device)
     c = compile_out(mlp, *x)

@@ -1,4 +1,4 @@
-"""Where compiled functions live: on devices that are there, and checked on the CPU whatever the default is."""
+"""Devices of compiled functions: missing ones are refused, and checks run on the CPU whatever the default device is."""
 
 import pytest
 import torch
@@ -42,9 +42,9 @@ def test_an_operation_on_a_device_that_is_missing_is_refused():
 
 def test_a_leaf_on_another_device_is_refused_by_name(point):
     c = compile_out(f, *point, backend="eager")
-    with pytest.raises(LeafTypeError, match="f: leaf w is on meta, and cpu was compiled for"):
+    with pytest.raises(LeafTypeError, match="f: leaf w: expected device cpu, got meta"):
         c(point[0], point[1].to("meta"))
-    with pytest.raises(LeafTypeError, match="f: seed: leaf seed_0 is on meta, and cpu was compiled for"):
+    with pytest.raises(LeafTypeError, match="f: cotangent_0: expected device cpu, got meta"):
         c.vjp_with_seed(point, torch.ones(3, 5, device="meta"))
 
 
@@ -55,7 +55,7 @@ def test_a_function_on_another_device_has_a_graph_and_no_bounds(point):
     assert found.unsupported == ("arithmetic on meta",)
 
 
-def test_checks_take_no_notice_of_the_default_device(point):
+def test_checks_ignore_the_default_device(point):
     c = compile_out(f, *point, backend="eager")
     right = c.certify(level="enclosure")
     with torch.device("meta"):
@@ -72,23 +72,23 @@ def test_fused_attention_returns_what_its_gradients_need():
     assert node.args[4] is True
 
 
-def test_tracing_does_without_fused_layers_and_leaves_them_on():
+def test_tracing_switches_fused_layers_off_and_on_again():
     seen = []
 
-    def looks(x):
+    def record(x):
         seen.append((torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled))
         return x * 2
 
     before = torch.backends.cudnn.enabled
-    compile_out(looks, torch.ones(3), backend="eager")
+    compile_out(record, torch.ones(3), backend="eager")
     assert seen[0][0] is False
     assert torch.backends.cudnn.enabled is before
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_fused_cells_are_written_out(kind, bias):
-    """The operations of a GPU, on a CPU that does not have them."""
+def test_fused_cells_are_decomposed(kind, bias):
+    """These are operations of a GPU, which the CPU does not implement."""
     cell = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}[kind](4, 5, bias=bias)
     fused = getattr(torch.ops.aten, f"_thnn_fused_{kind}_cell")
 
@@ -110,7 +110,7 @@ def test_fused_cells_are_written_out(kind, bias):
     [(lambda x, w: F.conv2d(x, w), False), (lambda x, w: x.flatten(1) @ w.flatten(1).t(), True)],
     ids=["convolution", "product"],
 )
-def test_what_products_may_be_rounded_to_counts(work, coarse):
+def test_the_precision_of_products_counts(work, coarse):
     graphs = compile_out(work, torch.ones(2, 3, 1, 1), torch.ones(4, 3, 1, 1), backend="eager").graphs
     fine = graphs.tolerance
     before = torch.backends.mkldnn.matmul.fp32_precision

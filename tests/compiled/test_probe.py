@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from doubled import WronglyDoubled
+from autograd_functions import WronglyDoubled
 
 from torchguard.compiled import CompiledFunctionWarning, compile_out
 from torchguard.compiled._executables import BACKENDS
@@ -53,7 +53,7 @@ def test_code_with_the_gradient_of_torch_compile_is_caught_and_healed(image, mon
     torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3)
     said = [str(one.message) for one in told if one.category is CompiledFunctionWarning]
     assert bool(said) == is_wrong
-    assert c.healed == ({"vjp": "inductor without layout optimisation"} if is_wrong else {})
+    assert c.fallbacks == ({"vjp": "inductor without layout optimisation"} if is_wrong else {})
 
 
 def off_by(factor):
@@ -78,7 +78,7 @@ def test_wrong_code_is_replaced_and_a_warning_says_so(monkeypatch):
         found = c.vjp_with_seed(x, torch.ones(8))
     assert str(told[0].message) == expected
     torch.testing.assert_close(found, x.cos())
-    assert c.healed == {"vjp": "aot_eager"}
+    assert c.fallbacks == {"vjp": "aot_eager"}
 
 
 @pytest.mark.parametrize("call", ["jvp", "vjp_with_seed"])
@@ -152,7 +152,7 @@ def test_a_point_that_tells_nothing_does_not_end_the_probing(monkeypatch, nothin
 def test_a_derivative_that_is_zero_everywhere_is_not_probed_again_and_again():
     c = compile_out(torch.floor, torch.ones(3), backend="eager")
     c.vjp_with_seed(torch.ones(3), torch.ones(3))
-    assert "vjp" in c._ready
+    assert "vjp" in c._codes
 
 
 def test_rounding_inside_is_allowed_for():

@@ -1,4 +1,4 @@
-"""What is not pure is refused when it is compiled, and the line is named."""
+"""A function that is not pure is refused when it is compiled, with the source line."""
 
 import numpy as np
 import pytest
@@ -48,11 +48,11 @@ def drops(x):
     return F.dropout(x, 0.5)  # the line
 
 
-def has_a_shape_of_its_values(x):
+def has_a_data_dependent_shape(x):
     return x[x > 0].sum() + torch.nonzero(x).sum()  # the line
 
 
-def writes_much_out(x):
+def has_a_large_literal(x):
     return x + torch.tensor([float(i) for i in range(300)])[:3]  # the line
 
 
@@ -86,34 +86,34 @@ def reads_a_global_array(x):
     return x + torch.from_numpy(ARRAY)  # the line
 
 
-def reads_what_was_left_in_memory(x):
+def reads_uninitialized_memory(x):
     return x + torch.empty(3)  # the line
 
 
 REASONS = {
     writes_out: "aten.add changes an argument in place",
-    replaces_data: "the data of a tensor are replaced",
-    reads_a_global_list: r"Tensor.tolist reads a tensor that is no argument",
-    reads_a_global_array: "reads a tensor that is no argument",
-    reads_what_was_left_in_memory: "aten.empty returns memory as it was left. Use torch.zeros",
+    replaces_data: "Tensor.data is assigned. Use the new tensor itself",
+    reads_a_global_list: "Tensor.tolist reads a tensor that is not an argument",
+    reads_a_global_array: "reads a tensor that is not an argument",
+    reads_uninitialized_memory: "aten.empty returns uninitialized memory. Use torch.zeros",
     changes_its_argument: "aten.add_ changes an argument in place. Use the out-of-place form",
     changes_a_view_of_it: "aten.mul_ changes an argument in place",
-    branches: "the value of a tensor decides what is run. Use torch.where",
-    reads_a_value: "the value of a tensor decides what is run",
-    reads_a_global: "aten.mul reads a tensor that is no argument",
-    reads_a_global_number: "reads a tensor that is no argument",
-    draws: "aten.rand draws random numbers. Draw outside",
+    branches: "control flow depends on the value of a tensor. Use torch.where",
+    reads_a_value: "control flow depends on the value of a tensor",
+    reads_a_global: "aten.mul reads a tensor that is not an argument",
+    reads_a_global_number: "reads a tensor that is not an argument",
+    draws: "aten.rand draws random numbers. Draw them outside",
     drops: "aten.bernoulli.* draws random numbers",
-    has_a_shape_of_its_values: "depends on values",
-    writes_much_out: "a tensor of 300 numbers is written out",
+    has_a_data_dependent_shape: "the shape of the result of aten.* depends on values",
+    has_a_large_literal: "expected a literal tensor of at most 64 real elements, got 300 of torch.float32",
     fails: "RuntimeError",
-    takes_functions: "cond takes functions",
-    records: "autograd does not record here. Use torch.func.grad",
+    takes_functions: "cond is a higher-order operation",
+    records: "autograd does not record while a function is traced. Use torch.func.grad",
 }
 
 
 @pytest.mark.parametrize("f", REASONS, ids=lambda f: f.__name__)
-def test_what_is_not_pure_is_refused_with_its_line(f):
+def test_an_impure_function_is_refused_with_its_line(f):
     code = f.__code__
     with open(__file__) as source:
         lines = source.read().splitlines()
@@ -144,7 +144,7 @@ def test_batch_norm_that_trains_is_refused():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_changing_what_is_ones_own_is_fine(backend):
+def test_changing_a_tensor_made_inside_is_fine(backend):
     def f(x):
         y = torch.zeros(2, 3)
         y[0] = x * 2
@@ -164,7 +164,7 @@ def test_literals_are_no_hidden_constants():
     assert all(node.op != "get_attr" for node in c.graph.nodes)
 
 
-def test_random_numbers_may_be_lifted_to_leaves():
+def test_lift_rng_replaces_random_numbers_by_leaves():
     c = compile_out(lambda x: F.dropout(x * x, 0.5), torch.ones(4), lift_rng=True, backend="eager")
     assert [leaf.name for leaf in c.leaves] == ["x", "bernoulli_0"]
     x, mask = torch.randn(4), torch.tensor([1.0, 0.0, 1.0, 0.0])
@@ -176,7 +176,7 @@ def test_random_numbers_may_be_lifted_to_leaves():
     torch.testing.assert_close(c.jvp((x, mask), (torch.ones(4), None)), (y, 4 * x * mask))
 
 
-def test_random_numbers_of_a_module_may_be_lifted():
+def test_lift_rng_replaces_random_numbers_of_a_module():
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
     c = compile_out(model, torch.ones(2, 3), lift_rng=True, backend="eager")
     state, mask = state_of(model), torch.ones(2, 3)
@@ -202,7 +202,7 @@ def test_a_closed_over_tensor_may_not_be_returned():
         compile_out(lambda x: (x * 1, HIDDEN), torch.ones(3), backend="eager")
 
 
-class KeepsWhatItSaw(nn.Module):
+class StoresItsOutput(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.last = nn.Linear(3, 3), None
@@ -213,20 +213,20 @@ class KeepsWhatItSaw(nn.Module):
         return self.last[0] * 2
 
 
-class ReplacesItsBuffer(KeepsWhatItSaw):
+class ReplacesItsBuffer(StoresItsOutput):
     def forward(self, x):
         self.seen = self.seen + x
         return self.linear(x)
 
 
-def test_a_module_that_keeps_a_tensor_is_refused_and_left_as_it_was():
-    model = KeepsWhatItSaw()
+def test_a_module_that_stores_a_tensor_is_refused_and_restored():
+    model = StoresItsOutput()
     with pytest.raises(ImpureFunctionError, match=r"in forward: it sets the attribute 'last' to a tensor"):
         compile_out(model, torch.ones(2, 3), backend="eager")
     assert model.last is None
 
 
-class FillsAList(KeepsWhatItSaw):
+class FillsAList(StoresItsOutput):
     def __init__(self):
         super().__init__()
         self.inner = {"outputs": []}
@@ -236,13 +236,13 @@ class FillsAList(KeepsWhatItSaw):
         return self.inner["outputs"][-1] * 2
 
 
-class Registers(KeepsWhatItSaw):
+class Registers(StoresItsOutput):
     def forward(self, x):
         self.register_buffer("later", x * 2)
         return self.linear(x)
 
 
-class Counts(KeepsWhatItSaw):
+class Counts(StoresItsOutput):
     def forward(self, x):
         self.last = [*(self.last or []), "called"]
         return self.linear(x)
@@ -253,7 +253,7 @@ class Counts(KeepsWhatItSaw):
     [(FillsAList, "puts a tensor into '0.inner'"), (Registers, "puts a tensor into '0._buffers'")],
     ids=["list", "buffer"],
 )
-def test_a_module_that_fills_a_container_of_its_own_is_refused_and_left_as_it_was(kind, message):
+def test_a_module_that_stores_a_tensor_in_a_container_is_refused_and_restored(kind, message):
     model = nn.Sequential(kind())
     with pytest.raises(ImpureFunctionError, match=f"in forward: it {message}"):
         compile_out(model, torch.ones(2, 3), backend="eager")
@@ -261,7 +261,7 @@ def test_a_module_that_fills_a_container_of_its_own_is_refused_and_left_as_it_wa
     assert set(dict(model.named_buffers())) == {"0.seen"}
 
 
-def test_a_module_that_keeps_no_tensor_is_left_as_it_was():
+def test_a_module_that_stores_no_tensor_is_compiled_and_restored():
     model = Counts()
     assert compile_out(model, torch.ones(2, 3), backend="eager").vjp_with_seed(
         (state_of(model), torch.ones(2, 3)), torch.ones(2, 3)

@@ -1,13 +1,13 @@
-"""A dynamic dim: one graph serves all sizes that are alike, and the rest are traced when they are first met."""
+"""Dynamic dims: one symbolic graph serves the sizes it is valid for; others are traced when they are first used."""
 
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from autograd_functions import SavesInputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from remembering import Remembering
 from torch import func, nn
 
 from torchguard.compiled import CompileError, compile_out, compile_scalar, state_of
@@ -65,23 +65,23 @@ def assert_same(found, right):
     torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
 
 
-def gradients(f, x, seed):
-    return func.vjp(f, *x)[1](seed)
+def gradients(f, x, cotangent):
+    return func.vjp(f, *x)[1](cotangent)
 
 
 @pytest.mark.inductor
-def test_one_piece_of_code_serves_many_sizes(backend):
+def test_one_symbolic_graph_serves_many_sizes(backend):
     f, calls = counted(mlp)
     c = compile_out(f, torch.randn(6, 8), W, B, dynamic=BATCH, backend=backend)
     pullbacks = []
     for n in (6, 7, 2, 33):
-        x, seed = (torch.randn(n, 8), W, B), torch.randn(n, 3)
+        x, cotangent = (torch.randn(n, 8), W, B), torch.randn(n, 3)
         assert_same(c(*x), mlp(*x))
-        assert_same(c.vjp_with_seed(x, seed), gradients(mlp, x, seed))
-        pullbacks.append((c.vjp(x)[1], x, seed))
+        assert_same(c.vjp_with_seed(x, cotangent), gradients(mlp, x, cotangent))
+        pullbacks.append((c.vjp(x)[1], x, cotangent))
     assert len(calls) == 2  # with numbers, and with symbols
-    for pullback, x, seed in pullbacks:
-        assert_same(pullback(seed), gradients(mlp, x, seed))
+    for pullback, x, cotangent in pullbacks:
+        assert_same(pullback(cotangent), gradients(mlp, x, cotangent))
 
 
 def test_sizes_on_the_other_side_of_a_branch_are_traced_one_by_one():
@@ -110,7 +110,7 @@ def test_no_derivative_runs_the_function_again():
         assert len(calls) == 2
 
 
-def test_what_changes_after_compiling_changes_nothing(backend):
+def test_closed_over_values_are_those_of_when_it_was_compiled(backend):
     k = [2.0]
     c = compile_out(lambda x: x.sin() * k[0], torch.randn(4), dynamic={"x": 0}, backend=backend)
     k[0] = 5.0
@@ -144,7 +144,7 @@ def test_a_model_that_is_trained_afterwards_stays_as_it_was_compiled():
     ids=["isinstance", "nested", "str", "format", "lookup", "range"],
 )
 @pytest.mark.parametrize("example", [6, 10])
-def test_a_function_that_looks_at_a_size_as_a_number_sees_one(f, example):
+def test_a_function_that_uses_a_size_as_a_number_gets_one(f, example):
     c = compile_out(f, torch.randn(example), dynamic={"x": 0}, backend="eager")
     for n in (6, 7, 10, 123):
         x = torch.randn(n)
@@ -152,7 +152,7 @@ def test_a_function_that_looks_at_a_size_as_a_number_sees_one(f, example):
         assert type(c(x)) is type(f(x))
 
 
-def test_results_are_nested_as_their_size_has_it():
+def test_the_structure_of_the_results_may_depend_on_the_size():
     def f(x):
         return {"small": x.sin()} if x.shape[0] < 8 else [x.sin(), x.cos()]
 
@@ -163,7 +163,7 @@ def test_results_are_nested_as_their_size_has_it():
         assert_same(c.vjp(x)[0], f(x))
 
 
-def test_a_size_that_fails_does_not_end_sharing():
+def test_a_size_that_fails_leaves_the_symbolic_graph_in_use():
     calls = []
 
     def f(x):
@@ -180,7 +180,7 @@ def test_a_size_that_fails_does_not_end_sharing():
     assert len(calls) == before
 
 
-def test_a_derivative_that_needs_numbers_does_not_end_sharing_of_the_rest():
+def test_a_derivative_that_needs_numbers_leaves_the_other_code_symbolic():
     f, calls = counted(in_place)
     c = compile_out(f, torch.randn(6, 8), W, B, dynamic=BATCH, backend="eager")
     x = torch.randn(9, 8), W, B
@@ -190,7 +190,7 @@ def test_a_derivative_that_needs_numbers_does_not_end_sharing_of_the_rest():
     assert len(calls) == 2
 
 
-def test_the_listing_is_of_what_is_run():
+def test_the_listing_is_that_of_the_graph_that_runs():
     for f in FUNCTIONS:
         c, static = (
             compile_out(f, torch.randn(6, 8), W, B, dynamic=dynamic, backend="eager") for dynamic in (BATCH, None)
@@ -226,12 +226,12 @@ def test_a_scalar_of_any_size_has_gradients_and_a_hessian():
 
 def test_a_scalar_has_to_be_one_at_every_size():
     c = compile_scalar(lambda x: x.sum() if x.shape[0] < 5 else x, torch.ones(4), dynamic={"x": 0}, backend="eager")
-    with pytest.raises(CompileError, match=r"returns f32\[7\], not one number"):
+    with pytest.raises(CompileError, match=r"expected one float of shape \[\] as result, got f32\[7\]"):
         c(torch.ones(7))
     assert c(torch.ones(3)) == 3
 
 
-def test_threads_may_meet_new_sizes_at_once():
+def test_threads_may_use_new_sizes_at_once():
     c = compile_out(mlp, torch.randn(6, 8), W, B, dynamic=BATCH, backend="eager")
     found: list[bool] = []
 
@@ -257,7 +257,7 @@ def test_a_certificate_is_of_one_size():
 
 
 def test_a_wrong_derivative_is_found_at_any_size():
-    class Wrong(Remembering):
+    class Wrong(SavesInputs):
         @staticmethod
         def forward(x):
             return x**2
@@ -274,7 +274,7 @@ def test_a_wrong_derivative_is_found_at_any_size():
     for n in (5, 6):
         with pytest.warns(UserWarning, match="fails the adjoint identity"):
             c.vjp_with_seed(torch.randn(n), torch.randn(n))
-    assert c.healed == {"vjp": "eager"}
+    assert c.fallbacks == {"vjp": "eager"}
 
 
 @pytest.fixture(scope="module")
@@ -290,12 +290,12 @@ def test_any_size_gives_what_eager_mode_gives(compiled, f, n):
     generator = torch.Generator().manual_seed(n)
     x = torch.randn(n, 8, generator=generator), W, B
     dx = tuple(torch.randn(leaf.shape, generator=generator) for leaf in x)
-    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):  # the fused one has no tangents
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):  # torch has no JVP rule for the fused kernel
         y, dy = func.jvp(f, x, dx)
-        seed = tuple(map(torch.cos, y)) if isinstance(y, tuple) else y.cos()
-        pulled = gradients(f, x, seed)
+        cotangent = tuple(map(torch.cos, y)) if isinstance(y, tuple) else y.cos()
+        gradient = gradients(f, x, cotangent)
     assert_same(c(*x), y)
     assert_same(c.jvp(x, dx), (y, dy))
     assert_same(c.linearize(x)[1](dx), dy)
-    assert_same(c.value_and_vjp(x, seed), (y, pulled))
-    assert_same(c.vjp(x)[1](seed), pulled)
+    assert_same(c.value_and_vjp(x, cotangent), (y, gradient))
+    assert_same(c.vjp(x)[1](cotangent), gradient)

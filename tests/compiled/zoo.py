@@ -1,4 +1,4 @@
-"""Functions to certify, of every kind a model is made of, and how to trace one to its three graphs."""
+"""Functions to certify, of every kind that models are made of, and their forward, JVP and VJP graphs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @dataclass(frozen=True)
 class Graphs:
-    """The graphs of one function, and which of its leaves have a derivative."""
+    """The graphs of one function, and which of its leaves are differentiable."""
 
     forward: GraphModule
     jvp: GraphModule
@@ -34,43 +34,45 @@ def traced(fn: Callable[..., Any], inputs: Sequence[Tensor], *, functional: bool
 
 
 def graphs_of(fn: Callable[..., Any], inputs: Sequence[Tensor], *, functional: bool = True) -> Graphs:
-    """Forward, JVP and VJP graph of a function of tensors. A custom function does not go with `functional`."""
+    """The forward, JVP and VJP graphs of a function. Pass `functional=False` if it calls an `autograd.Function`."""
     inputs = tuple(inputs)
     n = len(inputs)
     flat = lambda *xs: list(y) if isinstance(y := fn(*xs), tuple | list) else [y]  # noqa: E731
     outputs = flat(*inputs)
     differentiable = tuple(x.is_floating_point() for x in inputs)
-    places = [i for i, is_it in enumerate(differentiable) if is_it]
-    has_tangent = [y.is_floating_point() for y in outputs]
+    positions = [i for i, is_differentiable in enumerate(differentiable) if is_differentiable]
+    has_cotangent = [y.is_floating_point() for y in outputs]
 
     def of_leaves(xs):
         def inner(*ds):
             merged = list(xs)
-            for i, d in zip(places, ds, strict=True):
+            for i, d in zip(positions, ds, strict=True):
                 merged[i] = d
             ys = flat(*merged)
-            return tuple(y for y, is_it in zip(ys, has_tangent, strict=True) if is_it), ys
+            return tuple(y for y, is_differentiable in zip(ys, has_cotangent, strict=True) if is_differentiable), ys
 
         return inner
 
-    def jvp_fn(*all_of_them):
-        xs, ts = all_of_them[:n], all_of_them[n:]
-        primal = tuple(xs[i] for i in places)
+    def jvp_fn(*values):
+        xs, ts = values[:n], values[n:]
+        primal = tuple(xs[i] for i in positions)
         _, dys, ys = jvp(of_leaves(xs), primal, ts, has_aux=True)
         return [*ys, *dys]
 
-    def vjp_fn(*all_of_them):
-        xs, ws = all_of_them[:n], all_of_them[n:]
-        _, pull, ys = vjp(of_leaves(xs), *(xs[i] for i in places), has_aux=True)
+    def vjp_fn(*values):
+        xs, ws = values[:n], values[n:]
+        _, pull, ys = vjp(of_leaves(xs), *(xs[i] for i in positions), has_aux=True)
         return [*ys, *pull(tuple(ws))]
 
-    tangents = [torch.randn_like(inputs[i]) for i in places]
-    seeds = [torch.randn_like(y) for y, is_it in zip(outputs, has_tangent, strict=True) if is_it]
-    # Fused attention has no rule for tangents; what it is made of has.
+    tangents = [torch.randn_like(inputs[i]) for i in positions]
+    cotangents = [
+        torch.randn_like(y) for y, is_differentiable in zip(outputs, has_cotangent, strict=True) if is_differentiable
+    ]
+    # Torch has no JVP rule for fused attention, but has one for the math backend.
     with sdpa_kernel(SDPBackend.MATH):
         jvp_graph = traced(jvp_fn, [*inputs, *tangents], functional=functional)
     forward = traced(flat, inputs, functional=functional)
-    vjp_graph = traced(vjp_fn, [*inputs, *seeds], functional=functional)
+    vjp_graph = traced(vjp_fn, [*inputs, *cotangents], functional=functional)
     return Graphs(forward, jvp_graph, vjp_graph, differentiable, inputs)
 
 
@@ -123,7 +125,7 @@ def _gru(x, h, wi, wh):
 
 
 def _pinn(x, w1, b1, w2):
-    """The residual u'' + u of a network u, as a physics-informed loss takes it."""
+    """The residual u'' + u of a network u, as in a physics-informed loss."""
 
     def u(point):
         return (torch.tanh(point * w1 + b1) * w2).sum()

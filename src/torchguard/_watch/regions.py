@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._operators import are_kept_whole, define
-from torchguard._pytrees import mapped, tensors_in
+from torchguard._pytrees import map_tensors, tensors_in
 from torchguard._torch.settings import describe_regions_once, keep_what_regions_are_given
 from torchguard._watch.state import Watch
 from torchguard._watch.wrapper import Eye
@@ -117,6 +117,6 @@ def _once(region: Region, *args: Any, **kwargs: Any) -> tuple[Any, Sequence[Tens
     given: list[Tensor] = []
     for one in (*args, *kwargs.values()):
         given += [one] if isinstance(one, Tensor) else [z for _, z in tensors_in(one)]
-    output = mapped(output, lambda z: z.clone() if any(z is one for one in given) else z)
+    output = map_tensors(output, lambda z: z.clone() if any(z is one for one in given) else z)
     found, journal.found, journal.marks = journal.found, [], None  # Dynamo would take them for another way out
     return output, tuple(found), tuple([rows for _, _, rows in journal.remarks])

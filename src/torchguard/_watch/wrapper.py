@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.record import push
-from torchguard._pytrees import mapped, tensors_in
+from torchguard._pytrees import map_tensors, tensors_in
 from torchguard._torch.modules import is_of_torch
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard._watch.backward import NAN_MARK
@@ -234,7 +234,7 @@ def _seen(
     if isinstance(value, Tensor):
         return journal.see(value, place, stops, is_argument, squares, dim)
     if journal.repairs:
-        return mapped(value, lambda z: journal.see(z, place, stops, is_argument, squares, dim))
+        return map_tensors(value, lambda z: journal.see(z, place, stops, is_argument, squares, dim))
     for _, z in tensors_in(value):
         journal.see(z, place, stops, is_argument, squares, dim)
     return value
@@ -265,7 +265,7 @@ def _without(origin: Tensor, output: Any, journal: Journal) -> Any:
         is_plain = z.layout == torch.strided and not z.is_nested
         return without_samples(origin, z, journal.batch, journal.dim_of(z, None)) if is_plain else z
 
-    return mapped(output, blank)
+    return map_tensors(output, blank)
 
 
 def _reduced_to_plain(shell: Any, reduced: Any) -> Any:

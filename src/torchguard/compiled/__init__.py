@@ -1,4 +1,4 @@
-"""Functions compiled once to a static graph, then evaluated, pushed forward and pulled back; and certified."""
+"""Functions compiled once to a static graph, then evaluated, differentiated and certified."""
 
 from torchguard._graphs.listing import Line
 from torchguard.compiled._builder import Builder, Var

@@ -1,7 +1,8 @@
-"""Graphs by hand: ordered leaves, operations on them in SSA form, and what is returned is the output."""
+"""`Builder`: a graph built by hand, from ordered leaves and operations on them in SSA form."""
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchguard._graphs.listing import Line, lines_of, listing_of
 from torchguard._graphs.source_lines import caller_line
+from torchguard._pytrees import flatten_tensors
 from torchguard._torch import fakes, ops, pytrees
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
-from torchguard.compiled._leaves import LeafType, cotangent_type, is_there
-from torchguard.compiled._nesting import nest_of
-from torchguard.compiled._purity import Watch, name_of
+from torchguard.compiled._leaves import LeafType, dense_type, is_available
+from torchguard.compiled._purity import PurityMode, name_of
 from torchguard.compiled._trace import program_of
 from torchguard.exceptions import CompileError, TorchGuardError
 
@@ -24,7 +25,7 @@ _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
 class Var:
-    """A variable of a builder: it has a shape and a dtype, and functions and methods of torch apply to it."""
+    """A variable of a builder. It has a shape and a dtype but no value; torch functions and methods apply to it."""
 
     def __init__(self, builder: "Builder", value: Tensor) -> None:
         self._builder, self._value = builder, value
@@ -35,7 +36,7 @@ class Var:
         return found[0]._builder.apply(func, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(Tensor, name)  # an AttributeError that names it, where there is none
+        method = getattr(Tensor, name)  # raises an AttributeError that names it, if there is none
         if not callable(method):
             return self._builder.apply(method.__get__, self)
         return lambda *args, **kwargs: self._builder.apply(method, self, *args, **kwargs)
@@ -63,8 +64,8 @@ for _name in (*_OPERATORS, *_COMPARISONS):
     setattr(Var, f"__{_name}__", _operator(_name))
 
 
-class _Recorder(Watch):
-    """Writes each operation it sees into a graph, functional ones alone."""
+class _Recorder(PurityMode):
+    """Records each operation in the graph of a builder. Only functional operations are allowed."""
 
     def __init__(self, builder: "Builder") -> None:
         super().__init__(builder.name)
@@ -94,7 +95,7 @@ class Builder:
     def __init__(self, name: str = "built") -> None:
         self.name, self.graph = name, Graph()
         self._leaves: list[LeafType] = []
-        # The tensors are kept, since an address may be used again.
+        # The tensors are stored as well: the id of one that is freed could be used again.
         self._known: dict[int, tuple[Tensor, Node]] = {}
 
     @property
@@ -120,36 +121,30 @@ class Builder:
         device: torch.device | str = "cpu",
         differentiable: bool = True,
     ) -> Var:
-        """A new leaf, after those there are."""
+        """Add a leaf after the existing ones."""
         if any(leaf.name == name for leaf in self._leaves):
-            raise CompileError(f"{self.name}: there is a leaf {name!r} already.")
-        if not is_there(torch.device(device)):
+            raise CompileError(f"{self.name}: there is a leaf {name!r} already. Choose another name.")
+        if not is_available(torch.device(device)):
             raise CompileError(f"{self.name}: leaf {name!r} is on {device}, and this machine has no such device.")
         with fakes.fake_mode():
             value = torch.empty(tuple(shape), dtype=dtype, device=device)
-        leaf = cotangent_type(value, name)
-        self._leaves.append(
-            LeafType(
-                *(leaf.name, leaf.shape, leaf.dtype, leaf.device, leaf.stride),
-                differentiable and dtype.is_floating_point,
-            )
-        )
+        leaf = replace(dense_type(value, name), differentiable=differentiable and dtype.is_floating_point)
+        self._leaves.append(leaf)
         last = ([None, *self.graph.find_nodes(op="placeholder")])[-1]
         first = next(iter(self.graph.nodes), None)
-        place = self.graph.inserting_after(last) if last else self.graph.inserting_before(first)
-        with place:
+        with self.graph.inserting_after(last) if last else self.graph.inserting_before(first):
             node = self.graph.placeholder(name if name.isidentifier() else f"leaf_{len(self._leaves)}")
         node.meta["val"] = value
         self._known[id(value)] = value, node
         return Var(self, value)
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """An ATen operation, given itself or by name: `b.op("aten.mm", x, w)`."""
+        """Apply an ATen operation, which may be given by name: `b.op("aten.mm", x, w)`."""
         if isinstance(target, str):
             namespace, _, name = target.partition(".")
             packet, _, overload = name.partition(".")
             if namespace not in ("aten", "prims") or not hasattr(getattr(torch.ops, namespace), packet):
-                raise CompileError(f"{self.name}: there is no operation {target!r}. Write it as 'aten.mm'.")
+                raise CompileError(f"{self.name}: there is no operation {target!r}. Use a name such as 'aten.mm'.")
             found = getattr(getattr(torch.ops, namespace), packet)
             target = getattr(found, overload) if overload else found
         return self.apply(target, *args, **kwargs)
@@ -164,12 +159,13 @@ class Builder:
 
     @fakes.one_at_a_time
     def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Apply a function of torch to variables, writing down the operations it runs."""
+        """Apply a torch function to variables, and record the operations it runs."""
         parts, structure = pytrees.flatten((args, kwargs))
         for part in parts:
             if isinstance(part, Var) and part._builder is not self:
                 raise CompileError(
-                    f"{self.name}: at {caller_line().short}: a variable belongs to the builder {part._builder.name}."
+                    f"{self.name}: at {caller_line().short}: expected a variable of this builder, "
+                    f"got one of the builder {part._builder.name}."
                 )
         given = pytrees.unflatten([part._value if isinstance(part, Var) else part for part in parts], structure)
         try:
@@ -178,13 +174,13 @@ class Builder:
         except TorchGuardError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            said = str(error).strip().splitlines()[0]
-            raise CompileError(f"{self.name}: at {caller_line().short}: {type(error).__name__}: {said}") from error
+            reason = str(error).strip().splitlines()[0]
+            raise CompileError(f"{self.name}: at {caller_line().short}: {type(error).__name__}: {reason}") from error
         found, structure = pytrees.flatten(result)
         return pytrees.unflatten([Var(self, part) if isinstance(part, Tensor) else part for part in found], structure)
 
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Write down an operation that was run on variables; one that returns no tensor only asks, and is left out."""
+        """Record an operation that was run on variables. Queries, which return no tensor, are not recorded."""
         if not any(isinstance(part, Tensor) for part in pytrees.flatten(result)[0]):
             return
         parts, structure = pytrees.flatten((args, kwargs))
@@ -205,16 +201,17 @@ class Builder:
         return self._known[id(variable._value)][1]
 
     def type_of(self, variable: Var) -> LeafType:
-        return cotangent_type(variable._value, "")
+        return dense_type(variable._value, "")
 
     def _compiled(self, kind: Any, outputs: Any, backend: str, probe: bool) -> Any:
         parts, structure = pytrees.flatten(outputs)
         if not parts or not all(isinstance(part, Var) and part._builder is self for part in parts):
-            raise CompileError(f"{self.name}: the outputs have to be variables of this builder.")
-        nest, _ = nest_of(pytrees.unflatten([part._value for part in parts], structure), f"{self.name}: output ", "")
+            raise CompileError(f"{self.name}: outputs: expected variables of this builder.")
+        values = pytrees.unflatten([part._value for part in parts], structure)
+        results, _ = flatten_tensors(values, f"{self.name}: output", "")
         graph = self._module([self.node_of(part) for part in parts])
         program = program_of(graph, self.name, self.leaves)
-        return kind(program, Signature(None, lambda: nest), backend=backend, probe=probe)
+        return kind(program, Signature(None, lambda: results), backend=backend, probe=probe)
 
     def _module(self, results: Sequence[Node]) -> GraphModule:
         graph, copies = Graph(), {}

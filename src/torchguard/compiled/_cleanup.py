@@ -1,4 +1,4 @@
-"""Traced graphs made plain: literals written out, what does nothing left out, and outputs that are nobody else's."""
+"""Cleaning up traced graphs: literals become operations, identities go, and outputs get memory of their own."""
 
 import operator
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from torchguard._torch import fakes, nodes, ops, tensors
 from torchguard.exceptions import ImpureFunctionError
 
 aten = torch.ops.aten
-_MOST_IN_A_LITERAL = 64
+_MAX_LITERAL_ELEMENTS = 64
 _ZEROS = ("aten::_efficientzerotensor", "aten::_new_zeros_with_same_feature_meta")
 _SAME_VALUE = {"aten::alias", "aten::lift_fresh_copy", "aten::lift_fresh", "aten::detach"}
 
 
-def tidied(traced: GraphModule, names: Sequence[str], *, keep_detach: bool = True) -> GraphModule:
-    """A graph of functional ATen operations alone, whose placeholders have the given names.
+def clean_graph(traced: GraphModule, names: Sequence[str], *, keep_detach: bool = True) -> GraphModule:
+    """A graph that holds functional ATen operations alone, with these names for its placeholders.
 
     Args:
-        keep_detach: whether `detach` stays, where it is applied to what depends on a leaf.
+        keep_detach: whether to keep a `detach` of a value that depends on a leaf.
     """
     graph = traced.graph
     from_leaves: set[Node] = set()
@@ -29,18 +29,18 @@ def tidied(traced: GraphModule, names: Sequence[str], *, keep_detach: bool = Tru
         if node.op == "placeholder" or any(source in from_leaves for source in node.all_input_nodes):
             from_leaves.add(node)
         if node.op == "get_attr":
-            _write_out(graph, node, getattr(traced, str(node.target)))
+            _inline_literal(graph, node, getattr(traced, str(node.target)))
         elif _name(node) in _ZEROS:
             sizes = node.args[0] if _name(node) == _ZEROS[0] else node.meta["val"].shape
             _replace(graph, node, _full(graph, node, sizes, 0, node.meta["val"]))
-        elif _changes_nothing(node) and not (keep_detach and _name(node) == "aten::detach" and node in from_leaves):
+        elif _is_identity(node) and not (keep_detach and _name(node) == "aten::detach" and node in from_leaves):
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
-    _own_outputs(graph)
+    _copy_shared_outputs(graph)
     graph.eliminate_dead_code()
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not isinstance(node.meta.get("val"), Tensor):
-            graph.erase_node(node)  # it only checks: `_linalg_check_errors`, say
+            graph.erase_node(node)  # it only checks values, as `_linalg_check_errors` does
     for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
         _rename(node, name)
     graph.lint()
@@ -52,7 +52,7 @@ def _name(node: Node) -> str:
     return "" if schema is None else schema.name
 
 
-def _changes_nothing(node: Node) -> bool:
+def _is_identity(node: Node) -> bool:
     name = _name(node)
     if name in _SAME_VALUE:
         return True
@@ -64,12 +64,12 @@ def _changes_nothing(node: Node) -> bool:
     return set(node.kwargs) <= {"dtype"} and after.dtype == before.dtype
 
 
-def _write_out(graph: Graph, node: Node, value: Tensor) -> None:
-    """Replace a literal such as `torch.tensor([1.0, 2.0])` by operations that make it."""
-    if value.numel() > _MOST_IN_A_LITERAL or value.is_complex():
+def _inline_literal(graph: Graph, node: Node, value: Tensor) -> None:
+    """Replace a literal such as `torch.tensor([1.0, 2.0])` by operations that compute it."""
+    if value.numel() > _MAX_LITERAL_ELEMENTS or value.is_complex():
         raise ImpureFunctionError(
-            f"at {node.stack_trace}: a tensor of {value.numel()} numbers is written out in the function. "
-            "Make it an argument."
+            f"at {node.stack_trace}: expected a literal tensor of at most {_MAX_LITERAL_ELEMENTS} real elements, "
+            f"got {value.numel()} of {value.dtype}. Make it an argument."
         )
     numbers = value.reshape(-1).tolist()
     with graph.inserting_before(node):
@@ -91,7 +91,7 @@ def _full(graph: Graph, node: Node, shape: Any, number: Any, like: Tensor) -> No
 
 
 def _call(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-    """A new operation with a value and the line of an old one."""
+    """A new node with its fake value, and with the source line of an old one."""
     new = graph.call_function(target, args, kwargs or {})
     value = lambda part: part.meta["val"] if isinstance(part, Node) else part  # noqa: E731
     with fakes.fake_mode(), torch.no_grad():
@@ -110,7 +110,7 @@ def _rename(node: Node, name: str) -> None:
     nodes.rename(node, plain if plain and not plain[0].isdigit() else f"leaf_{plain}")
 
 
-def _own_outputs(graph: Graph) -> None:
+def _copy_shared_outputs(graph: Graph) -> None:
     """Copy each output that shares memory with a leaf, with another output, or with itself."""
     (output,) = graph.find_nodes(op="output")
     taken = {tensors.storage_of(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
@@ -127,8 +127,8 @@ def _own_outputs(graph: Graph) -> None:
     output.args = (owned,)
 
 
-def is_view(node: Node) -> bool:
-    """Whether a node gives its input in another shape, without computing anything."""
+def shares_input_storage(node: Node) -> bool:
+    """Whether a node returns a view of its input."""
     if (
         node.target is operator.getitem
         or not isinstance(node.meta.get("val"), Tensor)

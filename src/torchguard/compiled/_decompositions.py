@@ -1,6 +1,7 @@
-"""Fused attention written out: torch has no tangents for it, and has them for what it is made of.
+"""Decompositions of operations that have no JVP rule in torch.
 
-Recurrent cells written out: on a GPU torch has one operation for each, without tangents.
+These are fused attention, and the fused LSTM and GRU cells that torch uses on a GPU. The operations they decompose to
+have JVP rules.
 """
 
 from typing import Any
@@ -38,37 +39,37 @@ def _with_bias(gates: Tensor, bias: Tensor | None) -> Tensor:
     return gates if bias is None else gates + bias
 
 
-# By operation, as a tracer takes them.
-CELLS: dict[Any, Any] = {
+# Decompositions by operation, as a tracer takes them.
+RECURRENT_CELLS: dict[Any, Any] = {
     torch.ops.aten._thnn_fused_lstm_cell.default: _lstm,
     torch.ops.aten._thnn_fused_gru_cell.default: _gru,
 }
 
 
-def is_fused(node: Node) -> bool:
+def is_fused_attention(node: Node) -> bool:
     return "scaled_dot_product" in str(node.target)
 
 
-def is_pulled_through(graph: GraphModule) -> bool:
-    """Whether a graph has the gradients of fused attention in it, which take more of it than what it returns."""
-    return any(is_fused(node) and "backward" in str(node.target) for node in graph.graph.nodes)
+def has_attention_backward(graph: GraphModule) -> bool:
+    """Whether a graph holds the backward operation of fused attention, which needs more than the forward result."""
+    return any(is_fused_attention(node) and "backward" in str(node.target) for node in graph.graph.nodes)
 
 
-class WritesOutAttention(Interpreter):
-    """Runs a graph with products and a softmax in the place of fused attention."""
+class AttentionDecomposer(Interpreter):
+    """Runs a graph with products and a softmax in place of fused attention."""
 
     def run_node(self, n: Node) -> Any:
         self._running = n
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if not is_fused(self._running):
+        if not is_fused_attention(self._running):
             return super().call_function(target, args, kwargs)
         names = [argument.name for argument in ops.schema_of(target).arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         like, *rest = self._running.meta["val"]
-        # What follows in the graph may take the result apart as it lay in memory; the rest is for gradients alone.
-        return (_laid_as(like, _attention(given)), *(None for _ in rest))
+        # Later nodes may view the result, so its strides have to be the same. The other results serve backward alone.
+        return (_with_dim_order(like, _attention(given)), *(None for _ in rest))
 
 
 def _attention(given: dict[str, Any]) -> Tensor:
@@ -85,8 +86,8 @@ def _attention(given: dict[str, Any]) -> Tensor:
         )
 
 
-def _laid_as(like: Tensor, values: Tensor) -> Tensor:
-    """The same values, with their dims in the order in memory that another tensor's have."""
+def _with_dim_order(like: Tensor, values: Tensor) -> Tensor:
+    """The same values, with the order of dims in memory of another tensor."""
     order = sorted(range(like.dim()), key=lambda dim: -like.stride(dim))
     back = sorted(range(like.dim()), key=order.__getitem__)
     return values.permute(order).clone(memory_format=torch.contiguous_format).permute(back)

@@ -1,4 +1,10 @@
-"""One piece of code for many sizes: a graph with symbols for them, used where what was asked of them holds."""
+"""Dynamic shapes: one graph with symbols for sizes, and code compiled from it that serves many sizes.
+
+The function is traced once with numbers for its sizes and once with symbols. Torch records each comparison of symbols
+as an assumption. The symbolic graph is used at every size for which all assumptions hold, but only if, at the example's
+sizes, it equals the graph that was traced with numbers. Each kind of code (forward, vjp, ...) is then made from a copy
+of that graph with symbols of its own, so that the assumptions of one kind do not restrict the others.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -8,93 +14,95 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
+from torchguard._pytrees import PytreeSpec
 from torchguard._torch import fakes, pytrees
 from torchguard._torch.fakes import SymbolicSizes, one_at_a_time
 from torchguard.compiled._executables import Code, Executables, Graphs, Run
-from torchguard.compiled._leaves import sized
-from torchguard.compiled._nesting import Nest
+from torchguard.compiled._leaves import with_sizes
 from torchguard.compiled._trace import Program, forward_graph, program_of
 from torchguard.exceptions import CompileError
 
 _log = logging.getLogger(__name__)
-# Torch takes sizes 0 and 1 for special.
-_LEAST = 2
+# Torch specializes on sizes 0 and 1.
+_SMALLEST = 2
 
 
-def shared(graphs: Graphs, sizes: Mapping[str, int], nest: Callable[[], Nest], backend: str) -> "Shared | None":
-    """What serves sizes besides the example's; None where sizes cannot be symbols, or make another graph if they are.
+def trace_symbolically(
+    graphs: Graphs, sizes: Mapping[str, int], results: Callable[[], PytreeSpec], backend: str
+) -> "SymbolicProgram | None":
+    """The program with symbols for its sizes; None if it cannot be traced with symbols, or gives another graph then.
 
     Args:
         graphs: those of the example.
         sizes: those of the example.
-        nest: how the results of the last run are nested.
+        results: the structure of the results of the last run.
     """
-    program, before = graphs.program, nest()
-    if graphs.need_the_function or program.lifted or min(sizes.values()) < _LEAST:
+    program, before = graphs.program, results()
+    if graphs.differentiates_function or program.random_leaves or min(sizes.values()) < _SMALLEST:
         return None
     try:
         symbols = SymbolicSizes(sizes)
         with symbols.in_use(), symbols.shown_as_numbers():
-            graph = forward_graph(_sized(program, symbols.symbols)).graph
+            graph = forward_graph(_at_sizes(program, symbols.symbols)).graph
         fakes.refuse_loose_symbols(graph)
-        made = Shared(program_of(graph, program.name, program.leaves), symbols, sizes, backend)
-        # A function may ask whether a size is a number, and nothing tells of that but what it then does.
-        is_same = nest() == before and _steps(Graphs(made.at(sizes)).forward) == _steps(graphs.forward)
-        return made if is_same else None
-    except Exception as error:  # whatever it is: one size may well be compiled, or says in words why not
-        _log.debug("%s: no code for many sizes: %s", program.name, error)
+        symbolic = SymbolicProgram(program_of(graph, program.name, program.leaves), symbols, sizes, backend)
+        # Torch does not record that a function tests whether a size is an int. Only the graph shows it.
+        is_same = results() == before and _steps(Graphs(symbolic.at(sizes)).forward) == _steps(graphs.forward)
+        return symbolic if is_same else None
+    except Exception as error:  # any failure: each size is then compiled on its own, and raises its own errors
+        _log.debug("%s: cannot be traced with symbolic sizes: %s", program.name, error)
         return None
 
 
-class Shared:
-    """A graph with symbols for sizes, traced once, and what is made of it: the function is not run again."""
+class SymbolicProgram:
+    """A graph with symbols for sizes, and the code made from it. The function itself does not run again."""
 
     def __init__(self, program: Program, symbols: SymbolicSizes, example: Mapping[str, int], backend: str) -> None:
         self._program, self._symbols, self._example, self._backend = program, symbols, example, backend
-        self._pieces: dict[str, _Piece | None] = {}
-        self.trusted: set[Code] = set()
+        self._codes: dict[str, _SymbolicCode | None] = {}
+        self.probed: set[Code] = set()
 
-    def holds_at(self, sizes: Mapping[str, int]) -> bool:
-        return min(sizes.values()) >= _LEAST and self._symbols.hold_at(sizes)
+    def is_valid_at(self, sizes: Mapping[str, int]) -> bool:
+        return min(sizes.values()) >= _SMALLEST and self._symbols.hold_at(sizes)
 
     def at(self, sizes: Mapping[str, int]) -> Program:
-        """The program at some sizes it holds for."""
-        return _sized(self._program, sizes)
+        """The program at sizes for which it is valid."""
+        return _at_sizes(self._program, sizes)
 
     @one_at_a_time
     def code(self, kind: str, sizes: Mapping[str, int], outputs: Sequence[Tensor]) -> Code | None:
-        """Code of a kind for sizes the graph holds for, if it holds too, and lays out its outputs as it should."""
-        if kind not in self._pieces:
-            self._pieces[kind] = self._made(kind)
-        piece = self._pieces[kind]
-        return piece.code if piece and piece.serves(sizes, outputs) else None
+        """Code of a kind; None if it cannot be made, or is not valid at these sizes, or returns other strides."""
+        if kind not in self._codes:
+            self._codes[kind] = self._compile(kind)
+        found = self._codes[kind]
+        return found.code if found and found.is_valid_at(sizes, outputs) else None
 
-    def refuse(self, kind: str) -> None:
+    def reject(self, kind: str) -> None:
         """Compile a kind of code for each size from now on."""
-        self._pieces[kind] = None
+        self._codes[kind] = None
 
-    def _made(self, kind: str) -> "_Piece | None":
+    def _compile(self, kind: str) -> "_SymbolicCode | None":
         try:
-            return _Piece(self._program, self._example, self._backend, kind)
-        except Exception as error:  # as above: code for one size says why, if it cannot be made either
-            _log.debug("%s: no %s for many sizes: %s", self._program.name, kind, error)
+            return _SymbolicCode(self._program, self._example, self._backend, kind)
+        except Exception as error:  # any failure, as above
+            _log.debug("%s: no %s for symbolic sizes: %s", self._program.name, kind, error)
             return None
 
 
-class _Piece:
-    """One kind of code. Each has symbols of its own: what one kind asks of sizes is nothing to the others."""
+class _SymbolicCode:
+    """One kind of code, with symbols of its own."""
 
     def __init__(self, program: Program, example: Mapping[str, int], backend: str, kind: str) -> None:
         self._symbols = SymbolicSizes(example)
         with self._symbols.in_use():
-            graphs = Graphs(_sized(program, self._symbols.symbols))
+            graphs = Graphs(_at_sizes(program, self._symbols.symbols))
             fakes.refuse_loose_symbols(graphs[kind.partition("_")[0]])
             self.code = Executables(graphs, backend).code(kind)
         self._outputs = graphs.outputs
         if self.code.split and not fakes.is_told_its_sizes(self.code.split.second):
-            raise CompileError(f"{program.name}: the second part of {kind} is not told all sizes.")
+            raise CompileError(f"{program.name}: the inputs of the second part of {kind} do not determine all sizes.")
 
-    def serves(self, sizes: Mapping[str, int], outputs: Sequence[Tensor]) -> bool:
+    def is_valid_at(self, sizes: Mapping[str, int], outputs: Sequence[Tensor]) -> bool:
         if not self._symbols.hold_at(sizes):
             return False
         at = lambda parts: tuple(self._symbols.number_at(part, sizes) for part in parts)  # noqa: E731
@@ -102,43 +110,43 @@ class _Piece:
         return found == [_layout(out) for out in outputs]
 
 
-class SharingExecutables(Executables):
-    """Code for one size: that for many where there is any, and its own otherwise."""
+class SymbolicExecutables(Executables):
+    """Code for one size: the symbolic code where it is valid, and code compiled for that size otherwise."""
 
-    def __init__(self, graphs: Graphs, backend: str, shared: Shared, sizes: Mapping[str, int]) -> None:
+    def __init__(self, graphs: Graphs, backend: str, symbolic: SymbolicProgram, sizes: Mapping[str, int]) -> None:
         super().__init__(graphs, backend)
-        self._shared, self._sizes = shared, sizes
+        self._symbolic, self._sizes = symbolic, sizes
 
     def code(self, kind: str) -> Code:
-        return self._shared.code(kind, self._sizes, self.graphs.outputs) or super().code(kind)
+        return self._symbolic.code(kind, self._sizes, self.graphs.outputs) or super().code(kind)
 
-    def is_trusted(self, code: Code) -> bool:
-        return code in self._shared.trusted
+    def is_probed(self, code: Code) -> bool:
+        return code in self._symbolic.probed
 
-    def trust(self, code: Code) -> None:
-        self._shared.trusted.add(code)
+    def mark_probed(self, code: Code) -> None:
+        self._symbolic.probed.add(code)
 
-    def distrust(self, kind: str) -> None:
-        self._shared.refuse(kind)
+    def reject(self, kind: str) -> None:
+        self._symbolic.reject(kind)
 
-    def _make(self, kind: str) -> Run:
-        # Derivatives are asked for by `code`, since they are probed and may be refused: here is their own.
-        found = self._shared.code(kind, self._sizes, self.graphs.outputs) if kind == "forward" else None
-        return self._made.setdefault(kind, found.runs[0]) if found else super()._make(kind)
+    def _compile(self, kind: str) -> Run:
+        # Derivatives may be rejected by a probe, so `code` looks them up; here they are compiled for this size.
+        found = self._symbolic.code(kind, self._sizes, self.graphs.outputs) if kind == "forward" else None
+        return self._runs.setdefault(kind, found.runs[0]) if found else super()._compile(kind)
 
 
-def _sized(program: Program, sizes: Mapping[str, Any]) -> Program:
-    return replace(program, leaves=tuple(sized(leaf, sizes) for leaf in program.leaves))
+def _at_sizes(program: Program, sizes: Mapping[str, Any]) -> Program:
+    return replace(program, leaves=tuple(with_sizes(leaf, sizes) for leaf in program.leaves))
 
 
 def _steps(graph: GraphModule) -> list[str]:
-    """What a graph does, node by node and to the last digit, whatever its nodes are called."""
-    place = {node: i for i, node in enumerate(graph.graph.nodes)}
-    return [_step(node, place) for node in place]
+    """The nodes of a graph as text, with positions for names, to compare two graphs."""
+    positions = {node: i for i, node in enumerate(graph.graph.nodes)}
+    return [_step(node, positions) for node in positions]
 
 
-def _step(node: Node, place: Mapping[Node, int]) -> str:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda part: f"%{place[part]}")
+def _step(node: Node, positions: Mapping[Node, int]) -> str:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda part: f"%{positions[part]}")
     values = [_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in pytrees.flatten(node.meta.get("val"))[0]]
     return repr((node.op, str(node.target) if node.op == "call_function" else "", args, kwargs, values))
 

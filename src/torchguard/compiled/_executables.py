@@ -1,4 +1,4 @@
-"""Code for graphs: traced when first asked for, compiled when first asked for, and kept."""
+"""The graphs of a program and the code compiled from them. Each is made when it is first needed, and cached."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from torchguard._torch import fakes as fakes_of_torch
 from torchguard._torch import inductor, tensors, tracing
 from torchguard._torch.fakes import ONE_AT_A_TIME
-from torchguard.compiled._rounding import coarsest_eps
-from torchguard.compiled._split import Split, depends_on_directions, split
+from torchguard.compiled._nodes import op_name
+from torchguard.compiled._split import Split, depends_on_tangents, split
 from torchguard.compiled._trace import (
     Program,
     derivative_graph,
@@ -28,8 +28,8 @@ KINDS = ("forward", "jvp", "vjp", "hvp", "vjp_first", "vjp_second", "jvp_first",
 Run = Callable[[list[Any]], Sequence[Tensor]]
 
 
-def _eager(graph: GraphModule, decompose: Any = None) -> inductor.Boxed:
-    run = graph if decompose is None else fakes_of_torch.trace(graph, fakes_of(graph), decompose)
+def _eager(graph: GraphModule, decompositions: Any = None) -> inductor.Boxed:
+    run = graph if decompositions is None else fakes_of_torch.trace(graph, fakes_of(graph), decompositions)
     return lambda values: run(*values)
 
 
@@ -39,20 +39,25 @@ def _inductor(graph: GraphModule, *, layout_optimization: bool = True) -> induct
     return inductor.inductor(decomposed, fakes, layout_optimization)
 
 
-_LAYOUT_KEPT = "inductor without layout optimisation"
+_KEEPS_LAYOUT = "inductor without layout optimisation"
 BACKENDS: dict[str, Callable[[GraphModule], inductor.Boxed]] = {
     "inductor": _inductor,
-    _LAYOUT_KEPT: lambda graph: _inductor(graph, layout_optimization=False),
+    _KEEPS_LAYOUT: lambda graph: _inductor(graph, layout_optimization=False),
     "aot_eager": lambda graph: _eager(graph, inductor.inductor_decompositions()),
     "eager": _eager,
 }
-# What to try where a backend's derivative is wrong, in order.
-SAFER = {"inductor": (_LAYOUT_KEPT, "aot_eager"), _LAYOUT_KEPT: ("aot_eager",), "aot_eager": ("eager",), "eager": ()}
+# The backends to try, in order, where the derivative that a backend compiled is wrong.
+FALLBACKS = {
+    "inductor": (_KEEPS_LAYOUT, "aot_eager"),
+    _KEEPS_LAYOUT: ("aot_eager",),
+    "aot_eager": ("eager",),
+    "eager": (),
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """What to run for a value or derivative, in one part or in the two of a split."""
+    """Compiled code for a value or derivative: one run, or the two of a split."""
 
     runs: tuple[Run, ...]
     split: Split | None = None
@@ -65,29 +70,29 @@ class Graphs:
         self.program = program
         with ONE_AT_A_TIME:
             self._forward = forward_graph(program)
-        self.forward, self.has_own_rules = self._forward.graph, self._forward.has_own_rules
+        self.forward, self.has_autograd_function = self._forward.graph, self._forward.has_autograd_function
         self.outputs = output_values(self.forward)
         self._derivatives: dict[str, GraphModule] = {}
         self._splits: dict[str, Split] = {}
 
     @property
-    def need_the_function(self) -> bool:
-        """Whether a derivative is taken of the function itself, and not of its graph."""
-        return not self._forward.is_all
+    def differentiates_function(self) -> bool:
+        """Whether a derivative is taken by running the function again, and not of its graph."""
+        return self._forward.differentiates_function
 
     @property
     def eps(self) -> float:
-        """The coarsest rounding anywhere inside."""
+        """The coarsest rounding of any operation in the forward graph."""
         return coarsest_eps(self.forward)
 
     @property
     def tolerance(self) -> float:
-        """What rounding may make of an identity. Where products alone are rounded coarsely, it adds up less."""
+        """The relative error that rounding may cause in an identity. Coarse rounding in products alone adds up less."""
         return max(8 * math.sqrt(coarsest_eps(self.forward, in_products=False)), 32 * self.eps)
 
     def __getitem__(self, kind: str) -> GraphModule:
         if kind not in KINDS:
-            raise CompileError(f"{self.program.name}: there is no graph {kind!r}. There are {', '.join(KINDS)}.")
+            raise CompileError(f"{self.program.name}: there is no graph {kind!r}. Use one of {', '.join(KINDS)}.")
         if kind == "forward":
             return self.forward
         base, _, part = kind.partition("_")
@@ -102,9 +107,9 @@ class Graphs:
             return self._derivatives[base]
 
     def is_zero(self, base: str) -> bool:
-        """Whether no result of a derivative depends on its tangents or seeds, at any point."""
+        """Whether a derivative is zero at every point, because it does not depend on its tangents or cotangents."""
         count = 0 if base == "hvp" else len(self.outputs)
-        return not depends_on_directions(self[base], len(self.program.leaves), count)
+        return not depends_on_tangents(self[base], len(self.program.leaves), count)
 
     def split_of(self, base: str) -> Split:
         """The first and second part of "vjp" or "jvp"."""
@@ -115,56 +120,56 @@ class Graphs:
 
 
 class Executables:
-    """Code for the graphs of a program by one backend, each compiled once."""
+    """The code that one backend compiles from the graphs of a program, each graph once."""
 
     def __init__(self, graphs: Graphs, backend: str) -> None:
         if backend not in BACKENDS:
             raise CompileError(f"compile: there is no backend {backend!r}. Use 'inductor', 'aot_eager' or 'eager'.")
         self.graphs, self.backend = graphs, backend
-        self._made: dict[str, Run] = {}
+        self._runs: dict[str, Run] = {}
 
     def __getitem__(self, kind: str) -> Run:
-        return self._made.get(kind) or self._make(kind)
+        return self._runs.get(kind) or self._compile(kind)
 
     def code(self, kind: str) -> Code:
-        """Code for "forward", "jvp", "vjp" or "hvp"; for "jvp_split" or "vjp_split" that in two parts."""
-        base, _, parted = kind.partition("_")
-        if not parted:
+        """Code for "forward", "jvp", "vjp" or "hvp"; in two parts for "jvp_split" or "vjp_split"."""
+        base, _, is_split = kind.partition("_")
+        if not is_split:
             return Code((self[base],))
         return Code((self[f"{base}_first"], self[f"{base}_second"]), self.graphs.split_of(base))
 
-    def is_trusted(self, code: Code) -> bool:
-        """Whether code has been probed already: at another size, that is."""
+    def is_probed(self, code: Code) -> bool:
+        """Whether code has passed a probe at another size."""
         return False
 
-    def trust(self, code: Code) -> None:
-        """Take note that code was probed."""
+    def mark_probed(self, code: Code) -> None:
+        """Record that code has passed a probe."""
 
-    def distrust(self, kind: str) -> None:
-        """Take note that code of a kind is wrong."""
+    def reject(self, kind: str) -> None:
+        """Record that code of a kind has failed a probe."""
 
-    def _make(self, kind: str) -> Run:
+    def _compile(self, kind: str) -> Run:
         with ONE_AT_A_TIME:
-            if kind not in self._made:
-                self._made[kind] = as_compiled(BACKENDS[self.backend](self.graphs[kind]))
-            return self._made[kind]
+            if kind not in self._runs:
+                self._runs[kind] = _outside_autograd(BACKENDS[self.backend](self.graphs[kind]))
+            return self._runs[kind]
 
 
-def as_compiled(run: inductor.Boxed) -> Run:
-    """Run code the way it was compiled: without recording for autograd, and without autocast."""
+def _outside_autograd(run: inductor.Boxed) -> Run:
+    """Run code as it was compiled: with autograd and autocast off. Raise where a derivative would be lost."""
     is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, tensors.set_grad_enabled
     any_autocast, in_transform, has_tangent = tensors.any_autocast, tracing.in_transform, tensors.has_tangent
 
     def call(values: list[Any]) -> Sequence[Tensor]:
         if has_tangent(values):
             raise CompileError(
-                "compiled function: given a dual tensor of torch.autograd.forward_ad, whose tangent would be lost. "
-                "Use its own jvp."
+                "compiled function: got a dual tensor of torch.autograd.forward_ad, whose tangent would be lost. "
+                "Use the jvp of the compiled function."
             )
         if in_transform():
             raise CompileError(
-                "compiled function: called inside a transform of torch.func, which cannot see into it. "
-                "Use its own jvp and vjp, or apply the transform inside the function before compiling."
+                "compiled function: called inside a transform of torch.func, which cannot trace compiled code. "
+                "Use the jvp and vjp of the compiled function, or apply the transform inside it before compiling."
             )
         if any_autocast():
             with tensors.without_autocast(), torch.no_grad():
@@ -177,3 +182,37 @@ def as_compiled(run: inductor.Boxed) -> Run:
             set_grad_enabled(before)
 
     return call
+
+
+# Rounding. These formats have the exponents of float32 and fewer digits; torch.backends may allow them in products.
+_EPS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul", "attention")
+
+
+def coarsest_eps(graph: GraphModule, *, in_products: bool = True) -> float:
+    """The largest machine epsilon of the floating point formats in a graph; 0 if there are none.
+
+    Args:
+        in_products: whether to count the formats that the current settings of torch allow inside products.
+    """
+    return max((_eps_of(node, in_products) for node in graph.graph.nodes if node.op != "output"), default=0.0)
+
+
+def _eps_of(node: Node, in_products: bool) -> float:
+    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+    floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    own = max((torch.finfo(value.dtype).eps for value in floats), default=0.0)
+    if not in_products or node.op != "call_function" or not any(value.dtype == torch.float32 for value in floats):
+        return own
+    return max(own, _EPS.get(precision(op_name(node), floats[0].device), 0.0))
+
+
+def precision(name: str, device: torch.device) -> str:
+    """The format torch may compute products of float32 in. "ieee" and "none" stand for float32."""
+    backends: Any = torch.backends
+    words = name.removesuffix("_backward")
+    if words.endswith("convolution"):
+        return (backends.cudnn if device.type == "cuda" else backends.mkldnn).conv.fp32_precision
+    if words.endswith(_PRODUCTS):
+        return (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul.fp32_precision
+    return "ieee"

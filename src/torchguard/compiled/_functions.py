@@ -1,6 +1,7 @@
-"""Compiled functions: made once, then evaluated, pushed forward and pulled back as often as needed.
+"""Compiled functions: traced once, then evaluated and differentiated as often as needed.
 
-Tangents and seeds: what a derivative is applied to, checked and laid out as its code takes it.
+Every derivative is probed where it is first used: its code has to satisfy the adjoint identity <Jv, w> = <v, J'w> at
+that point. If it does not, a safer backend compiles the derivative again.
 """
 
 import functools
@@ -15,84 +16,45 @@ from torch import Tensor
 from torch.fx import Graph
 
 from torchguard._graphs.listing import Line, lines_of, listing_of, short_dtype
+from torchguard._pytrees import PytreeSpec
 from torchguard._torch import tensors
 from torchguard._torch.fakes import ONE_AT_A_TIME, one_at_a_time
-from torchguard.compiled._dynamic_shapes import Shared, SharingExecutables, shared
-from torchguard.compiled._executables import SAFER, Code, Executables, Graphs
-from torchguard.compiled._leaves import LeafType, check_all, fits, sized, sizes_of
-from torchguard.compiled._nesting import Nest
+from torchguard.compiled._dynamic_shapes import SymbolicExecutables, SymbolicProgram, trace_symbolically
+from torchguard.compiled._executables import FALLBACKS, Code, Executables, Graphs
+from torchguard.compiled._leaves import (
+    LeafType,
+    TangentSpec,
+    check_leaves,
+    dynamic_sizes,
+    matcher,
+    with_sizes,
+)
 from torchguard.compiled._nonsmooth import NonsmoothPoint, nonsmooth_points_of
 from torchguard.compiled._save import save
-from torchguard.compiled._trace import Program, seed_types, tangent_types
+from torchguard.compiled._trace import Program, cotangent_types, tangent_types
 from torchguard.compiled.certify import _adjoint
 from torchguard.compiled.certify._certificate import Certificate, certify
 from torchguard.exceptions import CompiledFunctionWarning, CompileError, LeafTypeError
 
-
-@dataclass(frozen=True)
-class Directions:
-    """Tangents or seeds: one for each of some values that is differentiable, in the layout the code was made for."""
-
-    what: str
-    types: tuple[LeafType, ...]
-    chosen: tuple[bool, ...]
-    nest: Nest | None
-    fit: Callable[[tuple[Any, ...]], bool]
-
-    def open(self, given: Any) -> tuple[Any, ...]:
-        """What the code takes, from one tensor, a flat tuple, or what is nested as the values are."""
-        flat = given if type(given) is tuple else (given,)
-        return flat if self.fit(flat) else self._open_slowly(given)
-
-    def _open_slowly(self, given: Any) -> tuple[Any, ...]:
-        count = len(self.chosen)
-        if (
-            isinstance(given, (tuple, list))
-            and len(given) == count
-            and all(isinstance(one, Tensor | None) for one in given)
-        ):
-            values = list(given)
-        elif count == 1 and isinstance(given, (Tensor, int, float)):
-            values = [given]
-        elif self.nest is None:
-            raise LeafTypeError(f"{self.what}: expected a tuple of {count} tensors, got {type(given).__name__}.")
-        else:
-            values = self.nest.take_apart(given, self.what)
-        values = [value for value, is_chosen in zip(values, self.chosen, strict=True) if is_chosen or value is not None]
-        if len(values) != len(self.types):
-            raise LeafTypeError(f"{self.what}: pass None for what is not differentiable.")
-        values = [_laid_out(value, leaf) for value, leaf in zip(values, self.types, strict=True)]
-        check_all(self.types, values, self.what)
-        return tuple(values)
-
-
-def _laid_out(value: Any, leaf: LeafType) -> Any:
-    """A tangent or seed with the strides the code was made for; it is a direction, so a copy will do."""
-    if isinstance(value, (int, float)) and leaf.shape == ():
-        return torch.full((), value, dtype=leaf.dtype, device=leaf.device)
-    if isinstance(value, Tensor) and value.shape == leaf.shape and (value.stride() != leaf.stride or value.is_neg()):
-        laid = torch.empty_strided(leaf.shape, leaf.stride, dtype=value.dtype, device=value.device)
-        return laid.copy_(value.detach())
-    return value
-
-
-Close: TypeAlias = Callable[[Sequence[Any]], Any]
+# From a flat sequence, one entry for each leaf, to the structure in which the caller passed the leaves.
+Unflatten: TypeAlias = Callable[[Sequence[Any]], Any]
 _PROBES_EACH_CALL = 8
 
 
 @dataclass(frozen=True)
 class Signature:
-    """How what is passed and what is returned is nested. Of arguments, None says that they are flat."""
+    """The structure of the arguments, None if they are flat, and of the results, which tracing determines."""
 
-    arguments: Nest | None
-    results: Callable[[], Nest]
+    arguments: PytreeSpec | None
+    results: Callable[[], PytreeSpec]
 
 
 class CompiledOut:
-    """A function compiled to a static graph. Nothing it is given is changed, and nothing it returns is shared.
+    """A function compiled to a static graph. It changes nothing it is given, and its results share no memory.
 
-    `x` and `dx` are the tuple of the function's arguments, or of all its leaves; the tensor itself where there is only
-    one. What comes back is nested as `x` is, with None at leaves that are not differentiable. Made by `compile_out`.
+    `x` and `dx` are the tuple of the function's arguments, or the flat tuple of all its leaves, or the tensor itself if
+    there is only one. Gradients have the structure of `x`, with None for leaves that are not differentiable. `w` is a
+    cotangent, of the structure of the results. Made by `compile_out`.
     """
 
     kind = "out"  # in files
@@ -106,42 +68,43 @@ class CompiledOut:
         backend: str = "inductor",
         probe: bool = True,
         examples: tuple[Tensor, ...] | None = None,
-        of: "CompiledOut | None" = None,
+        parent: "CompiledOut | None" = None,
         sizes: dict[str, int] | None = None,
-        serving: Shared | None = None,
+        symbolic: SymbolicProgram | None = None,
     ) -> None:
-        self._program, self._signature, self._probe, self.examples = program, signature, probe, examples
-        self._sizes = sizes or sizes_of(program.leaves, [leaf.fake() for leaf in program.leaves])
+        self.program, self.signature, self._probe, self.examples = program, signature, probe, examples
+        self._sizes = sizes or dynamic_sizes(program.leaves, [leaf.fake() for leaf in program.leaves])
         self.graphs = Graphs(program)
-        # Those of this trace: at another size, or run again, it may nest them in another way.
-        self.results = of.results if of and serving else signature.results()
+        # The results of this trace: at another size, the function may return another structure.
+        self.results = parent.results if parent and symbolic else signature.results()
         self._check_results()
-        if of is None and self._sizes:
-            serving = shared(self.graphs, self._sizes, signature.results, backend)
-        self._shared = serving
+        if parent is None and self._sizes:
+            symbolic = trace_symbolically(self.graphs, self._sizes, signature.results, backend)
+        self._symbolic = symbolic
         self._executables = (
-            SharingExecutables(self.graphs, backend, self._shared, self._sizes)
-            if self._shared
+            SymbolicExecutables(self.graphs, backend, symbolic, self._sizes)
+            if symbolic
             else Executables(self.graphs, backend)
         )
-        self._fits = fits(program.leaves)
-        self._count = len(self.graphs.outputs)
-        self._is_all = all(program.differentiable)
-        self._ready: dict[str, Code] = {}
-        self._tries: dict[str, int] = {}
-        self._by_size: dict[tuple[int, ...], CompiledOut] = of._by_size if of else {tuple(self._sizes.values()): self}
-        self.healed: dict[str, str] = of.healed if of else {}
-        tangents, seeds = tuple(tangent_types(program)), tuple(seed_types(self.graphs.outputs))
-        smooth = tuple(value.is_floating_point() for value in self.graphs.outputs)
-        own = tuple(program.differentiable)
-        self._tangents = Directions(f"{self.name}: tangent", tangents, own, signature.arguments, fits(tangents))
-        self._seeds = Directions(f"{self.name}: seed", seeds, smooth, self.results, fits(seeds))
+        self._matches = matcher(program.leaves)
+        self._output_count = len(self.graphs.outputs)
+        self._all_differentiable = all(program.differentiable)
+        self._codes: dict[str, Code] = {}
+        self._attempts: dict[str, int] = {}
+        own: dict[tuple[int, ...], CompiledOut] = {tuple(self._sizes.values()): self}
+        self._by_size = parent._by_size if parent else own
+        self.fallbacks: dict[str, str] = parent.fallbacks if parent else {}
+        types, inputs = tuple(tangent_types(program)), tuple(program.differentiable)
+        self.tangents = TangentSpec(self.name, "tangent", types, inputs, signature.arguments, matcher(types))
+        types = tuple(cotangent_types(self.graphs.outputs))
+        outputs = tuple(value.is_floating_point() for value in self.graphs.outputs)
+        self.cotangents = TangentSpec(self.name, "cotangent", types, outputs, self.results, matcher(types))
 
-    # What it is.
+    # Description.
 
     @property
     def name(self) -> str:
-        return self._program.name
+        return self.program.name
 
     @property
     def backend(self) -> str:
@@ -149,21 +112,21 @@ class CompiledOut:
 
     @property
     def leaves(self) -> tuple[LeafType, ...]:
-        return self._program.leaves
+        return self.program.leaves
 
     @property
     def graph(self) -> Graph:
-        """The forward graph: the leaves are its placeholders, and its operations are functional ATen ones."""
+        """The forward graph: its placeholders are the leaves, and its operations are functional ATen ones."""
         return self.graphs.forward.graph
 
     @property
     def nodes(self) -> tuple[Line, ...]:
-        """The operations of the forward graph in order, each with its type and the line it comes from."""
+        """The operations of the forward graph in order, each with its type and source line."""
         return lines_of(self.graphs.forward)
 
     @property
     def nonsmooth_points(self) -> tuple[NonsmoothPoint, ...]:
-        """The operations that are not smooth everywhere, and what their derivative is taken to be there."""
+        """The operations that are not smooth everywhere, and the derivative that torch returns there."""
         return nonsmooth_points_of(self.graphs.forward)
 
     def listing(self, kind: str = "forward") -> str:
@@ -177,74 +140,77 @@ class CompiledOut:
         leaves = ", ".join(f"{leaf.name}: {leaf}" for leaf in self.leaves)
         return f"{type(self).__name__}({self.name}({leaves}), backend={self.backend!r})"
 
-    # What it does.
+    # Evaluation.
 
     def forward(self, *x: Any) -> Any:
         """The value at x."""
-        own, leaves, _ = self._open(x)
-        return own.results.put_together(own._executables["forward"]([*leaves]))
+        sized, leaves, _ = self._flatten(x)
+        return sized.results.unflatten(sized._executables["forward"]([*leaves]))
 
     __call__ = forward
 
     def jvp(self, x: Any, dx: Any) -> tuple[Any, Any]:
-        """The value at x, and its derivative in the direction dx."""
-        own, leaves, _ = self._open(x)
-        (run,) = (own._ready.get("jvp") or own._prepare("jvp", leaves)).runs
-        found = run([*leaves, *own._tangents.open(dx)])
-        return own.results.put_together(found[: own._count]), own._pushed(found[own._count :])
+        """The value at x, and its directional derivative along dx."""
+        sized, leaves, _ = self._flatten(x)
+        (run,) = (sized._codes.get("jvp") or sized._code("jvp", leaves)).runs
+        found, n = run([*leaves, *sized.tangents.flatten(dx)]), sized._output_count
+        return sized.results.unflatten(found[:n]), sized._output_tangents(found[n:])
 
     def vjp_with_seed(self, x: Any, w: Any) -> Any:
-        """The gradients of <w, f(x)>; an unused leaf gets zeros."""
+        """The gradients of <w, f(x)>; a leaf that is not used gets zeros."""
         return self.value_and_vjp(x, w)[1]
 
     def value_and_vjp(self, x: Any, w: Any) -> tuple[Any, Any]:
         """The value at x and the gradients of <w, f(x)>, in one run."""
-        own, leaves, close = self._open(x)
-        (run,) = (own._ready.get("vjp") or own._prepare("vjp", leaves)).runs
-        found = run([*leaves, *own._seeds.open(w)])
-        return own.results.put_together(found[: own._count]), close(own._spread(found[own._count :]))
+        sized, leaves, unflatten = self._flatten(x)
+        (run,) = (sized._codes.get("vjp") or sized._code("vjp", leaves)).runs
+        found, n = run([*leaves, *sized.cotangents.flatten(w)]), sized._output_count
+        return sized.results.unflatten(found[:n]), unflatten(sized._insert_none(found[n:]))
 
     def vjp(self, x: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """The value at x, and a function from seeds to gradients that does not evaluate the value again."""
-        own, leaves, close = self._open(x)
-        code = own._ready.get("vjp_split") or own._prepare("vjp_split", leaves)
-        outputs, residuals, kept = own._first(code, leaves)
+        """The value at x, and a function from cotangents to gradients that does not evaluate the value again."""
+        sized, leaves, unflatten = self._flatten(x)
+        code = sized._codes.get("vjp_split") or sized._code("vjp_split", leaves)
+        outputs, residuals, versions = sized._run_first(code, leaves)
 
-        # Looked up once: a seed through a small function takes 17 us, and each lookup counts.
-        is_unchanged, open_seeds, spread, second = tensors.is_unchanged, own._seeds.open, own._spread, code.runs[1]
+        # Looked up once: a pullback of a small function takes 17 us, and each lookup counts.
+        is_unchanged, flatten, insert_none = tensors.is_unchanged, sized.cotangents.flatten, sized._insert_none
+        second = code.runs[1]
 
         def pullback(w: Any) -> Any:
-            if not is_unchanged(kept):
-                raise own._changed()
-            return close(spread(second([*residuals, *open_seeds(w)])))
+            if not is_unchanged(versions):
+                raise sized._mutation_error()
+            return unflatten(insert_none(second([*residuals, *flatten(w)])))
 
-        return own.results.put_together(outputs), pullback
+        return sized.results.unflatten(outputs), pullback
 
     def linearize(self, x: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """The value at x, and a function from tangents to tangents of the outputs that does not evaluate it again."""
-        own, leaves, _ = self._open(x)
-        code = own._ready.get("jvp_split") or own._prepare("jvp_split", leaves)
-        outputs, residuals, kept = own._first(code, leaves)
+        """The value at x, and a function from tangents of x to those of the value that does not evaluate it again."""
+        sized, leaves, _ = self._flatten(x)
+        code = sized._codes.get("jvp_split") or sized._code("jvp_split", leaves)
+        outputs, residuals, versions = sized._run_first(code, leaves)
 
         def pushforward(dx: Any) -> Any:
-            if not tensors.is_unchanged(kept):
-                raise own._changed()
-            return own._pushed(code.runs[1]([*residuals, *own._tangents.open(dx)]))
+            if not tensors.is_unchanged(versions):
+                raise sized._mutation_error()
+            return sized._output_tangents(code.runs[1]([*residuals, *sized.tangents.flatten(dx)]))
 
-        return own.results.put_together(outputs), pushforward
+        return sized.results.unflatten(outputs), pushforward
 
     def hvp(self, x: Any, dx: Any, w: Any) -> Any:
-        """The derivative of the gradients of <w, f(x)> in the direction dx."""
-        own, leaves, close = self._open(x)
-        (run,) = (own._ready.get("hvp") or own._prepare("hvp", leaves)).runs
-        return close(own._spread(run([*leaves, *own._tangents.open(dx), *own._seeds.open(w)])))
+        """The directional derivative along dx of the gradients of <w, f(x)>."""
+        sized, leaves, unflatten = self._flatten(x)
+        (run,) = (sized._codes.get("hvp") or sized._code("hvp", leaves)).runs
+        found = run([*leaves, *sized.tangents.flatten(dx), *sized.cotangents.flatten(w)])
+        return unflatten(sized._insert_none(found))
 
     def certify(self, level: str = "algebraic", *, at: Any = None, seed: int = 0) -> Certificate:
-        """Check the compiled code and its derivatives, layer by layer, and write down what was found.
+        """Check the compiled code and its derivatives, layer by layer, and record the result of each check.
 
         Args:
-            level: how far to go: "typed", "probe", "algebraic" or "enclosure".
-            at: the point to check at; the example otherwise.
+            level: the last layer to check: "typed", "probe", "algebraic" or "enclosure".
+            at: the point to check at; by default the example.
+            seed: of the random numbers that the checks use.
         """
         return certify(self, level, at=at, seed=seed)
 
@@ -254,158 +220,145 @@ class CompiledOut:
 
     # For the rest of the package: flat leaves in, flat tensors out.
 
-    @property
-    def program(self) -> Program:
-        return self._program
-
-    @property
-    def signature(self) -> Signature:
-        return self._signature
-
-    @property
-    def directions(self) -> tuple[Directions, Directions]:
-        """What tangents and seeds have to be."""
-        return self._tangents, self._seeds
-
     def point_at(self, x: Any) -> tuple[Tensor, ...]:
-        """The leaves of a point of the size this was compiled for."""
-        own, leaves, _ = self._open(x)
-        if own is not self:
-            raise CompileError(f"{self.name}: the point has another size than the example. Compile for that size.")
+        """The leaves of a point, which has to have the sizes of the example."""
+        sized, leaves, _ = self._flatten(x)
+        if sized is not self:
+            raise CompileError(
+                f"{self.name}: expected a point of the example's sizes {list(self._sizes.values())}, "
+                f"got {list(sized._sizes.values())}. Compile with an example of that size."
+            )
         return tuple(leaves)
 
     def value_at(self, point: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._executables["forward"]([*point])
 
     def derivative_at(self, kind: str, point: Sequence[Tensor], v: Any, w: Any) -> list[Tensor]:
-        """What the code for "jvp", "vjp", or "vjp_split" returns for tangents v and seeds w."""
-        code = self._ready.get(kind) or self._prepare(kind, point)
+        """What the code for "jvp", "vjp", or "vjp_split" returns for tangents v and cotangents w."""
+        code = self._codes.get(kind) or self._code(kind, point)
         return _adjoint.derivative_by(self.graphs, kind, code, point, v, w)
 
-    # How it is done.
+    # Implementation.
 
-    def _open(self, x: Any) -> tuple["CompiledOut", Sequence[Tensor], Close]:
-        """The code that fits a point, its flat leaves, and how to nest what comes back."""
-        if type(x) is tuple and self._fits(x):
+    def _flatten(self, x: Any) -> tuple["CompiledOut", Sequence[Tensor], Unflatten]:
+        """The function compiled for the sizes of x, the leaves of x, and how to return the structure of x."""
+        if type(x) is tuple and self._matches(x):
             return self, x, tuple
-        return self._open_slowly(x)
+        return self._flatten_slowly(x)
 
-    def _open_slowly(self, x: Any) -> tuple["CompiledOut", Sequence[Tensor], Close]:
-        close: Close = list if type(x) is list else tuple
-        nest = self._signature.arguments
+    def _flatten_slowly(self, x: Any) -> tuple["CompiledOut", Sequence[Tensor], Unflatten]:
+        unflatten: Unflatten = list if type(x) is list else tuple
+        arguments = self.signature.arguments
         if isinstance(x, Tensor):
-            x, close = (x,), _only
+            x, unflatten = (x,), _only
         if not isinstance(x, (tuple, list)):
-            raise LeafTypeError(f"{self.name}: x is a {type(x).__name__}. Pass the tuple of its arguments.")
-        if nest is not None and not all(isinstance(leaf, Tensor) for leaf in x):
-            x, close = nest.take_apart(tuple(x), self.name), nest.put_together
-        check_all(self.leaves, x, self.name)
-        sizes = sizes_of(self.leaves, x)
-        return self._by_size.get(tuple(sizes.values())) or self._of_size(sizes), x, close
+            raise LeafTypeError(f"{self.name}: x: expected the tuple of its arguments, got {type(x).__name__}.")
+        if arguments is not None and not all(isinstance(leaf, Tensor) for leaf in x):
+            x, unflatten = arguments.flatten(tuple(x), self.name), arguments.unflatten
+        check_leaves(self.leaves, x, self.name)
+        sizes = dynamic_sizes(self.leaves, x)
+        return self._by_size.get(tuple(sizes.values())) or self._at_sizes(sizes), x, unflatten
 
     @one_at_a_time
-    def _of_size(self, sizes: dict[str, int]) -> "CompiledOut":
-        """This function for other sizes of its dynamic dims: of the graph, where it holds, or else traced for them."""
+    def _at_sizes(self, sizes: dict[str, int]) -> "CompiledOut":
+        """This function for other sizes of its dynamic dims, from the symbolic graph if it is valid there."""
         key = tuple(sizes.values())
         if key not in self._by_size:
-            serving = self._shared if self._shared and self._shared.holds_at(sizes) else None
-            leaves = tuple(sized(leaf, sizes) for leaf in self.leaves)
-            program = serving.at(sizes) if serving else replace(self._program, leaves=leaves)
+            symbolic = self._symbolic if self._symbolic and self._symbolic.is_valid_at(sizes) else None
+            leaves = tuple(with_sizes(leaf, sizes) for leaf in self.leaves)
             self._by_size[key] = type(self)(
-                program,
-                self._signature,
+                symbolic.at(sizes) if symbolic else replace(self.program, leaves=leaves),
+                self.signature,
                 backend=self.backend,
                 probe=self._probe,
-                of=self,
+                parent=self,
                 sizes=sizes,
-                serving=serving,
+                symbolic=symbolic,
             )
         return self._by_size[key]
 
     def _check_results(self) -> None:
-        """Raise where the results are not what this kind of function returns."""
+        """Raise if the results are not those of this kind of function."""
 
-    def _first(self, code: Code, leaves: Sequence[Tensor]) -> tuple[Any, list[Any], tensors.Versions]:
-        """The outputs, the residuals, and the versions of those tensors the caller could change them through."""
+    def _run_first(self, code: Code, leaves: Sequence[Tensor]) -> tuple[Any, list[Any], tensors.Versions]:
+        """The outputs, the residuals, and the versions of the tensors whose memory the residuals share."""
         found, split = code.runs[0]([*leaves]), code.split
         assert split is not None
-        outputs = found[: self._count]
-        residuals = split.found(leaves, outputs, found[self._count :])
+        outputs = found[: self._output_count]
+        residuals = split.collect(leaves, outputs, found[self._output_count :])
         shared = [leaves[i] if where == "leaf" else outputs[i] for where, i in split.shared]
         for tensor in shared:
-            if tensor.is_inference():  # these have no versions: nothing would tell that one was changed
+            if tensor.is_inference():  # it has no version counter, so a change could not be detected
                 copies = [tensors.copied(one) if isinstance(one, Tensor) else one for one in residuals]
                 return outputs, copies, []
         return outputs, residuals, tensors.versions_of(shared)
 
-    def _changed(self) -> CompileError:
+    def _mutation_error(self) -> CompileError:
         return CompileError(
-            f"{self.name}: a leaf or output was changed in place after the value was computed. Copy it."
+            f"{self.name}: a leaf or output was changed in place after the value was computed. Change a copy instead."
         )
 
-    def _spread(self, gradients: Sequence[Tensor]) -> Sequence[Any]:
-        if self._is_all:
+    def _insert_none(self, gradients: Sequence[Tensor]) -> Sequence[Any]:
+        """Gradients with None for the leaves that are not differentiable."""
+        if self._all_differentiable:
             return gradients
         queue = iter(gradients)
-        return [next(queue) if is_own else None for is_own in self._program.differentiable]
+        return [next(queue) if is_own else None for is_own in self.program.differentiable]
 
-    def _pushed(self, tangents: Sequence[Tensor]) -> Any:
+    def _output_tangents(self, tangents: Sequence[Tensor]) -> Any:
         queue = iter(tangents)
-        return self.results.put_together([next(queue) if smooth else None for smooth in self._seeds.chosen])
+        return self.results.unflatten([next(queue) if is_own else None for is_own in self.cotangents.differentiable])
 
-    def _prepare(self, kind: str, leaves: Sequence[Tensor]) -> Code:
-        """Code for a derivative, probed where it is first used, and made again in another way where it is wrong."""
+    def _code(self, kind: str, leaves: Sequence[Tensor]) -> Code:
+        """Code for a derivative, probed at these leaves unless it was before."""
         with ONE_AT_A_TIME:
-            return self._ready.get(kind) or self._probed(kind, leaves)
+            return self._codes.get(kind) or self._probed_code(kind, leaves)
 
-    def _probed(self, kind: str, leaves: Sequence[Tensor]) -> Code:
+    def _probed_code(self, kind: str, leaves: Sequence[Tensor]) -> Code:
         base = kind.partition("_")[0]
         code, used = self._executables.code(kind), self.backend
         first = code
-        wrong: list[str] = []
-        is_done = not self._probe or self._executables.is_trusted(code) or self.graphs.is_zero(base)
-        if not is_done and not self._is_due(kind):
+        failed: list[str] = []
+        is_done = not self._probe or self._executables.is_probed(code) or self.graphs.is_zero(base)
+        if not is_done and not self._is_probe_due(kind):
             return code
         while not is_done:
             gap = _adjoint.gap_at(self.graphs, kind, code, leaves)
-            if not gap.tells and not wrong:
-                return code
+            if not gap.tells and not failed:
+                return code  # all zero or not finite: probe again at the next point
             if gap.is_small:
                 break
-            wrong.append(used)
-            if len(wrong) > len(SAFER[self.backend]):
+            failed.append(used)
+            if len(failed) > len(FALLBACKS[self.backend]):
                 break
-            used = SAFER[self.backend][len(wrong) - 1]
+            used = FALLBACKS[self.backend][len(failed) - 1]
             code = Executables(self.graphs, used).code(kind)
-        if wrong:
-            self._executables.distrust(kind)
+        if failed:
+            self._executables.reject(kind)
             for other in self._by_size.values():
-                if other._ready.get(kind) is first:
-                    del other._ready[kind]
-            self.healed[kind] = used
-            self._warn(base, wrong, used)
+                if other._codes.get(kind) is first:
+                    del other._codes[kind]
+            self.fallbacks[kind] = used
+            self._warn(base, failed, used)
         else:
-            self._executables.trust(code)
-        self._ready[kind] = code
+            self._executables.mark_probed(code)
+        self._codes[kind] = code
         return code
 
-    def _is_due(self, kind: str) -> bool:
-        """Whether to probe: until a point tells something. If none does for long, ever more rarely."""
-        tries = self._tries[kind] = self._tries.get(kind, 0) + 1
-        return tries <= _PROBES_EACH_CALL or tries & (tries - 1) == 0
+    def _is_probe_due(self, kind: str) -> bool:
+        """Whether to probe in this call: in the first 8 calls, then at every power of two."""
+        attempts = self._attempts[kind] = self._attempts.get(kind, 0) + 1
+        return attempts <= _PROBES_EACH_CALL or attempts & (attempts - 1) == 0
 
-    def _warn(self, base: str, wrong: Sequence[str], used: str) -> None:
-        what = f"{self.name}: the {base} compiled with {', and with '.join(wrong)} fails the adjoint identity here"
-        then = (
-            "eager mode fails it too: a rule is wrong, or rounding is large"
-            if used in wrong
-            else f"{used} is used instead"
-        )
+    def _warn(self, base: str, failed: Sequence[str], used: str) -> None:
+        what = f"{self.name}: the {base} compiled with {', and with '.join(failed)} fails the adjoint identity here"
+        eager_fails = "eager mode fails it too: a rule is wrong, or rounding is large"
+        then = eager_fails if used in failed else f"{used} is used instead"
         warnings.warn(f"{what}; {then}.", CompiledFunctionWarning, stacklevel=6)
 
 
 class CompiledScalar(CompiledOut):
-    """A compiled function with one number as its result. Made by `compile_scalar`."""
+    """A compiled function whose result is one number. Made by `compile_scalar`."""
 
     kind = "scalar"
 
@@ -414,13 +367,13 @@ class CompiledScalar(CompiledOut):
         if len(outputs) != 1 or outputs[0].shape != () or not outputs[0].is_floating_point():
             got = ", ".join(f"{short_dtype(value.dtype)}{list(value.shape)}" for value in outputs)
             raise CompileError(
-                f"compile_scalar: {self.name} returns {got}, not one number of shape []. Use compile_out."
+                f"compile_scalar: {self.name}: expected one float of shape [] as result, got {got}. Use compile_out."
             )
 
     @functools.cached_property
     def _one(self) -> Tensor:
-        (seed,) = self._seeds.types
-        return torch.ones((), dtype=seed.dtype, device=seed.device)
+        (cotangent,) = self.cotangents.types
+        return torch.ones((), dtype=cotangent.dtype, device=cotangent.device)
 
     def backward(self, x: Any) -> Any:
         """The gradients at x."""

@@ -11,10 +11,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchguard._graphs.codec import decode_argument, torch_value
 from torchguard._graphs.listing import type_text
+from torchguard._pytrees import PytreeSpec, flatten_tensors
 from torchguard._torch import fakes, pytrees
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
-from torchguard.compiled._leaves import LeafType, is_there
-from torchguard.compiled._nesting import Nest, nest_of
+from torchguard.compiled._leaves import LeafType, is_available
 from torchguard.compiled._save import FORMAT, VERSION, find_operation
 from torchguard.compiled._trace import fakes_of, program_of
 from torchguard.exceptions import SavedGraphError
@@ -51,14 +51,14 @@ def _decode(data: Any, backend: str, probe: bool) -> CompiledOut:
     graph = _decode_graph(data["graph"], leaves, data.get("sources") or {})
     arguments = None if data["arguments"] is None else _decode_nest(data["arguments"])
     results = _decode_nest(data["results"])
-    if arguments is not None and len(arguments.places) != len(leaves):
+    if arguments is not None and len(arguments.positions) != len(leaves):
         raise SavedGraphError(
-            f"the arguments hold {len(arguments.places)} tensors, but there are {len(leaves)} leaves."
+            f"the arguments hold {len(arguments.positions)} tensors, but there are {len(leaves)} leaves."
         )
     program = program_of(graph, _printable(data["name"])[:200], leaves)
     made = _KINDS[data["kind"]](program, Signature(arguments, lambda: results), backend=backend, probe=probe)
-    if (outputs := len(made.graphs.outputs)) != len(results.places):
-        raise SavedGraphError(f"the graph returns {outputs} tensors, but the results hold {len(results.places)}.")
+    if (outputs := len(made.graphs.outputs)) != len(results.positions):
+        raise SavedGraphError(f"the graph returns {outputs} tensors, but the results hold {len(results.positions)}.")
     return made
 
 
@@ -122,7 +122,7 @@ def _decode_node(graph: Graph, name: str, data: dict[str, Any], nodes: dict[str,
 
 
 def _require_device(device: torch.device) -> torch.device:
-    if not is_there(device):
+    if not is_available(device):
         raise SavedGraphError(f"the file needs the device {device}, which this machine does not have.")
     return device
 
@@ -146,12 +146,12 @@ def _new_name(name: Any, taken: dict[str, Node]) -> str:
     return name
 
 
-def _decode_nest(data: Any) -> Nest:
+def _decode_nest(data: Any) -> PytreeSpec:
     numbers: list[int] = []
     value = _decode_part(data, numbers)
     if numbers != list(range(len(numbers))):
         raise SavedGraphError(f"the tensors of a value are numbered {numbers}, expected 0 to {len(numbers) - 1}.")
-    return nest_of(value, "load: ", "")[0]
+    return flatten_tensors(value, "load: ", "")[0]
 
 
 def _decode_part(data: Any, numbers: list[int]) -> Any:

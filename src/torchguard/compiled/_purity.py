@@ -1,4 +1,10 @@
-"""What a function may not do if it is to be compiled: noticed while it is traced, operation by operation."""
+"""Purity: what a function may not do if it is to be compiled.
+
+Tracing records operations alone, so an impure function would be compiled to a graph that silently drops its effects or
+freezes a value it read. `PurityMode` runs while the function is traced. As a dispatch mode it sees every operation, and
+raises with the user's source line at the first one that is not pure. A second mode, of `__torch_function__`, sees calls
+that never become operations: switching grad mode, `tolist`, assigning `.data`.
+"""
 
 import sys
 from collections.abc import Sequence, Set
@@ -17,172 +23,174 @@ from torchguard.exceptions import ImpureFunctionError
 
 _AUTOGRAD_FUNCTION = str(Path("torch", "autograd", "function.py"))
 _LITERALS = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
-# These change running statistics, and their schema does not say so.
+# These change running statistics in training mode, but their schema does not say so.
 _RUNNING_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-
-
-# These read values without an operation.
+# These read values without running an operation.
 _READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
-# What an error is given that was raised at a node whose line is known.
-LINE = "torchguard_line"
+# The attribute of an exception that holds the source line of the node that raised it.
+LINE_ATTRIBUTE = "torchguard_line"
 
 
-class Watch(fakes.DispatchMode):
-    """Sees every operation of a function: notes the line it comes from, and refuses what is not pure.
+class PurityMode(fakes.DispatchMode):
+    """Records the source line of every operation of a function, and raises for those that are not pure.
 
-    A function has rules of its own where an `autograd.Function` was met, of which operations do not tell. What is
-    neither ATen's nor in such a function is `foreign`.
+    After the run, `has_autograd_function` says whether the function called an `autograd.Function`, and `custom_ops` are
+    the operations outside of those that are not ATen's, with their source lines.
 
     Args:
-        lifted: what random operations are replaced with, in order; None to refuse them.
-        own: the storages of the leaves, which may not be changed.
-        detaches: whether what is computed under `no_grad` is detached, which forward mode would not do otherwise.
-            Torch runs an `autograd.Function` without grad as well, which makes no constants.
-        pushes: whether tangents are pushed through the function itself, and have to be cut off there as well. No
-            operation tells of them, so this is done to what functions of torch return.
-        finds_lines: whether the line is looked for on the stack; otherwise it is that of a node being run.
+        random_leaves: the tensors to return in place of random numbers, in order; None to refuse random operations.
+        leaf_storages: the storages of the leaves, which may not be changed.
+        detach_constants: whether to detach what is computed under `no_grad`, as forward mode does not do by itself.
+            Torch runs an `autograd.Function` without grad as well, but that makes no constants.
+        in_forward_mode: whether the function itself is differentiated in forward mode, where `no_grad` has to drop
+            tangents as well. No operation does that, so the results of torch functions are detached.
+        search_stack: whether to find the source line on the stack; otherwise it is that of the node being interpreted.
     """
 
-    supports_higher_order_operators = True  # so that they are met, and refused in words
+    supports_higher_order_operators = True  # so that they reach this mode, and raise a plain message
 
     def __init__(
         self,
         name: str,
-        lifted: Sequence[Tensor] | None = None,
-        own: Set[int | None] = frozenset(),
+        random_leaves: Sequence[Tensor] | None = None,
+        leaf_storages: Set[int | None] = frozenset(),
         *,
-        finds_lines: bool = True,
-        detaches: bool = False,
-        pushes: bool = False,
+        search_stack: bool = True,
+        detach_constants: bool = False,
+        in_forward_mode: bool = False,
     ) -> None:
         super().__init__()
-        self._detaches, self.pushes = detaches, pushes
-        self._name, self._lifted, self._own, self._finds_lines = name, lifted, own, finds_lines
-        self.drawn: list[tuple[str, Tensor]] = []
-        self.has_own_rules = False
-        self.foreign: list[tuple[Any, str]] = []
-        self._calls = _Calls(self)
+        self._name, self._random_leaves, self._leaf_storages = name, random_leaves, leaf_storages
+        self._search_stack, self._detach_constants = search_stack, detach_constants
+        self.in_forward_mode = in_forward_mode
+        self.random_tensors: list[tuple[str, Tensor]] = []
+        self.has_autograd_function = False
+        self.custom_ops: list[tuple[Any, str]] = []
+        self._function_mode = _FunctionMode(self)
         self.grad_is_off = False
 
-    def __enter__(self) -> "Watch":
-        self._calls.__enter__()
+    def __enter__(self) -> "PurityMode":
+        self._function_mode.__enter__()
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self._calls.__exit__(*raised)
+        self._function_mode.__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        where = caller_line().short if self._finds_lines else nodes.current_line()
+        where = caller_line().short if self._search_stack else nodes.current_line()
         set_stack_trace([where])
-        has_own_rule = in_autograd_function()
-        self.has_own_rules = self.has_own_rules or has_own_rule
+        is_inside = in_autograd_function()
+        self.has_autograd_function = self.has_autograd_function or is_inside
         schema = ops.schema_of(func)
         if schema is None:
-            raise self.error(where, f"{func} takes functions, and a graph has none", "Use torch.where")
-        self._refuse(func, args, kwargs, where)
+            raise self.error(where, f"{func} is a higher-order operation, which a graph cannot hold", "Use torch.where")
+        self._check(func, args, kwargs, where)
         if is_random(func, args, kwargs):
-            return self._draw(func, args, kwargs, where)
-        args, kwargs = _with_log_sums(schema, args, kwargs)
+            return self._replace_random(func, args, kwargs, where)
+        args, kwargs = _with_logsumexp(schema, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except fakes.dynamic_shape_errors() as error:
-            raise self._of_values(func, where) from error
+            raise self._dynamic_shape_error(func, where) from error
         if any(free_unbacked_symbols(size) for out in _tensors(result) for size in out.shape):
-            raise self._of_values(func, where)
-        if not has_own_rule and func.namespace not in ("aten", "prims") and _tensors(result):
-            self.foreign.append((func, where))
+            raise self._dynamic_shape_error(func, where)
+        if not is_inside and func.namespace not in ("aten", "prims") and _tensors(result):
+            self.custom_ops.append((func, where))
         is_constant = self.grad_is_off or torch.is_inference_mode_enabled()
-        if self._detaches and is_constant and isinstance(result, Tensor) and not schema.is_mutable:
+        if self._detach_constants and is_constant and isinstance(result, Tensor) and not schema.is_mutable:
             return torch.ops.aten.detach.default(result)
         return result
 
-    def _of_values(self, func: Any, where: str) -> ImpureFunctionError:
-        return self.error(where, f"the shape of what {name_of(func)} returns depends on values", "Use a mask instead")
+    def _dynamic_shape_error(self, func: Any, where: str) -> ImpureFunctionError:
+        return self.error(where, f"the shape of the result of {name_of(func)} depends on values", "Use a mask instead")
 
-    def _refuse(self, func: Any, args: Any, kwargs: Any, where: str) -> None:
+    def _check(self, func: Any, args: Any, kwargs: Any, where: str) -> None:
         schema, tensors = ops.schema_of(func), _tensors((args, kwargs))
         is_literal = schema.name in _LITERALS and all(tensor.untyped_storage().resizable() for tensor in tensors)
         if not is_literal and not all(map(fakes.is_fake, tensors)):
-            raise self.hidden(where, name_of(func))
+            raise self.hidden_constant(where, name_of(func))
         if torch.Tag.data_dependent_output in func.tags:
-            raise branches_on_values(self._name, where)
-        trains = schema.name in _RUNNING_STATISTICS and _argument(func, args, kwargs, "training")
-        if trains and _argument(func, args, kwargs, "running_mean") is not None:
+            raise branch_error(self._name, where)
+        is_training = schema.name in _RUNNING_STATISTICS and _argument(func, args, kwargs, "training")
+        if is_training and _argument(func, args, kwargs, "running_mean") is not None:
             advice = "Call .eval() on it, or pass track_running_stats=False"
             raise self.error(where, "batch norm changes its running statistics", advice)
-        if schema.is_mutable and self.pushes and self.grad_is_off and not in_autograd_function():
-            raise self.error(where, f"{name_of(func)} changes a tensor without grad", "Use the out-of-place form")
+        if schema.is_mutable and self.in_forward_mode and self.grad_is_off and not in_autograd_function():
+            raise self.error(
+                where, f"{name_of(func)} changes a tensor in place under no_grad", "Use the out-of-place form"
+            )
         if schema.is_mutable:
             for declared in schema.arguments:
-                written = declared.alias_info is not None and declared.alias_info.is_write
+                is_written = declared.alias_info is not None and declared.alias_info.is_write
                 given = _argument(func, args, kwargs, declared.name)
-                if written and any(tensors_of_torch.storage_of(tensor) in self._own for tensor in _tensors(given)):
+                if is_written and any(
+                    tensors_of_torch.storage_of(tensor) in self._leaf_storages for tensor in _tensors(given)
+                ):
                     raise self.error(
                         where, f"{name_of(func)} changes an argument in place", "Use the out-of-place form"
                     )
 
-    def _draw(self, func: Any, args: Any, kwargs: Any, where: str) -> Any:
+    def _replace_random(self, func: Any, args: Any, kwargs: Any, where: str) -> Any:
         schema = ops.schema_of(func)
-        if self._lifted is None:
-            advice = "Draw outside and pass the numbers as a leaf, which lift_rng=True does for you"
+        if self._random_leaves is None:
+            advice = "Draw them outside and pass them as an argument, or compile with lift_rng=True"
             raise self.error(where, f"{name_of(func)} draws random numbers", advice)
         if schema.name == "aten::native_dropout":
             values, probability = args[0], args[1]
-            mask = self._take("dropout", lambda: torch.empty_like(values, dtype=torch.bool))
+            mask = self._next_random("dropout", lambda: torch.empty_like(values, dtype=torch.bool))
             return values * mask * (1 / (1 - probability) if probability < 1 else 0.0), mask
         kind = name_of(func).split(".")[1].split("_like")[0].rstrip("_")
         if schema.is_mutable and "out" not in kwargs:
-            return args[0].copy_(self._take(kind, lambda: torch.empty_like(args[0])))
+            return args[0].copy_(self._next_random(kind, lambda: torch.empty_like(args[0])))
         if len(schema.returns) != 1 or schema.is_mutable:
-            raise self.error(where, f"{name_of(func)} draws random numbers that cannot be lifted", "Draw them outside")
-        return self._take(kind, lambda: func(*args, **kwargs))
+            raise self.error(
+                where, f"{name_of(func)} draws random numbers that lift_rng cannot replace", "Draw them outside"
+            )
+        return self._next_random(kind, lambda: func(*args, **kwargs))
 
-    def _take(self, kind: str, make: Any) -> Tensor:
-        index = len(self.drawn)
-        lifted = self._lifted or ()
-        taken = lifted[index] if index < len(lifted) else make()
-        self.drawn.append((f"{kind}_{index}", taken))
-        return taken.clone()  # the function may go on to change it
+    def _next_random(self, kind: str, make: Any) -> Tensor:
+        index, leaves = len(self.random_tensors), self._random_leaves or ()
+        tensor = leaves[index] if index < len(leaves) else make()
+        self.random_tensors.append((f"{kind}_{index}", tensor))
+        return tensor.clone()  # the function may change it in place
 
-    def hidden(self, where: str, name: str) -> ImpureFunctionError:
+    def hidden_constant(self, where: str, name: str) -> ImpureFunctionError:
         advice = "Make it an argument, or pass the nn.Module itself to the compiler"
-        return self.error(where, f"{name} reads a tensor that is no argument (a hidden constant)", advice)
+        return self.error(where, f"{name} reads a tensor that is not an argument (a hidden constant)", advice)
 
     def error(self, where: str, what: str, advice: str) -> ImpureFunctionError:
         return ImpureFunctionError(f"{self._name}: at {where}: {what}. {advice}.")
 
 
-class _Calls(fakes.TorchFunctionMode):
-    """Sees what never becomes an operation: switches of grad, and values that are read or replaced behind its back."""
+class _FunctionMode(fakes.TorchFunctionMode):
+    """Sees the calls that never become operations: switching grad mode, reading values, and assigning `.data`."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, mode: PurityMode) -> None:
         super().__init__()
-        self._watch = watch
+        self._mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if ops.sets_grad_mode(func) and not in_autograd_function():
-            self._watch.grad_is_off = not args[0]
+            self._mode.grad_is_off = not args[0]
         elif func in _READERS and not fakes.is_fake(args[0]):
-            raise self._watch.hidden(caller_line().short, f"Tensor.{func.__name__}")
+            raise self._mode.hidden_constant(caller_line().short, f"Tensor.{func.__name__}")
         elif func == Tensor.data.__set__:  # pyright: ignore[reportAttributeAccessIssue]
-            raise self._watch.error(
-                caller_line().short, "the data of a tensor are replaced", "Use the new tensor itself"
-            )
+            raise self._mode.error(caller_line().short, "Tensor.data is assigned", "Use the new tensor itself")
         result = func(*args, **(kwargs or {}))
-        if not (self._watch.pushes and self._watch.grad_is_off and _tensors(result)):
+        if not (self._mode.in_forward_mode and self._mode.grad_is_off and _tensors(result)):
             return result
         is_inside = in_autograd_function() and not ops.runs_autograd_function(func)
         return result if is_inside else pytrees.detached(result)
 
 
-def branches_on_values(name: str, where: str) -> ImpureFunctionError:
-    return ImpureFunctionError(f"{name}: at {where}: the value of a tensor decides what is run. Use torch.where.")
+def branch_error(name: str, where: str) -> ImpureFunctionError:
+    return ImpureFunctionError(f"{name}: at {where}: control flow depends on the value of a tensor. Use torch.where.")
 
 
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation draws random numbers: some only do so while training, or with a dropout above zero."""
+    """Whether an operation draws random numbers. Some do so only in training, or with a dropout above zero."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     switches = ("dropout_p", "train", "training")
@@ -190,8 +198,8 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     return all(_argument(func, args, kwargs, name) not in (0, 0.0, False) for name in switches if name in declared)
 
 
-def _with_log_sums(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Have fused attention return what its gradients need: torch asks for it only where a leaf requires grad."""
+def _with_logsumexp(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Make fused attention return the log-sum-exp for its gradients. Torch does so only if a leaf requires grad."""
     for index, declared in enumerate(schema.arguments):
         if declared.name == "compute_log_sumexp" and index < len(args):
             args = (*args[:index], True, *args[index + 1 :])
@@ -201,7 +209,7 @@ def _with_log_sums(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def name_of(func: Any) -> str:
-    """An operation as it is written: `aten.relu`."""
+    """The name of an operation, without its overload: `aten.relu`."""
     return ops.schema_of(func).name.replace("::", ".")
 
 
@@ -216,8 +224,8 @@ def in_autograd_function() -> bool:
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line of the user's an error went through, or that of the node it was raised at."""
-    if isinstance(noted := getattr(error, LINE, None), str):
+    """The source line of the node that raised an error, or the innermost line of user code in its traceback."""
+    if isinstance(noted := getattr(error, LINE_ATTRIBUTE, None), str):
         return noted
     line = error_line(error)
     return line.short if line else "an unknown line"

@@ -17,9 +17,9 @@ from torch.fx import GraphModule, Node
 
 from torchguard._graphs.codec import encode_argument, target_name
 from torchguard._graphs.listing import type_text
+from torchguard._pytrees import PytreeSpec
 from torchguard._torch import ops, pytrees
 from torchguard.compiled._leaves import LeafType
-from torchguard.compiled._nesting import Nest
 from torchguard.exceptions import SavedGraphError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _REFUSED = re.compile(
 def save(made: "CompiledOut", path: str | os.PathLike[str]) -> None:
     """Write a compiled function to a file. Raises SavedGraphError for one that uses an `autograd.Function`."""
     arguments = made.signature.arguments
-    if made.program.lifted or any(leaf.dynamic for leaf in made.leaves):
+    if made.program.random_leaves or any(leaf.dynamic for leaf in made.leaves):
         raise SavedGraphError(
             f"save: {made.name} has lifted or dynamic leaves, but a file holds a graph of fixed sizes. "
             "Compile it without `dynamic` and `lift_rng` to save it."
@@ -47,7 +47,7 @@ def save(made: "CompiledOut", path: str | os.PathLike[str]) -> None:
     for node in made.graph.nodes:
         if node.op == "call_function":
             find_operation(target_name(node.target))
-    if made.graphs.has_own_rules:
+    if made.graphs.has_autograd_function:
         raise SavedGraphError(
             f"save: {made.name} uses an autograd.Function, which has rules of its own, and a file cannot hold them."
         )
@@ -131,10 +131,10 @@ def _encode_graph(graph: GraphModule, names: dict[Node, str]) -> dict[str, Any]:
     return {"inputs": inputs, "nodes": nodes, "outputs": outputs}
 
 
-def _encode_nest(nest: Nest) -> Any:
+def _encode_nest(nest: PytreeSpec) -> Any:
     """Tuples, lists and dicts by name, and the positions of tensors by number."""
     leaves: list[Any] = [None] * nest.count
-    for number, place in enumerate(nest.places):
+    for number, place in enumerate(nest.positions):
         leaves[place] = number
     return _encode_part(pytrees.unflatten(leaves, nest.structure))
 

@@ -1,4 +1,4 @@
-"""A small imperative session: one program, run operation by operation or compiled, with the same results."""
+"""`Session`: one imperative program, run eagerly or compiled, with the same results."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,14 +10,14 @@ from torch.fx import Node
 from torchguard._torch import pytrees
 from torchguard.compiled._builder import Builder, Var
 from torchguard.compiled._functions import CompiledOut
-from torchguard.compiled._leaves import LeafType, check_all, type_of
+from torchguard.compiled._leaves import LeafType, check_leaves, type_of
 from torchguard.exceptions import CompileError
 
 _BACKENDS = {"eager": "eager", "compiled": "inductor"}
 
 
 class Session:
-    """Parameters, inputs and what is computed from them. Functions of torch apply to its variables.
+    """Parameters, inputs and variables computed from them. Torch functions apply to the variables.
 
     >>> from torchguard.compiled import Session
     >>> s = Session(mode="eager")
@@ -32,35 +32,35 @@ class Session:
 
     def __init__(self, mode: Literal["eager", "compiled"] = "compiled") -> None:
         if mode not in _BACKENDS:
-            raise CompileError(f"Session: mode is 'eager' or 'compiled', not {mode!r}.")
-        self.mode, self.builder = mode, _Eager(self) if mode == "eager" else Builder("session")
+            raise CompileError(f"Session: mode: expected 'eager' or 'compiled', got {mode!r}.")
+        self.mode, self.builder = mode, _EagerBuilder(self) if mode == "eager" else Builder("session")
         self._values: dict[str, Tensor] = {}
         self._types: dict[str, LeafType] = {}
         self._params: set[str] = set()
         self._gradients: dict[str, Tensor] | None = None
-        self._made: dict[tuple[str, int], CompiledOut] = {}
+        self._functions: dict[tuple[str, int], CompiledOut] = {}
         self._computed: dict[Node, Any] = {}
 
     def param(self, name: str, value: Tensor) -> Var:
-        """A leaf that `sgd_step` moves."""
+        """Add a leaf that `sgd_step` updates."""
         self._params.add(name)
         return self._leaf(name, value)
 
     def input(self, name: str, value: Tensor) -> Var:
-        """A leaf that `set` gives new values."""
+        """Add a leaf that `set` assigns."""
         return self._leaf(name, value)
 
     def set(self, **values: Tensor) -> None:
-        """Give leaves other values of the same type."""
+        """Assign new values, of the same types, to leaves."""
         for name, value in values.items():
             if name not in self._types:
                 raise CompileError(f"Session: there is no leaf {name!r}. There are {', '.join(self._types)}.")
-            check_all([self._types[name]], [value], "Session")
+            check_leaves([self._types[name]], [value], "Session")
         self._values |= {name: value.detach().clone() for name, value in values.items()}
         self._computed.clear()
 
     def value(self, variable: Var) -> Tensor:
-        """What a variable is now."""
+        """The current value of a variable."""
         node = self.builder.node_of(variable)
         if self.mode == "eager":
             return self.run(node).clone()
@@ -69,39 +69,37 @@ class Session:
         return self._compiled(variable)(*self._values.values())
 
     def backward(self, loss: Var) -> dict[str, Tensor]:
-        """The gradients of a scalar by every differentiable leaf. They are new each time, and never added up."""
-        made = self._compiled(loss)
-        if made.graphs.outputs[0].shape != ():
-            raise CompileError(
-                f"Session: backward wants one number, and got shape {list(made.graphs.outputs[0].shape)}."
-            )
-        one = torch.ones((), dtype=made.graphs.outputs[0].dtype, device=made.graphs.outputs[0].device)
-        gradients = made.vjp_with_seed(tuple(self._values.values()), one)
+        """The gradients of a scalar with respect to every differentiable leaf. They are never accumulated."""
+        function = self._compiled(loss)
+        output = function.graphs.outputs[0]
+        if output.shape != ():
+            raise CompileError(f"Session: backward: expected a loss of shape [], got shape {list(output.shape)}.")
+        one = torch.ones((), dtype=output.dtype, device=output.device)
+        gradients = function.vjp_with_seed(tuple(self._values.values()), one)
         self._gradients = {name: g for name, g in zip(self._values, gradients, strict=True) if g is not None}
         return dict(self._gradients)
 
     def jvp(self, variable: Var, **tangents: Tensor) -> tuple[Tensor, Tensor]:
-        """What a variable is, and how it changes as leaves move along tangents; the others stay where they are."""
-        still = {
+        """The value of a variable, and its directional derivative along tangents of leaves; other tangents are zero."""
+        zeros = {
             name: torch.zeros_like(value) if self._types[name].differentiable else None
             for name, value in self._values.items()
         }
-        if unknown := set(tangents) - set(still):
+        if unknown := set(tangents) - set(zeros):
             raise CompileError(f"Session: there is no leaf {min(unknown)!r}. There are {', '.join(self._types)}.")
-        moving = tuple({**still, **tangents}.values())
-        return self._compiled(variable).jvp(tuple(self._values.values()), moving)
+        return self._compiled(variable).jvp(tuple(self._values.values()), tuple({**zeros, **tangents}.values()))
 
     def sgd_step(self, rate: float) -> None:
-        """Move the parameters against the gradients of the last `backward`."""
+        """Subtract `rate` times the gradients of the last `backward` from the parameters."""
         if self._gradients is None:
             raise CompileError("Session: call backward before sgd_step.")
-        moved = {name: g for name, g in self._gradients.items() if name in self._params}
-        self._values |= {name: self._values[name] - rate * g for name, g in moved.items()}
+        gradients = {name: g for name, g in self._gradients.items() if name in self._params}
+        self._values |= {name: self._values[name] - rate * g for name, g in gradients.items()}
         self._gradients = None
         self._computed.clear()
 
     def run(self, node: Node) -> Any:
-        """The value of a node by eager mode, and of all it needs."""
+        """The eager value of a node. The values of the nodes it depends on are cached until a leaf changes."""
         if node not in self._computed:
             if node.op == "placeholder":
                 self._computed[node] = self._values[self._name_of(node)]
@@ -124,13 +122,13 @@ class Session:
 
     def _compiled(self, variable: Var) -> CompiledOut:
         key = (self.builder.node_of(variable).name, len(self._values))
-        if key not in self._made:
-            self._made[key] = self.builder.compile_out(variable, backend=_BACKENDS[self.mode])
-        return self._made[key]
+        if key not in self._functions:
+            self._functions[key] = self.builder.compile_out(variable, backend=_BACKENDS[self.mode])
+        return self._functions[key]
 
 
-class _Eager(Builder):
-    """A builder that runs each operation as soon as it is written down."""
+class _EagerBuilder(Builder):
+    """A builder that runs each operation as soon as it is recorded."""
 
     def __init__(self, session: Session) -> None:
         super().__init__("session")

@@ -1,4 +1,8 @@
-"""A derivative cut in two: what depends on the point alone, run once, and what is linear in tangents or seeds."""
+"""A derivative split in two graphs: the first depends on the point alone, the second is linear in the tangents.
+
+The first part runs once for a point and returns the outputs and the residuals, the values that the second part needs.
+The second part then runs once for each tangent or cotangent.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,18 +13,22 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from torchguard._torch import tensors
-from torchguard.compiled._cleanup import is_view
+from torchguard.compiled._cleanup import shares_input_storage
 from torchguard.compiled._nodes import OF_SHAPES, op_name
 
-# Where a residual is found: among the leaves, among the outputs, or among what the first part returns besides.
+# Where to find a residual: among the leaves, the outputs, or the private results of the first part.
 Source = tuple[Literal["leaf", "output", "private"], int]
 
 
 @dataclass(frozen=True)
 class Split:
-    """`first` maps leaves to outputs and private residuals; `second` maps all residuals and tangents to the rest.
+    """The two parts of a derivative.
 
-    `shared` are the leaves and outputs whose memory a residual lies in: the caller can change it.
+    Args:
+        first: maps leaves to outputs and private residuals.
+        second: maps all residuals, and tangents or cotangents, to the other results.
+        residuals: where to find each residual.
+        shared: the leaves and outputs whose memory a residual shares, so that the caller may change it.
     """
 
     first: GraphModule
@@ -28,39 +36,44 @@ class Split:
     residuals: tuple[Source, ...]
     shared: tuple[Source, ...]
 
-    def found(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], private: Sequence[Tensor]) -> list[Tensor]:
-        """The residuals, from what the first part was given and returned."""
-        places = {"leaf": leaves, "output": outputs, "private": private}
-        return [places[where][i] for where, i in self.residuals]
+    def collect(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], private: Sequence[Tensor]) -> list[Tensor]:
+        """The residuals, from what the first part took and returned."""
+        sources = {"leaf": leaves, "output": outputs, "private": private}
+        return [sources[where][i] for where, i in self.residuals]
 
 
 def split(graph: GraphModule, leaves: int, outputs: int) -> Split:
-    """Cut a graph at what its first `outputs` outputs and the rest share. Placeholders past `leaves` are linear."""
+    """Split a derivative graph.
+
+    Args:
+        leaves: the number of placeholders that are leaves; those after them are tangents or cotangents.
+        outputs: the number of results that are outputs; those after them are linear.
+    """
     nodes = list(graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     results: Sequence[Node] = nodes[-1].args[0]
-    linear = _reached_from(nodes, placeholders[leaves:])
-    second, needed = _closure(results[outputs:], linear)
-    places: dict[Node, Source] = {node: ("leaf", i) for i, node in enumerate(placeholders[:leaves])}
-    places |= {node: ("output", i) for i, node in enumerate(results[:outputs]) if node not in places}
-    private = [node for node in needed if node not in places]
+    linear = _reachable(nodes, placeholders[leaves:])
+    second, needed = _second_part(results[outputs:], linear)
+    sources: dict[Node, Source] = {node: ("leaf", i) for i, node in enumerate(placeholders[:leaves])}
+    sources |= {node: ("output", i) for i, node in enumerate(results[:outputs]) if node not in sources}
+    private = [node for node in needed if node not in sources]
     memory = {tensors.storage_of(node.meta["val"]) for node in needed if isinstance(node.meta["val"], Tensor)}
-    shared = tuple(place for node, place in places.items() if tensors.storage_of(node.meta["val"]) in memory)
-    places |= {node: ("private", i) for i, node in enumerate(private)}
-    first = _part(placeholders[:leaves], nodes, set(nodes) - linear, [*results[:outputs], *private])
-    rest = _part([*needed, *placeholders[leaves:]], nodes, second, results[outputs:])
-    return Split(first, rest, tuple(places[node] for node in needed), shared)
+    shared = tuple(source for node, source in sources.items() if tensors.storage_of(node.meta["val"]) in memory)
+    sources |= {node: ("private", i) for i, node in enumerate(private)}
+    first = _subgraph(placeholders[:leaves], nodes, set(nodes) - linear, [*results[:outputs], *private])
+    rest = _subgraph([*needed, *placeholders[leaves:]], nodes, second, results[outputs:])
+    return Split(first, rest, tuple(sources[node] for node in needed), shared)
 
 
-def depends_on_directions(graph: GraphModule, leaves: int, outputs: int) -> bool:
-    """Whether what follows the first `outputs` outputs depends on a placeholder past `leaves`."""
+def depends_on_tangents(graph: GraphModule, leaves: int, outputs: int) -> bool:
+    """Whether a result after the first `outputs` depends on a placeholder after the first `leaves`."""
     nodes = list(graph.graph.nodes)
     computing = [node for node in nodes if op_name(node) not in OF_SHAPES]
-    linear = _reached_from(computing, graph.graph.find_nodes(op="placeholder")[leaves:])
+    linear = _reachable(computing, graph.graph.find_nodes(op="placeholder")[leaves:])
     return any(node in linear for node in nodes[-1].args[0][outputs:])
 
 
-def _reached_from(nodes: Sequence[Node], starts: Sequence[Node]) -> set[Node]:
+def _reachable(nodes: Sequence[Node], starts: Sequence[Node]) -> set[Node]:
     reached = set(starts)
     for node in nodes:
         if node.op == "call_function" and any(source in reached for source in node.all_input_nodes):
@@ -68,28 +81,28 @@ def _reached_from(nodes: Sequence[Node], starts: Sequence[Node]) -> set[Node]:
     return reached
 
 
-def _closure(results: Sequence[Node], linear: set[Node]) -> tuple[set[Node], list[Node]]:
-    """The nodes the second part runs, and those it is given.
+def _second_part(results: Sequence[Node], linear: set[Node]) -> tuple[set[Node], list[Node]]:
+    """The nodes that the second part runs, and the residuals it takes.
 
-    Views and constants are run again: they cost nothing, and would only be more to keep.
+    It runs views and constants again: they cost nothing, and saving them would take memory.
     """
     run: set[Node] = set()
-    given: dict[Node, None] = {}
+    residuals: dict[Node, None] = {}
     todo = list(results)
     while todo:
         node = todo.pop()
-        again = node.op == "call_function" and (not node.all_input_nodes or is_view(node))
-        if node in run or node in given:
+        is_free = node.op == "call_function" and (not node.all_input_nodes or shares_input_storage(node))
+        if node in run or node in residuals:
             continue
-        if (node in linear or again) and node.op != "placeholder":
+        if (node in linear or is_free) and node.op != "placeholder":
             run.add(node)
             todo.extend(node.all_input_nodes)
         elif node not in linear:
-            given[node] = None
-    return run, list(given)
+            residuals[node] = None
+    return run, list(residuals)
 
 
-def _part(inputs: Sequence[Node], nodes: Sequence[Node], chosen: set[Node], results: Sequence[Node]) -> GraphModule:
+def _subgraph(inputs: Sequence[Node], nodes: Sequence[Node], chosen: set[Node], results: Sequence[Node]) -> GraphModule:
     graph, copies = Graph(), {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)

@@ -1,4 +1,10 @@
-"""From a function of leaves to graphs of ATen operations: its value, and its derivatives."""
+"""Tracing: from a function of leaves to graphs of ATen operations, for its value and its derivatives.
+
+Derivatives are traced from the forward graph, with torch.func, so the function does not run again. There are two
+exceptions: a function that calls an `autograd.Function` runs again for each derivative, because the graph does not hold
+those rules; one that takes gradients of fused attention itself runs again for forward mode. The VJP of a function with
+custom operators is traced with autograd, because torch.func does not use the rules registered for them.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,211 +18,220 @@ from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchguard._torch import fakes, ops, tensors
-from torchguard.compiled._cleanup import tidied
-from torchguard.compiled._decompositions import CELLS, WritesOutAttention, is_fused, is_pulled_through
-from torchguard.compiled._leaves import LeafType, cotangent_type, is_there
+from torchguard.compiled._cleanup import clean_graph
+from torchguard.compiled._decompositions import (
+    RECURRENT_CELLS,
+    AttentionDecomposer,
+    has_attention_backward,
+    is_fused_attention,
+)
+from torchguard.compiled._leaves import LeafType, dense_type, is_available
 from torchguard.compiled._nodes import OF_SHAPES, UNINITIALISED, op_name
-from torchguard.compiled._purity import LINE, Watch, branches_on_values, line_of, name_of
+from torchguard.compiled._purity import LINE_ATTRIBUTE, PurityMode, branch_error, line_of, name_of
 from torchguard.exceptions import CompileError, ImpureFunctionError, MissingRuleError, TorchGuardError
 
-# How torch words that a rule is missing, in forward mode, of an operation of its own, and of an autograd.Function.
+# Torch's messages for a missing rule: in forward mode, in reverse mode, and of an autograd.Function.
 _NO_FORWARD_RULE = re.compile(r"forward AD with (\S+) that does not support it")
 _NO_RULE = re.compile(r"derivative for (\S+) is not implemented|backward through (\S+) ")
 _NO_FUNCTION_RULE = re.compile(r"(?:implement|override).*(?:jvp|setup_context|vmap)", re.IGNORECASE | re.DOTALL)
 
 
-def _copied(there: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
-    return values.to(there.dtype).expand(there.shape).clone(memory_format=torch.contiguous_format)
+def _copy(target: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
+    return values.to(target.dtype).expand(target.shape).clone(memory_format=torch.contiguous_format)
 
 
-# Changes in place become these where they are rewritten, and torch has no derivative for them.
-_WRITTEN_OUT = {torch.ops.aten.copy.default: _copied}
+# functionalize rewrites changes in place with `aten.copy`, for which torch has no derivative.
+_COPY_DECOMPOSITION = {torch.ops.aten.copy.default: _copy}
 
 
 @dataclass(frozen=True)
 class Program:
     """What is compiled: a function of flat leaves that returns a list of tensors.
 
-    `lifted` says how many leaves, the last ones, stand for random numbers; `knows_its_lines`, that it is a graph whose
-    operations have been given lines of the source already.
+    Args:
+        where: the source line of the function.
+        lift_rng: whether random numbers become leaves.
+        random_leaves: the number of such leaves; they are the last ones.
+        is_graph: whether `run` interprets a graph, whose nodes have source lines already.
     """
 
     name: str
     run: Callable[..., list[Tensor]]
     leaves: tuple[LeafType, ...]
     where: str = "an unknown line"
-    lifts_rng: bool = False
-    lifted: int = 0
-    knows_its_lines: bool = False
+    lift_rng: bool = False
+    random_leaves: int = 0
+    is_graph: bool = False
 
     @property
     def differentiable(self) -> list[bool]:
         return [leaf.differentiable for leaf in self.leaves]
 
-    def watched(self, watch: Watch, *leaves: Tensor) -> list[Tensor]:
-        with watch:
-            return self.run(*leaves[: len(leaves) - self.lifted])
+    def run_in(self, mode: PurityMode, *leaves: Tensor) -> list[Tensor]:
+        with mode:
+            return self.run(*leaves[: len(leaves) - self.random_leaves])
 
 
-class _KeepsLines(torch.fx.Interpreter):
-    """Runs a graph; an error takes along the line of the node it is raised at."""
+class _LineInterpreter(torch.fx.Interpreter):
+    """Runs a graph, and attaches the source line of a node to the exception it raises."""
 
     def run_node(self, n: Node) -> Any:
         try:
             return super().run_node(n)
         except Exception as error:
-            setattr(error, LINE, n.stack_trace)
+            setattr(error, LINE_ATTRIBUTE, n.stack_trace)
             raise
 
 
 def program_of(graph: GraphModule, name: str, leaves: tuple[LeafType, ...]) -> Program:
-    """A graph as something to compile, which keeps the lines of the source it came from."""
+    """A graph as a program. Its nodes pass on their source lines."""
 
     def run(*values: Tensor) -> list[Tensor]:
-        runs = _KeepsLines(graph)
-        runs.extra_traceback = False
-        return list(runs.run(*values))
+        interpreter = _LineInterpreter(graph)
+        interpreter.extra_traceback = False
+        return list(interpreter.run(*values))
 
-    return Program(name, run, leaves, knows_its_lines=True)
+    return Program(name, run, leaves, is_graph=True)
 
 
-def with_lifted_leaves(program: Program) -> Program:
+def with_random_leaves(program: Program) -> Program:
     """The same program with a leaf for each random operation in it."""
     drawn: list[tuple[str, Tensor]] = []
 
-    def run(watch: Watch, *leaves: Tensor) -> list[Tensor]:
-        found = program.watched(watch, *leaves)
-        drawn[:] = watch.drawn
+    def run(mode: PurityMode, *leaves: Tensor) -> list[Tensor]:
+        found = program.run_in(mode, *leaves)
+        drawn[:] = mode.random_tensors
         return found
 
     _trace(program, run, program.leaves)
-    types = [replace(cotangent_type(value, name), differentiable=False) for name, value in drawn]
-    return replace(program, leaves=(*program.leaves, *types), lifted=len(types))
+    types = [replace(dense_type(value, name), differentiable=False) for name, value in drawn]
+    return replace(program, leaves=(*program.leaves, *types), random_leaves=len(types))
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Leaves to outputs as a graph, and what to take derivatives of.
+    """The forward graph, from leaves to outputs.
 
-    That is the graph, or the function itself if it has rules of its own. `foreign` are the operations that are not
-    ATen's, and their lines.
+    Args:
+        source: what to differentiate: the graph, or the function itself if it calls an `autograd.Function`.
+        custom_ops: the operations that are not ATen's, with their source lines.
     """
 
     graph: GraphModule
     source: Program
-    has_own_rules: bool
-    foreign: tuple[tuple[Any, str], ...]
+    has_autograd_function: bool
+    custom_ops: tuple[tuple[Any, str], ...]
 
     @property
-    def is_all(self) -> bool:
-        """Whether every derivative is taken of the graph, and none of the function itself."""
-        return not self.has_own_rules and not is_pulled_through(self.graph)
+    def differentiates_function(self) -> bool:
+        """Whether a derivative is taken by running the function again, and not of its graph."""
+        return self.has_autograd_function or has_attention_backward(self.graph)
 
 
 def forward_graph(program: Program) -> Forward:
-    """What a function computes. Raises where it is not pure."""
-    watches: list[Watch] = []
+    """Trace what a function computes. Raises if it is not pure."""
+    modes: list[PurityMode] = []
 
-    def run(watch: Watch, *leaves: Tensor) -> list[Tensor]:
-        watches.append(watch)
-        found = program.watched(watch, *leaves)
+    def run(mode: PurityMode, *leaves: Tensor) -> list[Tensor]:
+        modes.append(mode)
+        found = program.run_in(mode, *leaves)
         for i, out in enumerate(found):
             if not fakes.is_fake(out):
-                what = f"result [{i}] is a tensor that is no argument (a hidden constant)"
-                raise watch.error(program.where, what, "Make it an argument")
+                what = f"result [{i}] is a tensor that is not an argument (a hidden constant)"
+                raise mode.error(program.where, what, "Make it an argument")
         return found
 
     traced = _trace(program, run, program.leaves, grad_enabled=True)
-    forward = tidied(traced, [leaf.name for leaf in program.leaves])
+    forward = clean_graph(traced, [leaf.name for leaf in program.leaves])
     if any(value.is_complex() for value in output_values(forward)):
         raise CompileError(f"{program.name}: returns complex numbers. Return torch.view_as_real(z).")
-    _refuse_uninitialised(program, forward)
+    _refuse_uninitialized(program, forward)
     _refuse_missing_devices(program, forward)
-    own = watches[0].has_own_rules
-    source = program if own else program_of(forward, program.name, program.leaves)
-    return Forward(forward, source, own, tuple(watches[0].foreign))
+    mode = modes[0]
+    source = program if mode.has_autograd_function else program_of(forward, program.name, program.leaves)
+    return Forward(forward, source, mode.has_autograd_function, tuple(mode.custom_ops))
 
 
 def without_fused_attention(program: Program, forward: Forward) -> Forward:
-    """What to push tangents through: fused attention has no rule for them, and what it is made of has."""
-    if forward.has_own_rules or not any(map(is_fused, forward.graph.graph.nodes)):
+    """The same for forward mode, with fused attention decomposed: torch has no JVP rule for the fused operation."""
+    if forward.has_autograd_function or not any(map(is_fused_attention, forward.graph.graph.nodes)):
         return forward
-    if is_pulled_through(forward.graph):
+    if has_attention_backward(forward.graph):
         with sdpa_kernel(SDPBackend.MATH):
             return replace(forward, source=forward_graph(program).source)
-    written_out = replace(forward.source, run=lambda *leaves: list(WritesOutAttention(forward.graph).run(*leaves)))
-    return replace(forward, source=forward_graph(written_out).source)
+    decomposed = replace(forward.source, run=lambda *leaves: list(AttentionDecomposer(forward.graph).run(*leaves)))
+    return replace(forward, source=forward_graph(decomposed).source)
 
 
 def derivative_graph(forward: Forward, kind: str) -> GraphModule:
-    """A derivative as a graph, by torch's rules for the function itself, custom ones included.
+    """Trace a derivative, by torch's rules and those of an `autograd.Function`.
 
-    - jvp: leaves and tangents to outputs and their tangents;
-    - vjp: leaves and seeds to outputs and gradients;
-    - hvp: leaves, tangents and seeds to the tangents of the gradients.
+    - jvp: from leaves and tangents to outputs and their tangents;
+    - vjp: from leaves and cotangents to outputs and gradients;
+    - hvp: from leaves, tangents and cotangents to the tangents of the gradients.
     """
     program = forward.source
     tangents = tangent_types(program)
-    seeds = seed_types(output_values(forward.graph))
-    if not tangents or not seeds:
+    cotangents = cotangent_types(output_values(forward.graph))
+    if not tangents or not cotangents:
         missing = "leaf" if not tangents else "output"
         raise CompileError(f"{kind} of {program.name}: no {missing} is differentiable.")
-    _refuse_foreign(forward, kind)
-    given = {"jvp": tangents, "vjp": seeds, "hvp": [*tangents, *seeds]}[kind]
+    _refuse_missing_rules(forward, kind)
+    given = {"jvp": tangents, "vjp": cotangents, "hvp": [*tangents, *cotangents]}[kind]
     types = [*program.leaves, *given]
     n, m = len(program.leaves), len(tangents)
 
-    def derivative(watch: Watch, *values: Tensor) -> list[Tensor]:
+    def derivative(mode: PurityMode, *values: Tensor) -> list[Tensor]:
         leaves, rest = values[:n], values[n:]
-        own = [leaf for leaf, is_own in zip(leaves, program.differentiable, strict=True) if is_own]
+        point = [leaf for leaf, is_own in zip(leaves, program.differentiable, strict=True) if is_own]
 
-        def outputs(*moved: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-            queue = iter(moved)
-            chosen = [
+        def outputs(*primals: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+            queue = iter(primals)
+            merged = [
                 next(queue) if is_own else leaf for leaf, is_own in zip(leaves, program.differentiable, strict=True)
             ]
-            with torch.enable_grad():  # so that leaving a `no_grad` is seen to be that
-                found = program.watched(watch, *chosen)
+            with torch.enable_grad():  # so that the end of a `no_grad` block switches grad on, as the mode expects
+                found = program.run_in(mode, *merged)
             return tuple(out for out in found if out.is_floating_point()), found
 
-        def gradients(*moved: Tensor) -> tuple[Tensor, ...]:
-            return _vjp(outputs, moved)[1](tuple(rest[m:]))
+        def gradients(*primals: Tensor) -> tuple[Tensor, ...]:
+            return _vjp(outputs, primals)[1](tuple(rest[m:]))
 
         if kind == "jvp":
-            _, pushed, found = _jvp(outputs, own, rest)
-            return [*found, *pushed]
+            _, output_tangents, found = _jvp(outputs, point, rest)
+            return [*found, *output_tangents]
         if kind == "vjp":
-            found, pull = (_recorded_vjp if forward.foreign else _vjp)(outputs, own)
-            return [*found, *pull(tuple(rest))]
-        return list(func.jvp(gradients, tuple(own), tuple(rest[:m]))[1])
+            found, pullback = (_autograd_vjp if forward.custom_ops else _vjp)(outputs, point)
+            return [*found, *pullback(tuple(rest))]
+        return list(func.jvp(gradients, tuple(point), tuple(rest[:m]))[1])
 
-    # Fused attention has no rule for tangents; what it is made of has.
+    # Torch has no JVP rule for fused attention, but has one for the math backend.
     with sdpa_kernel(SDPBackend.MATH) if kind != "vjp" else torch.no_grad():
-        lines = {name_of(operation): where for operation, where in forward.foreign}
+        lines = {name_of(operation): where for operation, where in forward.custom_ops}
         traced = _trace(program, derivative, types, kind, lines)
-    return tidied(traced, [leaf.name for leaf in types], keep_detach=False)
+    return clean_graph(traced, [leaf.name for leaf in types], keep_detach=False)
 
 
 def _vjp(f: Callable[..., Any], x: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
     """All outputs, and the pullback of those that are differentiable."""
-    made: Any = func.vjp(f, *x, has_aux=True)
-    return made[2], made[1]
+    found: Any = func.vjp(f, *x, has_aux=True)
+    return found[2], found[1]
 
 
-def _recorded_vjp(f: Callable[..., Any], x: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
-    """The same by autograd: rules registered for an operation of one's own are not for transforms."""
+def _autograd_vjp(f: Callable[..., Any], x: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., Any]]:
+    """The same with autograd: torch.func does not use the rules registered for a custom operator."""
     with torch.enable_grad():
         tracked = [leaf.detach().requires_grad_() for leaf in x]
-        smooth, found = f(*tracked)
+        differentiable, found = f(*tracked)
 
-    def pull(seeds: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        chosen = [(out, seed) for out, seed in zip(smooth, seeds, strict=True) if out.requires_grad]
-        if not chosen:
+    def pullback(cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        pairs = [(out, w) for out, w in zip(differentiable, cotangents, strict=True) if out.requires_grad]
+        if not pairs:
             return tuple(map(torch.zeros_like, x))
-        outs, weights = zip(*chosen, strict=True)
+        outs, weights = zip(*pairs, strict=True)
         return torch.autograd.grad(outs, tracked, weights, allow_unused=True, materialize_grads=True)
 
-    return [out.detach() for out in found], pull
+    return [out.detach() for out in found], pullback
 
 
 def _jvp(f: Callable[..., Any], x: Sequence[Tensor], dx: Sequence[Tensor]) -> Any:
@@ -224,13 +239,13 @@ def _jvp(f: Callable[..., Any], x: Sequence[Tensor], dx: Sequence[Tensor]) -> An
 
 
 def tangent_types(program: Program) -> list[LeafType]:
-    """A tangent for each differentiable leaf."""
-    return [cotangent_type(leaf.fake(), f"d_{leaf.name}") for leaf in program.leaves if leaf.differentiable]
+    """The type of a tangent for each differentiable leaf."""
+    return [dense_type(leaf.fake(), f"d_{leaf.name}") for leaf in program.leaves if leaf.differentiable]
 
 
-def seed_types(values: Sequence[Tensor]) -> list[LeafType]:
-    """A seed for each differentiable output."""
-    return [cotangent_type(value, f"seed_{i}") for i, value in enumerate(values) if value.is_floating_point()]
+def cotangent_types(values: Sequence[Tensor]) -> list[LeafType]:
+    """The type of a cotangent for each differentiable output."""
+    return [dense_type(value, f"cotangent_{i}") for i, value in enumerate(values) if value.is_floating_point()]
 
 
 def output_values(graph: GraphModule) -> list[Tensor]:
@@ -252,69 +267,76 @@ def _trace(
     *,
     grad_enabled: bool = False,
 ) -> GraphModule:
-    """Trace `fn(watch, *values)`. Changes of what is its own are rewritten; a transform could not see through that."""
+    """Trace `fn(mode, *values)`.
+
+    Changes in place are rewritten in the traced graph, not while tracing: torch.func cannot differentiate through
+    functionalize.
+    """
     if tensors.any_autocast():
         raise CompileError(
-            f"{program.name}: autocast is on. Switch it on inside the function, so that it is part of it."
+            f"{program.name}: autocast is on. Use autocast inside the function, so that it becomes part of the graph."
         )
-    lifted = slice(len(program.leaves) - program.lifted, len(program.leaves))
+    random = slice(len(program.leaves) - program.random_leaves, len(program.leaves))
 
-    def watched(*values: Tensor) -> Any:
-        random = values[lifted] if program.lifts_rng else None
-        own = {tensors.storage_of(value) for value in values}
-        runs_a_graph = program.knows_its_lines
-        pushes = kind in ("jvp", "hvp") and not runs_a_graph
-        watch = Watch(program.name, random, own, finds_lines=not runs_a_graph, detaches=grad_enabled, pushes=pushes)
-        return fn(watch, *values)
+    def run(*values: Tensor) -> Any:
+        mode = PurityMode(
+            program.name,
+            values[random] if program.lift_rng else None,
+            {tensors.storage_of(value) for value in values},
+            search_stack=not program.is_graph,
+            detach_constants=grad_enabled,
+            in_forward_mode=kind in ("jvp", "hvp") and not program.is_graph,
+        )
+        return fn(mode, *values)
 
     try:
-        traced = fakes.trace(watched, [leaf.fake() for leaf in types], CELLS, grad_enabled=grad_enabled)
+        traced = fakes.trace(run, [leaf.fake() for leaf in types], RECURRENT_CELLS, grad_enabled=grad_enabled)
         if any((schema := ops.schema_of(node.target)) and schema.is_mutable for node in traced.graph.nodes):
-            run = torch.fx.Interpreter(traced).run
-            functional = func.functionalize(run, remove="mutations")
-            traced = fakes.trace(functional, [leaf.fake() for leaf in types], _WRITTEN_OUT)
-            _refuse_changes(program, traced)
+            functional = func.functionalize(torch.fx.Interpreter(traced).run, remove="mutations")
+            traced = fakes.trace(functional, [leaf.fake() for leaf in types], _COPY_DECOMPOSITION)
+            _refuse_mutations(program, traced)
         return traced
     except TorchGuardError:
         raise
     except fakes.data_dependent_errors() as error:
-        raise branches_on_values(program.name, line_of(error)) from error
+        raise branch_error(program.name, line_of(error)) from error
     except Exception as error:
-        raise _in_words(program, error, kind, lines) from error
+        raise _explain(program, error, kind, lines) from error
 
 
-def _refuse_changes(program: Program, traced: GraphModule) -> None:
-    """What is left of changes in place once they were rewritten is what nobody knows how to rewrite."""
+def _refuse_mutations(program: Program, traced: GraphModule) -> None:
+    """Raise for a change in place that functionalize could not rewrite."""
     for node in traced.graph.nodes:
         if (schema := ops.schema_of(node.target)) and schema.is_mutable:
             raise ImpureFunctionError(
-                f"{program.name}: at {node.stack_trace}: {name_of(node.target)} changes a tensor in place, and cannot "
-                "be rewritten. Use the out-of-place form."
+                f"{program.name}: at {node.stack_trace}: {name_of(node.target)} changes a tensor in place, which "
+                "cannot be rewritten. Use the out-of-place form."
             )
 
 
 def _refuse_missing_devices(program: Program, forward: GraphModule) -> None:
-    """Tensors without values may be on a device that is not there; taking derivatives of them ends the process."""
+    """Raise for a device that this machine lacks. Differentiating fake tensors on it would end the process."""
     for node in forward.graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and not is_there(value.device):
+        if isinstance(value, Tensor) and not is_available(value.device):
             raise CompileError(
                 f"{program.name}: %{node.name} is on {value.device}, and this machine has no such device."
             )
 
 
-def _refuse_uninitialised(program: Program, forward: GraphModule) -> None:
-    """Memory that nobody wrote to may be used for its shape alone."""
+def _refuse_uninitialized(program: Program, forward: GraphModule) -> None:
+    """Raise if uninitialized memory is read. Operations that use its shape alone are fine."""
     for node in forward.graph.nodes:
-        is_left = op_name(node) in UNINITIALISED and node.meta["val"].numel() > 0
-        if is_left and not all(op_name(user) in {"fill", "zero", "copy", *OF_SHAPES} for user in node.users):
+        is_uninitialized = op_name(node) in UNINITIALISED and node.meta["val"].numel() > 0
+        if is_uninitialized and not all(op_name(user) in {"fill", "zero", "copy", *OF_SHAPES} for user in node.users):
             raise ImpureFunctionError(
-                f"{program.name}: at {node.stack_trace}: {name_of(node.target)} returns memory as it was left. "
+                f"{program.name}: at {node.stack_trace}: {name_of(node.target)} returns uninitialized memory. "
                 "Use torch.zeros."
             )
 
 
-def _in_words(program: Program, error: Exception, kind: str, lines: Mapping[str, str]) -> TorchGuardError:
+def _explain(program: Program, error: Exception, kind: str, lines: Mapping[str, str]) -> TorchGuardError:
+    """The error of torchguard for an error of torch, with the source line and what to do."""
     text, where = str(error), line_of(error)
     found = _NO_FORWARD_RULE.search(text) or _NO_RULE.search(text)
     if found and kind:
@@ -330,15 +352,17 @@ def _in_words(program: Program, error: Exception, kind: str, lines: Mapping[str,
             f"{text.splitlines()[0]}"
         )
     if "does not require grad" in text:
-        return CompileError(f"{program.name}: at {where}: autograd does not record here. Use torch.func.grad inside.")
+        return CompileError(
+            f"{program.name}: at {where}: autograd does not record while a function is traced. Use torch.func.grad."
+        )
     return CompileError(
         f"{program.name}: at {where}: {type(error).__name__}: {text.strip().splitlines()[0] if text else ''}"
     )
 
 
-def _refuse_foreign(forward: Forward, kind: str) -> None:
-    """An operation that is not ATen's may have no rule, and torch then takes its derivative for zero."""
-    for operation, where in forward.foreign:
+def _refuse_missing_rules(forward: Forward, kind: str) -> None:
+    """Raise for a custom operator without a rule, whose derivative torch would take to be zero."""
+    for operation, where in forward.custom_ops:
         if kind != "vjp" or not ops.has_autograd(operation):
             what, advice = ("tangents", "Use the vjp") if kind != "vjp" else ("gradients", "Register one with autograd")
             raise MissingRuleError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchguard._pytrees import mapped, parts_of
+from torchguard._pytrees import children, map_tensors
 from torchguard._torch import dynamo, settings
 from torchguard._torch.events import counting_builds
 from torchguard.exceptions import GuardError
@@ -224,7 +224,7 @@ class _FilterTrial:
     def _run(self, call: Callable[..., Any], arguments: Any) -> Any:
         """The result, or the exception. Changes that a run makes to arguments, parameters and buffers are undone."""
         before = _tensors_of(self.model)
-        args, kwargs = mapped(arguments, lambda z: z.detach().clone().requires_grad_(z.requires_grad))
+        args, kwargs = map_tensors(arguments, lambda z: z.detach().clone().requires_grad_(z.requires_grad))
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
@@ -262,7 +262,7 @@ def _equal(one: Any, two: Any) -> bool:
         return False
     if isinstance(one, Tensor) or isinstance(two, Tensor):
         return isinstance(one, Tensor) and isinstance(two, Tensor) and _equal_tensors(one, two)
-    left, right = parts_of(one), parts_of(two)
+    left, right = children(one), children(two)
     if left or right:
         same = len(left) == len(right) and type(one) is type(two)
         return same and all(a == b and _equal(x, y) for (a, x), (b, y) in zip(left, right, strict=True))

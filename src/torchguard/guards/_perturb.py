@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchguard._pytrees import mapped
+from torchguard._pytrees import map_tensors
 
 # Defaults of functions and attributes of classes, which users do not change between two calls.
 _UNCHANGED = re.compile(r"\.__\w+__|type\(")
@@ -129,7 +129,7 @@ def perturb_closure(name: str, cell: types.CellType, given: Arguments) -> Pertur
 
 
 def _of_arguments(name: str, given: Arguments, change: Callable[[Tensor], Tensor]) -> Perturbation:
-    return Perturbation(name, lambda: contextlib.nullcontext(mapped(given, change)))
+    return Perturbation(name, lambda: contextlib.nullcontext(map_tensors(given, change)))
 
 
 def _of_state(name: str, given: Arguments, enter: Callable[[], AbstractContextManager[Any]]) -> Perturbation:
@@ -171,7 +171,7 @@ def _as_double(model: nn.Module, given: Arguments) -> Iterator[Arguments]:
     before = {name: value.dtype for name, value in [*model.named_parameters(), *model.named_buffers()]}
     model.double()
     try:
-        yield mapped(given, lambda z: z.double() if z.is_floating_point() else z)
+        yield map_tensors(given, lambda z: z.double() if z.is_floating_point() else z)
     finally:
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             value.data = value.data.to(before[name])
@@ -183,7 +183,7 @@ def _as_double(model: nn.Module, given: Arguments) -> Iterator[Arguments]:
 def _hooked(model: nn.Module, given: Arguments) -> Iterator[Arguments]:
     """Adds a forward hook to the last leaf module, in the order in which modules are registered."""
     leaves = [module for module in model.modules() if not any(True for _ in module.children())]
-    handle = leaves[-1].register_forward_hook(lambda module, args, output: mapped(output, lambda z: z + 1))
+    handle = leaves[-1].register_forward_hook(lambda module, args, output: map_tensors(output, lambda z: z + 1))
     try:
         yield given
     finally:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchguard import err
 from torchguard._channel.config import CARRIERS, get_config
 from torchguard._channel.record import push_findings
-from torchguard._pytrees import part_at, tensors_in, with_parts
+from torchguard._pytrees import child_at, replace_children, tensors_in
 from torchguard._torch.tracing import holds
 from torchguard.checks import can_be_looked_at, findings_in
 from torchguard.exceptions import InvalidParameterError
@@ -150,7 +150,7 @@ def _looks_like_flags(f: Any) -> bool:
 def _at(value: Any, path: Path) -> Any:
     """The part of a value at a path, None if there is no such part."""
     for step in path:
-        value = part_at(value, step)
+        value = child_at(value, step)
     return value
 
 
@@ -161,4 +161,4 @@ def _with(value: Any, path: Path, part: Any) -> Any:
     step = path[0]
     if isinstance(step, int) and hasattr(value, "_fields"):
         step = value._fields[step]
-    return with_parts(value, {step: _with(part_at(value, path[0]), path[1:], part)})
+    return replace_children(value, {step: _with(child_at(value, path[0]), path[1:], part)})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchguard.compiled._executables import Code, Executables, Graphs
 from torchguard.compiled._leaves import LeafType
-from torchguard.compiled._trace import seed_types, tangent_types
+from torchguard.compiled._trace import cotangent_types, tangent_types
 from torchguard.exceptions import MissingRuleError
 
 
@@ -71,7 +71,7 @@ def gap_at(graphs: Graphs, kind: str, code: Code, leaves: Sequence[Tensor], seed
 
     Where there is no other one, it is compared with itself as eager mode runs it.
     """
-    v, w = random_like(tangent_types(graphs.program), seed), random_like(seed_types(graphs.outputs), seed + 1)
+    v, w = random_like(tangent_types(graphs.program), seed), random_like(cotangent_types(graphs.outputs), seed + 1)
     base = kind.partition("_")[0]
     found = derivative_by(graphs, kind, code, leaves, v, w)
     eager = Executables(graphs, "eager")
@@ -103,5 +103,5 @@ def derivative_by(
         found = code.runs[0]([*leaves, *directions])
         return list(found if base == "hvp" else found[count:])
     first = code.runs[0]([*leaves])
-    residuals = code.split.found(leaves, first[:count], first[count:])
+    residuals = code.split.collect(leaves, first[:count], first[count:])
     return list(code.runs[1]([*residuals, *directions]))

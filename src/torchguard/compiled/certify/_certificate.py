@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torchguard
-from torchguard.compiled._rounding import precision
+from torchguard.compiled._executables import precision
 from torchguard.compiled._save import graph_hash
 from torchguard.compiled.certify._claims import Claim, Verdict
 from torchguard.compiled.certify._probe import probe_claims
@@ -141,7 +141,7 @@ def certify(made: "CompiledOut", level: str, *, at: Any, seed: int) -> Certifica
     }
     devices = {str(leaf.device): leaf.device for leaf in made.leaves if leaf.device.type != "cpu"}
     flags |= {f"convolution precision on {name}": precision("convolution", device) for name, device in devices.items()}
-    flags |= {f"healed {kind}": backend for kind, backend in made.healed.items()}
+    flags |= {f"healed {kind}": backend for kind, backend in made.fallbacks.items()}
     return Certificate(
         made.name,
         level,

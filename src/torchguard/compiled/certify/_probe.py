@@ -162,7 +162,7 @@ def _slope(seen: Sequence[tuple[float, float]]) -> float:
 
 
 def _smooth(made: "CompiledOut", outputs: Sequence[Tensor]) -> list[Tensor]:
-    return [out for out, chosen in zip(outputs, made.directions[1].chosen, strict=True) if chosen]
+    return [out for out, chosen in zip(outputs, made.cotangents.differentiable, strict=True) if chosen]
 
 
 def _like(new: Tensor, old: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
 def probe_claims(made: "CompiledOut", point: tuple[Tensor, ...], seed: int) -> Iterator[Claim]:
     """Value, adjoint identity, Taylor remainder, linearity and parts, at one point and in random directions."""
     yield from _value_claims(made, point)
-    tangents, seeds = made.directions
+    tangents, seeds = made.tangents, made.cotangents
     v, u = random_like(tangents.types, seed), random_like(tangents.types, seed + 2)
     w, z = random_like(seeds.types, seed + 1), random_like(seeds.types, seed + 3)
     if not v or not w:

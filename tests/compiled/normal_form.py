@@ -1,8 +1,8 @@
-"""A proof that two graphs compute the same: that both come out as the same terms, by laws that always hold.
+"""The normal form of a graph. Two graphs with the same normal form compute the same function.
 
-Nothing is evaluated, at random or otherwise. The laws: copies and aliases are what they copy; some operators read the
-shape of an argument only; the first power of a number is that number; zero times anything, and anything made of zeros
-alone, is zero; sums and products commute.
+Nothing is evaluated. The normal form follows from laws that always hold: a copy or an alias equals its source; some
+operators read only the shape of an argument; x ** 1 is x; zero times anything is zero, and so is anything made of zeros
+alone; sums and products commute.
 """
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torchguard.compiled._nodes import op_name
 
 _COPIES = {"alias", "clone", "detach", "contiguous", "lift_fresh"}
-# Operators and the argument of which they read no element.
+# Operators, and the position of the argument of which they read only the shape.
 _SHAPE_ONLY = {
     "zeros_like": 0,
     "ones_like": 0,
@@ -31,8 +31,8 @@ _COMMUTE = {"add", "mul", "maximum", "minimum"}
 ZERO = "zero"
 
 
-def is_provably_same(a: GraphModule, b: GraphModule) -> bool:
-    """Whether the outputs of two graphs are the same terms."""
+def have_same_normal_form(a: GraphModule, b: GraphModule) -> bool:
+    """Whether the outputs of two graphs are the same terms. False does not prove that they differ."""
     return _terms(a) == _terms(b)
 
 
@@ -59,8 +59,8 @@ def _term(node: Node, terms: dict[Node, object]) -> object:
     if name in _ZEROS or (name in ("full", "scalar_tensor") and node.args[-1] == 0):
         return (ZERO, shape)
     if name in _SHAPE_ONLY:
-        place = _SHAPE_ONLY[name]
-        args[place] = ("shape", tuple(node.args[place].meta["val"].shape))
+        position = _SHAPE_ONLY[name]
+        args[position] = ("shape", tuple(node.args[position].meta["val"].shape))
     operands = args[1:] if name == "where" else args[:2] if name in ("add", "sub", "mul") else args[:1]
     if name == "cat":
         operands = list(args[0])
