@@ -10,8 +10,8 @@ from torch import func, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
+from torchguard._graphs.op_facts import facts_of
 from torchguard.compiled import CompileError, LeafTypeError, MissingRuleError, compile_out, compile_scalar, state_of
-from torchguard.compiled._listing import CONVENTIONS, SWITCHES
 
 
 @pytest.fixture(params=["eager", "aot_eager", "inductor"])
@@ -658,5 +658,5 @@ AT_KINKS = {
 def test_at_a_kink_the_derivative_is_the_one_recorded(op):
     f, place, derivative = AT_KINKS[op]
     c = compile_out(lambda x: f(x), torch.tensor(place), backend="eager", probe=False)
-    assert (CONVENTIONS | SWITCHES)[op] in {kink.convention for kink in c.kinks if kink.op == f"aten.{op}"}
+    assert facts_of(op).nonsmooth in {kink.convention for kink in c.kinks if kink.op == f"aten.{op}"}
     assert c.vjp_with_seed(torch.tensor(place), torch.tensor(1.0)).item() == derivative

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from torchguard._graphs.op_facts import facts_of
 from torchguard.compiled._leaves import short_name
 from torchguard.compiled._nodes import full_name, op_name
 
@@ -35,68 +36,6 @@ class Kink:
 
     def __str__(self) -> str:
         return f"{self.op}: {self.convention}" + (f" ({self.source})" if self.source else "")
-
-
-_STEPS = "0 everywhere, also at the steps"
-_MEET = "smooth, and the second derivative jumps where the parts meet"
-_TIES = "at ties the derivative is shared evenly"
-_FIRST = "at ties one of the largest is taken, by index"
-# By operation, without overload, as torch's rules have it. The tests hold most of them to what is returned.
-CONVENTIONS = {
-    "relu": "relu'(0) = 0",
-    "abs": "abs'(0) = 0",
-    "leaky_relu": "leaky_relu'(0) = negative_slope",
-    "threshold": "0 at the threshold",
-    "hardtanh": "0 at both ends",
-    "hardsigmoid": "0 at both ends",
-    "hardshrink": "0 at both ends",
-    "softshrink": "0 at both ends",
-    "hardswish": "0 at the lower end, 1 at the upper",
-    "elu": "elu'(0) = the slope from the left",
-    "huber_loss": _MEET,
-    "smooth_l1_loss": _MEET,
-    "frac": "1, also at the steps",
-    "clamp": "1 at both ends",
-    "clamp_min": "1 at the end",
-    "clamp_max": "1 at the end",
-    "sign": _STEPS,
-    "sgn": _STEPS,
-    "floor": _STEPS,
-    "ceil": _STEPS,
-    "round": _STEPS,
-    "trunc": _STEPS,
-    "heaviside": _STEPS,
-    "remainder": "1 in the first argument, also at the steps",
-    "fmod": "1 in the first argument, also at the steps",
-    "amax": _TIES,
-    "amin": _TIES,
-    "maximum": _TIES,
-    "minimum": _TIES,
-    "max": "over a dim: " + _FIRST + "; over all: " + _TIES,
-    "min": "over a dim: " + _FIRST + "; over all: " + _TIES,
-    "max_pool2d_with_indices": _FIRST,
-    "max_pool3d_with_indices": _FIRST,
-    "adaptive_max_pool2d": _FIRST,
-    "sort": _FIRST,
-    "topk": _FIRST,
-    "kthvalue": _FIRST,
-    "median": _FIRST,
-    "cummax": _FIRST,
-    "cummin": _FIRST,
-    "linalg_vector_norm": "0 at the zero vector",
-    "sqrt": "inf at 0",
-    "prelu": "prelu'(0) = weight",
-    "_prelu_kernel": "prelu'(0) = weight",
-    "copysign": "0 at 0",
-}
-# What is not smooth only if it depends on a leaf that holds floating point numbers: masks may be given.
-SWITCHES = {
-    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne", "signbit", "argmax", "argmin", "argsort"), _STEPS),
-    **dict.fromkeys(("bucketize", "searchsorted", "_to_copy"), _STEPS),
-    "where": "the derivative of the branch that is taken",
-    "masked_fill": "the derivative of what is taken",
-}
-_MASK = {"where": 0, "masked_fill": 1}  # which argument it is
 
 
 def type_text(value: Any) -> str:
@@ -157,14 +96,17 @@ def kinks_of(graph: GraphModule) -> tuple[Kink, ...]:
 def _convention(node: Node, moving: set[Node]) -> str | None:
     """What the derivative of an operation is taken to be where it has none; None if it is smooth."""
     name = op_name(node)
+    facts = facts_of(name)
+    if not facts.nonsmooth:
+        return None
     if name == "elu":
         given: tuple[Any, ...] = (*node.args, 1, 1, 1)
         _, alpha, _, input_scale = given[:4]
-        return CONVENTIONS[name] if alpha * input_scale != 1 else None
-    if name not in SWITCHES:
-        return CONVENTIONS.get(name)
-    is_moving = (node.args[_MASK[name]] if name in _MASK else node) in moving
+        return facts.nonsmooth if alpha * input_scale != 1 else None
+    if not facts.is_switch:
+        return facts.nonsmooth
+    is_moving = (node if facts.condition is None else node.args[facts.condition]) in moving
     if name == "_to_copy":
         before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
         is_moving = is_moving and before.is_floating_point() and not after.is_floating_point()
-    return SWITCHES[name] if is_moving else None
+    return facts.nonsmooth if is_moving else None

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchguard._graphs.op_facts import SHAPE_ONLY
 from torchguard._torch import tensors
 from torchguard.compiled._cleanup import is_view
-from torchguard.compiled._nodes import OF_SHAPES, op_name
+from torchguard.compiled._nodes import op_name
 
 # Where a residual is found: among the leaves, among the outputs, or among what the first part returns besides.
 Source = tuple[Literal["leaf", "output", "private"], int]
@@ -55,7 +56,7 @@ def split(graph: GraphModule, leaves: int, outputs: int) -> Split:
 def depends_on_directions(graph: GraphModule, leaves: int, outputs: int) -> bool:
     """Whether what follows the first `outputs` outputs depends on a placeholder past `leaves`."""
     nodes = list(graph.graph.nodes)
-    computing = [node for node in nodes if op_name(node) not in OF_SHAPES]
+    computing = [node for node in nodes if op_name(node) not in SHAPE_ONLY]
     linear = _reached_from(computing, graph.graph.find_nodes(op="placeholder")[leaves:])
     return any(node in linear for node in nodes[-1].args[0][outputs:])
 

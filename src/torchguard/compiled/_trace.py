@@ -11,11 +11,12 @@ from torch import Tensor, func
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchguard._graphs.op_facts import SHAPE_ONLY, UNINITIALIZED
 from torchguard._torch import fakes, ops, tensors
 from torchguard.compiled._cleanup import tidied
 from torchguard.compiled._decompositions import CELLS, WritesOutAttention, is_fused, is_pulled_through
 from torchguard.compiled._leaves import LeafType, cotangent_type, is_there
-from torchguard.compiled._nodes import OF_SHAPES, UNINITIALISED, op_name
+from torchguard.compiled._nodes import op_name
 from torchguard.compiled._purity import LINE, Watch, branches_on_values, line_of, name_of
 from torchguard.exceptions import CompileError, ImpureFunctionError, MissingRuleError, TorchGuardError
 
@@ -306,8 +307,8 @@ def _refuse_missing_devices(program: Program, forward: GraphModule) -> None:
 def _refuse_uninitialised(program: Program, forward: GraphModule) -> None:
     """Memory that nobody wrote to may be used for its shape alone."""
     for node in forward.graph.nodes:
-        is_left = op_name(node) in UNINITIALISED and node.meta["val"].numel() > 0
-        if is_left and not all(op_name(user) in {"fill", "zero", "copy", *OF_SHAPES} for user in node.users):
+        is_left = op_name(node) in UNINITIALIZED and node.meta["val"].numel() > 0
+        if is_left and not all(op_name(user) in {"fill", "zero", "copy", *SHAPE_ONLY} for user in node.users):
             raise ImpureFunctionError(
                 f"{program.name}: at {node.stack_trace}: {name_of(node.target)} returns memory as it was left. "
                 "Use torch.zeros."
