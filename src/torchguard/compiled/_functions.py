@@ -23,8 +23,9 @@ from torchguard.compiled._listing import Kink, Line, kinks_of, lines_of, listing
 from torchguard.compiled._nesting import Nest
 from torchguard.compiled._save import save
 from torchguard.compiled._trace import Program, seed_types, tangent_types
-from torchguard.compiled.certify import _adjoint
-from torchguard.compiled.certify._certificate import Certificate, certify
+from torchguard.compiled.certify import _probe
+from torchguard.compiled.certify._certificate import Certificate
+from torchguard.compiled.certify._certify import certify
 from torchguard.exceptions import CompiledFunctionWarning, CompileError, LeafTypeError
 
 
@@ -279,7 +280,7 @@ class CompiledOut:
     def derivative_at(self, kind: str, point: Sequence[Tensor], v: Any, w: Any) -> list[Tensor]:
         """What the code for "jvp", "vjp", or "vjp_split" returns for tangents v and seeds w."""
         code = self._ready.get(kind) or self._prepare(kind, point)
-        return _adjoint.derivative_by(self.graphs, kind, code, point, v, w)
+        return _probe.run_derivative(self.graphs, kind, code, point, v, w)
 
     # How it is done.
 
@@ -366,8 +367,8 @@ class CompiledOut:
         if not is_done and not self._is_due(kind):
             return code
         while not is_done:
-            gap = _adjoint.gap_at(self.graphs, kind, code, leaves)
-            if not gap.tells and not wrong:
+            gap = _probe.measure_gap(self.graphs, kind, code, leaves)
+            if not gap.is_conclusive and not wrong:
                 return code
             if gap.is_small:
                 break
