@@ -18,12 +18,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchguard.compiled.certify import ALGEBRAIC_OPS, GraphMismatchError, Verdict, check_derivatives
 from torchguard.compiled.certify.algebra._closed_form import closed_form
 from torchguard.compiled.certify.algebra._evaluate import evaluate
-from torchguard.compiled.certify.algebra._field import PRIMES, Field
+from torchguard.compiled.certify.algebra._field import PRIMES, PrimeField
 from torchguard.compiled.certify.algebra._sampling import Sampler
 from torchguard.compiled.certify.algebra._values import Value, integers
 
 aten = torch.ops.aten
-FIELD = Field(PRIMES[0], key=1)
+FIELD = PrimeField(PRIMES[0], key=1)
 
 # Names of functions of the zoo with a claim that is inconclusive, and the operator that makes it so.
 INCONCLUSIVE = {
@@ -309,7 +309,7 @@ def test_long_matrix_products_are_exact():
 @pytest.mark.parametrize("prime", PRIMES)
 def test_each_prime_is_one_and_has_the_roots_it_promises(prime):
     assert all(pow(base, prime - 1, prime) == 1 for base in (2, 3, 5, 7, 11, 13))
-    field = Field(prime, key=0)
+    field = PrimeField(prime, key=0)
     for n in (2, 3, 5, 7, 11, 13, 48, 80):
         root = field.number(math.sqrt(n))
         assert root * root % prime == n

@@ -10,7 +10,7 @@ from tests.compiled.zoo import graphs_of, traced
 from torch.func import vjp
 
 from torchguard.compiled.certify import Verdict, check_derivatives, equivalent
-from torchguard.compiled.certify.algebra._field import PRIMES, Field
+from torchguard.compiled.certify.algebra._field import PRIMES, PrimeField
 from torchguard.compiled.certify.algebra._sampling import Mode, Sampler, Targets, find_targets, index_leaves
 
 
@@ -213,10 +213,10 @@ def test_integer_leaves_that_index_other_tensors_are_found():
 
 @pytest.mark.parametrize("number", [0, 1, *range(9, 30)])
 def test_in_every_mode_elements_stand_for_their_real_numbers(number):
-    field, targets = Field(PRIMES[0], 1), Targets((-4.0, -0.5, 0.0, 0.5, 4.0), (0.5,))
+    field, targets = PrimeField(PRIMES[0], 1), Targets((-4.0, -0.5, 0.0, 0.5, 4.0), (0.5,))
     x = Sampler(field, number, targets).elements("leaf 0", (50,))
     assert x.element.tolist() == [field.number(Fraction(real)) for real in x.real.tolist()]
 
 
 def test_all_modes_are_used():
-    assert {Sampler(Field(PRIMES[0], 1), number).distribution("leaf 0").mode for number in range(120)} == set(Mode)
+    assert {Sampler(PrimeField(PRIMES[0], 1), number).distribution("leaf 0").mode for number in range(120)} == set(Mode)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torchguard.compiled._nodes import on_the_cpu, op_name
 from torchguard.compiled.certify._certificate import Claim, Json, Verdict
 from torchguard.compiled.certify.algebra._evaluate import evaluate, unsupported_ops
-from torchguard.compiled.certify.algebra._field import EvaluationError, Field, UnsupportedError
+from torchguard.compiled.certify.algebra._field import EvaluationError, PrimeField, UnsupportedError
 from torchguard.compiled.certify.algebra._sampling import Sampler
 from torchguard.compiled.certify.algebra._search import Comparison, SampleResult, Search
 from torchguard.compiled.certify.algebra._values import Value
@@ -106,7 +106,7 @@ def _format_type(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
 
 
-def _outputs(gm: GraphModule, inputs: Sequence[Value], f: Field) -> tuple[list[Any], bool]:
+def _outputs(gm: GraphModule, inputs: Sequence[Value], f: PrimeField) -> tuple[list[Any], bool]:
     """The outputs of a graph, and whether it divides by zero."""
     f.trace.zero_divisions.clear()
     return evaluate(gm, inputs, f), bool(f.trace.zero_divisions)
@@ -171,7 +171,7 @@ class _Function:
         return inputs, *_outputs(self.forward, inputs, sampler.field)
 
     def _wrong_gradients(
-        self, f: Field, inputs: list[Value], cotangents: list[Value], gradients: list[Any]
+        self, f: PrimeField, inputs: list[Value], cotangents: list[Value], gradients: list[Any]
     ) -> list[str]:
         """The leaves with a wrong gradient, found with a tangent for one leaf at a time."""
         wrong, differentiable = [], [i for i, x in enumerate(inputs) if x.tangent is not None]
@@ -192,7 +192,7 @@ def _tangent(x: Value) -> Value:
     return Value(x.field, torch.zeros_like(x.element) if x.tangent is None else x.tangent)
 
 
-def _inner(f: Field, left: Sequence[Any], right: Sequence[Value]) -> int:
+def _inner(f: PrimeField, left: Sequence[Any], right: Sequence[Value]) -> int:
     """The inner product of two lists of values; a gradient that is None is zero. -1 if shapes differ."""
     pairs = [(a.as_elements().element, b.element) for a, b in zip(left, right, strict=True) if a is not None]
     if any(a.shape != b.shape for a, b in pairs):

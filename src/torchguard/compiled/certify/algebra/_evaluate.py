@@ -15,7 +15,7 @@ from torchguard.compiled._nodes import attribute, op_name
 from torchguard.compiled.certify.algebra._field import (
     EvaluationError,
     EvaluationTrace,
-    Field,
+    PrimeField,
     Reals,
     UnsupportedError,
 )
@@ -66,7 +66,7 @@ def _tests_finiteness(node: Node) -> bool:
     return a is b or (isinstance(b, float) and not math.isfinite(b))
 
 
-def evaluate(gm: GraphModule, inputs: Sequence[Value], field: Field) -> list[Any]:
+def evaluate(gm: GraphModule, inputs: Sequence[Value], field: PrimeField) -> list[Any]:
     """The outputs of a graph, each with the tangent that the rules give it.
 
     The graph is evaluated in real numbers first, to decide its comparisons.
@@ -77,7 +77,7 @@ def evaluate(gm: GraphModule, inputs: Sequence[Value], field: Field) -> list[Any
     return _Run(gm, field).outputs(inputs)
 
 
-def evaluate_in_reals(gm: GraphModule, inputs: Sequence[Value], field: Field) -> EvaluationTrace:
+def evaluate_in_reals(gm: GraphModule, inputs: Sequence[Value], field: PrimeField) -> EvaluationTrace:
     """The trace of evaluating a graph in real numbers; it is empty if those of an input are not known."""
     reals = Reals(0, field.key)
     known = [x.element if x.is_integer else x.real for x in inputs]
@@ -90,7 +90,7 @@ def evaluate_in_reals(gm: GraphModule, inputs: Sequence[Value], field: Field) ->
 @dataclass(frozen=True)
 class _Run:
     gm: GraphModule
-    field: Field
+    field: PrimeField
 
     def outputs(self, inputs: Sequence[Value]) -> list[Any]:
         values: dict[Node, Any] = {}

@@ -88,7 +88,7 @@ class EvaluationTrace:
 
 
 @dataclass(frozen=True)
-class Field:
+class PrimeField:
     """The integers modulo `prime`. `key` chooses the unknown functions and the random elements."""
 
     prime: int
@@ -217,7 +217,7 @@ def _digest(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Reals(Field):
+class Reals(PrimeField):
     """Real numbers in float64, with the operations of a field. They only decide comparisons: rounding is no concern."""
 
     dtype: ClassVar[torch.dtype] = torch.float64

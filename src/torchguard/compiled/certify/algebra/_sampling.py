@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from torchguard._graphs.op_facts import facts_of
 from torchguard.compiled._nodes import attribute, op_name
-from torchguard.compiled.certify.algebra._field import Field, UnsupportedError
+from torchguard.compiled.certify.algebra._field import PrimeField, UnsupportedError
 from torchguard.compiled.certify.algebra._values import Value, integers
 
 # Constant tensors with more elements are no thresholds.
@@ -193,7 +193,7 @@ class Sampler:
         index: 0 for a free point; from 1 on, points that cover the targets.
     """
 
-    field: Field
+    field: PrimeField
     index: int = 0
     targets: Targets = Targets()
     index_range: IndexRange = IndexRange(frozenset())

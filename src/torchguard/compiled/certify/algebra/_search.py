@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchguard.compiled.certify.algebra._evaluate import evaluate_in_reals
-from torchguard.compiled.certify.algebra._field import PRIMES, EvaluationError, EvaluationTrace, Field, UnsupportedError
+from torchguard.compiled.certify.algebra._field import (
+    PRIMES,
+    EvaluationError,
+    EvaluationTrace,
+    PrimeField,
+    UnsupportedError,
+)
 from torchguard.compiled.certify.algebra._sampling import (
     MAX_BETWEEN,
     RANGES_PER_BOUND,
@@ -81,7 +87,7 @@ class Search:
             if not is_required and not self.one_sided_nodes():
                 return
             sample = number + count
-            f = Field(PRIMES[(self.seed + sample) % len(PRIMES)], self.seed * 1_000_004 + sample, trace)
+            f = PrimeField(PRIMES[(self.seed + sample) % len(PRIMES)], self.seed * 1_000_004 + sample, trace)
             sampler = Sampler(f, 0 if is_free else number + 1, targets)
             result = self._result(sampler) if is_free else self._useful_result(sampler, is_required)
             if result is not None:

@@ -9,7 +9,7 @@ from typing import TypeAlias, Union
 import torch
 from torch import Tensor
 
-from torchguard.compiled.certify.algebra._field import Field
+from torchguard.compiled.certify.algebra._field import PrimeField
 
 Operand: TypeAlias = Union["Value", int, float, Fraction]
 
@@ -43,7 +43,7 @@ class Value:
         real: for an input of a graph, the real numbers that the elements stand for.
     """
 
-    field: Field
+    field: PrimeField
     element: Tensor
     tangent: Tensor | None = None
     is_integer: bool = False
@@ -299,7 +299,7 @@ class UnknownDerivativeError(LookupError):
     """A function was differentiated that has no row in `DERIVATIVES`."""
 
 
-def integers(field: Field, element: Tensor) -> Value:
+def integers(field: PrimeField, element: Tensor) -> Value:
     """An integer or boolean tensor as a value."""
     return Value(field, element, is_integer=True)
 
@@ -308,7 +308,7 @@ def _as_int64(element: Tensor) -> Tensor:
     return element.to(torch.int64)
 
 
-def _sum(field: Field, a: Tensor | None, b: Tensor | None, like: Tensor) -> Tensor | None:
+def _sum(field: PrimeField, a: Tensor | None, b: Tensor | None, like: Tensor) -> Tensor | None:
     if a is None or b is None:
         only = b if a is None else a
         return None if only is None else only.expand(like.shape)

@@ -18,7 +18,7 @@ RULES: dict[str, Callable[..., Any]] = {**_types.RULES, **_shapes.RULES, **_laye
 TYPED_OPS = frozenset(RULES)
 
 
-class Leaf(Protocol):
+class HasType(Protocol):
     """Anything with a shape and a dtype, such as a tensor."""
 
     @property
@@ -27,7 +27,7 @@ class Leaf(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-def check_types(gm: GraphModule, leaves: Sequence[Leaf], *, subject: str = "forward") -> Claim:
+def check_types(gm: GraphModule, leaves: Sequence[HasType], *, subject: str = "forward") -> Claim:
     """Whether each node of a graph records the type that follows from the leaves.
 
     Nothing is run, and torch derives nothing. A node whose operator has no rule keeps the type it records; the claim is
@@ -69,7 +69,7 @@ def _claim(subject: str, verdict: Verdict, message: str, **details: Json) -> Cla
     return Claim("typed", subject, verdict, message, details)
 
 
-def _derived_type(gm: GraphModule, node: Node, types: dict[Node, Any], leaves: Iterator[Leaf]) -> Any:
+def _derived_type(gm: GraphModule, node: Node, types: dict[Node, Any], leaves: Iterator[HasType]) -> Any:
     if node.op == "placeholder":
         leaf = next(leaves)
         return Type(tuple(leaf.shape), leaf.dtype)

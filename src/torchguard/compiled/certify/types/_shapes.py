@@ -140,8 +140,8 @@ def _split_sizes(x: Type, sizes: Sizes, dim: int) -> list[Type]:
 def _split(x: Type, size: int | Sizes, dim: int = 0) -> list[Type]:
     if not isinstance(size, int):
         return _split_sizes(x, size, dim)
-    whole = x.shape[wrapped(dim, x.rank)]
-    return _split_sizes(x, [min(size, whole - at) for at in range(0, whole, size)], dim)
+    total = x.shape[wrapped(dim, x.rank)]
+    return _split_sizes(x, [min(size, total - at) for at in range(0, total, size)], dim)
 
 
 def _selection_backward(g: Type, sizes: Sizes, *_: Any) -> Type:
@@ -172,8 +172,8 @@ def _full(sizes: Sizes, number: Operand, *, dtype: torch.dtype | None = None, **
 
 def _arange(*bounds: float, dtype: torch.dtype | None = None, **_: Any) -> Type:
     start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
-    is_whole = all(isinstance(bound, int) for bound in bounds)
-    return Type((math.ceil((end - start) / step),), dtype or (torch.int64 if is_whole else torch.get_default_dtype()))
+    is_integer = all(isinstance(bound, int) for bound in bounds)
+    return Type((math.ceil((end - start) / step),), dtype or (torch.int64 if is_integer else torch.get_default_dtype()))
 
 
 def _eye(n: int, m: int | None = None, *, dtype: torch.dtype | None = None, **_: Any) -> Type:

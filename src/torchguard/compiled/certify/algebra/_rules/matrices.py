@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard.compiled.certify.algebra._field import Field, UnsupportedError
+from torchguard.compiled.certify.algebra._field import PrimeField, UnsupportedError
 from torchguard.compiled.certify.algebra._values import Value, integers
 
 
@@ -31,7 +31,7 @@ def _dot(a: Value, b: Value) -> Value:
     return (a * b).total([0])
 
 
-def _eliminate(f: Field, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _eliminate(f: PrimeField, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """a⁻¹b, and the LU factors of a in one matrix. There is no pivoting: arithmetic is exact."""
     n, factors, right = a.shape[-1], a.clone(), b.clone()
     for i in range(n):
@@ -44,7 +44,7 @@ def _eliminate(f: Field, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return _substitute(f, factors, right, is_upper=True), factors
 
 
-def _substitute(f: Field, a: Tensor, b: Tensor, *, is_upper: bool, has_unit_diagonal: bool = False) -> Tensor:
+def _substitute(f: PrimeField, a: Tensor, b: Tensor, *, is_upper: bool, has_unit_diagonal: bool = False) -> Tensor:
     """a⁻¹b for a triangular a; the other triangle is not read."""
     shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, right = a.expand(*shape, *a.shape[-2:]), b.expand(*shape, *b.shape[-2:]).clone()
@@ -57,7 +57,7 @@ def _substitute(f: Field, a: Tensor, b: Tensor, *, is_upper: bool, has_unit_diag
     return right
 
 
-def _lu(f: Field, a: Tensor) -> Tensor:
+def _lu(f: PrimeField, a: Tensor) -> Tensor:
     return _eliminate(f, a, torch.zeros_like(a))[1]
 
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchguard._graphs.op_facts import FACTS
-from torchguard.compiled.certify.algebra._field import Field, UnsupportedError
+from torchguard.compiled.certify.algebra._field import PrimeField, UnsupportedError
 from torchguard.compiled.certify.algebra._values import Value, integers
 
 
-def _full(f: Field, shape: Sequence[int], number: float | Value) -> Value:
+def _full(f: PrimeField, shape: Sequence[int], number: float | Value) -> Value:
     if isinstance(number, Value):
         return number.rearranged(lambda t: t.expand(tuple(shape)))
     if isinstance(number, bool | int):
@@ -21,12 +21,12 @@ def _full(f: Field, shape: Sequence[int], number: float | Value) -> Value:
     return Value(f, torch.full(tuple(shape), f.number(number), dtype=f.dtype))
 
 
-def _empty(f: Field, shape: Sequence[int]) -> Value:
+def _empty(f: PrimeField, shape: Sequence[int]) -> Value:
     # Random elements: a result that depends on them differs from one sample to the next.
     return Value(f, f.random("uninitialised", tuple(shape)))
 
 
-def _arange(f: Field, *bounds: float, **_: Any) -> Value:
+def _arange(f: PrimeField, *bounds: float, **_: Any) -> Value:
     start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
     if all(isinstance(bound, int) for bound in (start, end, step)):
         return integers(f, torch.arange(start, end, step))
@@ -34,14 +34,14 @@ def _arange(f: Field, *bounds: float, **_: Any) -> Value:
     return Value(f, torch.tensor([f.number(number) for number in numbers], dtype=f.dtype))
 
 
-def _eye(f: Field, n: int, m: int | None = None) -> Value:
+def _eye(f: PrimeField, n: int, m: int | None = None) -> Value:
     return integers(f, torch.eye(n, n if m is None else m, dtype=torch.int64))
 
 
 def _ignoring_options(rule: Callable[..., Value]) -> Callable[..., Value]:
     """The same rule, which ignores dtype, device and layout: the evaluator converts the result to the node's dtype."""
 
-    def wrapper(f: Field, *args: Any, **options: Any) -> Value:
+    def wrapper(f: PrimeField, *args: Any, **options: Any) -> Value:
         ignored = {"dtype", "layout", "device", "pin_memory", "memory_format"}
         if unknown := set(options) - ignored:
             raise UnsupportedError(f"the option {', '.join(sorted(unknown))}")

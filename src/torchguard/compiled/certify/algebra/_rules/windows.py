@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard.compiled.certify.algebra._field import Field, UnsupportedError
+from torchguard.compiled.certify.algebra._field import PrimeField, UnsupportedError
 from torchguard.compiled.certify.algebra._values import Value, integers
 
 Sizes = Sequence[int]
@@ -48,7 +48,7 @@ def _unfold(x: Tensor, windows: Windows, filling: float = 0) -> Tensor:
     return padded[..., windows.positions]
 
 
-def _fold(f: Field, unfolded: Tensor, windows: Windows) -> Tensor:
+def _fold(f: PrimeField, unfolded: Tensor, windows: Windows) -> Tensor:
     """The transpose of `_unfold`, which sums the elements at each position: col2im."""
     size = math.prod(windows.inner)
     zeros = torch.zeros(*unfolded.shape[:-2], size + 1, dtype=f.dtype)
@@ -60,7 +60,7 @@ def _as_groups(t: Tensor, groups: int, dim: int) -> Tensor:
     return t.unflatten(dim, (groups, -1))
 
 
-def _correlate(f: Field, x: Tensor, w: Tensor, windows: Windows, groups: int) -> Tensor:
+def _correlate(f: PrimeField, x: Tensor, w: Tensor, windows: Windows, groups: int) -> Tensor:
     """y[b, o, p] = sum of w[o, c, k] x[b, c, positions[p, k]]."""
     unfolded = _as_groups(_unfold(x, windows), groups, 1).transpose(2, 3).flatten(3)
     kernels = _as_groups(w.flatten(1), groups, 0)
@@ -68,7 +68,7 @@ def _correlate(f: Field, x: Tensor, w: Tensor, windows: Windows, groups: int) ->
     return y.transpose(2, 3).flatten(1, 2).unflatten(2, windows.outer)
 
 
-def _correlate_transposed(f: Field, g: Tensor, w: Tensor, windows: Windows, groups: int) -> Tensor:
+def _correlate_transposed(f: PrimeField, g: Tensor, w: Tensor, windows: Windows, groups: int) -> Tensor:
     """The transpose of `_correlate` in x."""
     kernels = _as_groups(w.flatten(1), groups, 0)
     unfolded = f.matmul(_as_groups(g.flatten(2), groups, 1).transpose(2, 3), kernels)
@@ -77,7 +77,7 @@ def _correlate_transposed(f: Field, g: Tensor, w: Tensor, windows: Windows, grou
     return _fold(f, by_channel, windows)
 
 
-def _kernel_gradient(f: Field, g: Tensor, x: Tensor, windows: Windows, groups: int, shape: torch.Size) -> Tensor:
+def _kernel_gradient(f: PrimeField, g: Tensor, x: Tensor, windows: Windows, groups: int, shape: torch.Size) -> Tensor:
     """The transpose of `_correlate` in w."""
     unfolded = _as_groups(_unfold(x, windows), groups, 1).transpose(2, 3).flatten(3)
     each = f.matmul(_as_groups(g.flatten(2), groups, 1), unfolded)
@@ -92,15 +92,15 @@ class _Convolution:
     groups: int
     is_transposed: bool
 
-    def forward(self, f: Field) -> Callable[[Tensor, Tensor], Tensor]:
+    def forward(self, f: PrimeField) -> Callable[[Tensor, Tensor], Tensor]:
         product = _correlate_transposed if self.is_transposed else _correlate
         return lambda x, w: product(f, x, w, self.windows, self.groups)
 
-    def input_gradient(self, f: Field) -> Callable[[Tensor, Tensor], Tensor]:
+    def input_gradient(self, f: PrimeField) -> Callable[[Tensor, Tensor], Tensor]:
         product = _correlate if self.is_transposed else _correlate_transposed
         return lambda g, w: product(f, g, w, self.windows, self.groups)
 
-    def weight_gradient(self, f: Field, shape: torch.Size) -> Callable[[Tensor, Tensor], Tensor]:
+    def weight_gradient(self, f: PrimeField, shape: torch.Size) -> Callable[[Tensor, Tensor], Tensor]:
         def product(g: Tensor, x: Tensor) -> Tensor:
             over, moved = (x, g) if self.is_transposed else (g, x)
             return _kernel_gradient(f, over, moved, self.windows, self.groups, shape)
@@ -258,7 +258,7 @@ def _linear_matrix(n: int, m: int, align_corners: bool, scale: float | None) -> 
     return rows
 
 
-def _multiply_dims(f: Field, t: Tensor, weights: Sequence[Weights], is_transposed: bool) -> Tensor:
+def _multiply_dims(f: PrimeField, t: Tensor, weights: Sequence[Weights], is_transposed: bool) -> Tensor:
     """Each of the last dimensions multiplied by its matrix, or by the transpose."""
     for i, rows in enumerate(weights):
         matrix = torch.tensor([[f.number(w) for w in row] for row in rows], dtype=f.dtype)
