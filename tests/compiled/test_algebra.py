@@ -249,11 +249,11 @@ def test_on_integers_the_rules_give_what_torch_computes(name, graph):
         g.inputs[i] if not leaf.is_floating_point() else whole(torch.empty(leaf.shape), i)
         for i, leaf in enumerate(leaves)
     ]
-    ours = evaluate(
+    results = evaluate(
         gm, [Value(FIELD, FIELD.tensor(x)) if x.is_floating_point() else integers(FIELD, x) for x in given_], FIELD
     )
-    for mine, torchs in zip(ours, gm(*given_), strict=True):
-        assert torch.equal(mine.as_elements().element, FIELD.tensor(torchs))
+    for result, expected in zip(results, gm(*given_), strict=True):
+        assert torch.equal(result.as_elements().element, FIELD.tensor(expected))
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_on_integers_the_rules_give_what_torch_computes(name, graph):
 def test_on_halves_and_quarters_the_rules_give_what_torch_computes(fn):
     gm = make_fx(lambda x: [fn(x)], tracing_mode="fake")(torch.empty(2, 2, 4, 4, dtype=torch.float64))
     x = whole(torch.empty(2, 2, 4, 4, dtype=torch.float64), 5)
-    (ours,) = evaluate(gm, [Value(FIELD, FIELD.tensor(x))], FIELD)
-    assert torch.equal(ours.element, FIELD.tensor(gm(x)[0]))
+    (result,) = evaluate(gm, [Value(FIELD, FIELD.tensor(x))], FIELD)
+    assert torch.equal(result.element, FIELD.tensor(gm(x)[0]))
 
 
 def test_linear_solves_and_determinants_are_those_of_rationals():
@@ -356,8 +356,8 @@ def test_comparisons_go_the_way_they_go_for_real_numbers():
     x = torch.linspace(-5, 5, 9)
     gm = traced(lambda x: [x > 1.5, (2 * x + 3).exp() > 1, x.argmax(), x.sort().indices, (x * 0.9).long()], [x])
     given_ = Value(FIELD, FIELD.tensor(x), real=x.double())
-    for ours, torchs in zip(evaluate(gm, [given_], FIELD), gm(x), strict=True):
-        assert torch.equal(ours.element, torchs)
+    for result, expected in zip(evaluate(gm, [given_], FIELD), gm(x), strict=True):
+        assert torch.equal(result.element, expected)
 
 
 def test_elements_stand_for_the_real_numbers_drawn_with_them():

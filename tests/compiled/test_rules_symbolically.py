@@ -148,8 +148,8 @@ DEFINITIONS = {
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_each_composition_is_the_function_it_stands_for(name):
     x = sp.Symbol("x", positive=True)
-    ours = pointwise.RULES[name](Symbolic(x, Fraction(1, 3))).formula
-    assert is_zero(ours - DEFINITIONS[name](x))
+    result = pointwise.RULES[name](Symbolic(x, Fraction(1, 3))).formula
+    assert is_zero(result - DEFINITIONS[name](x))
 
 
 # The forward rule, how to call it, the backward rule, how to call it with a cotangent of 1.
@@ -289,7 +289,7 @@ SETTINGS = {
 }
 TWO = {"add", "sub", "rsub", "mul", "div", "maximum", "minimum", "gt", "lt", "ge", "le", "eq", "ne"}
 THREE = {"addcmul", "addcdiv"}
-# Those that take integers, or of which our rule knows nothing but that it is one function.
+# Those that take integers, or whose rule is an unknown function.
 NOT_FORMULAS = {name for name in pointwise.RULES if name.startswith(("logical", "bitwise"))}
 NOT_FORMULAS |= {"floor", "ceil", "round", "trunc", "atan2", "logaddexp", "where", "masked_fill", "lerp", "digamma"}
 NOT_FORMULAS |= {
@@ -314,11 +314,11 @@ def test_each_formula_computes_what_torch_does(name):
         operands = [y, x] if name not in ("tanh_backward", "sigmoid_backward") else [x, y]
     settings = SETTINGS.get(name, ())
     op = getattr(torch.ops.aten, name)
-    ours = FORMULAS[name](*map(Number, operands), *settings).t
-    torchs = op(*operands, *settings)
+    result = FORMULAS[name](*map(Number, operands), *settings).t
+    expected = op(*operands, *settings)
     # Torch divides by six with a sixth of single precision there, whatever the dtype.
     rtol = 1e-7 if name == "hardsigmoid_backward" else 1e-12
-    assert torch.allclose(ours.to(torch.float64), torchs.to(torch.float64), rtol=rtol, atol=1e-13)
+    assert torch.allclose(result.to(torch.float64), expected.to(torch.float64), rtol=rtol, atol=1e-13)
 
 
 def test_the_shift_in_a_stable_loss_has_no_derivative():
