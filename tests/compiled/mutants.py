@@ -47,11 +47,11 @@ def _scaled(factor: float) -> Mutation:
 
 def _wrong_operand(gm: GraphModule, node: Node, rng: random.Random) -> bool:
     """Another tensor of the same type where an operand stands."""
-    places = [i for i, a in enumerate(node.args) if _is_float(a)]
-    if not places or op_name(node) in ("alias", "clone", "detach"):
+    positions = [i for i, a in enumerate(node.args) if _is_float(a)]
+    if not positions or op_name(node) in ("alias", "clone", "detach"):
         return False
-    place = rng.choice(places)
-    old = node.args[place]
+    position = rng.choice(positions)
+    old = node.args[position]
     earlier = []
     for other in gm.graph.nodes:
         if other is node:
@@ -65,7 +65,7 @@ def _wrong_operand(gm: GraphModule, node: Node, rng: random.Random) -> bool:
             earlier.append(other)
     if not earlier:
         return False
-    node.args = tuple(rng.choice(earlier) if i == place else a for i, a in enumerate(node.args))
+    node.args = tuple(rng.choice(earlier) if i == position else a for i, a in enumerate(node.args))
     return True
 
 
@@ -101,14 +101,14 @@ def _other_dim(gm: GraphModule, node: Node, rng: random.Random) -> bool:
         return True
     if op_name(node) not in ("sum", "mean", "_softmax", "_softmax_backward_data", "cumsum", "flip", "amax"):
         return False
-    place = 2 if op_name(node).endswith("_backward_data") else 1
-    if len(node.args) <= place:
+    position = 2 if op_name(node).endswith("_backward_data") else 1
+    if len(node.args) <= position:
         return False
-    dims = node.args[place]
+    dims = node.args[position]
     if isinstance(dims, list | tuple) and len(set(dims)) == value.dim():
         return False
     moved = [(d + 1) % value.dim() for d in dims] if isinstance(dims, list | tuple) else (dims + 1) % value.dim()
-    node.args = (*node.args[:place], moved, *node.args[place + 1 :])
+    node.args = (*node.args[:position], moved, *node.args[position + 1 :])
     return True
 
 
@@ -116,40 +116,42 @@ def _other_constant(gm: GraphModule, node: Node, rng: random.Random) -> bool:
     """A number a little off, where a number is an operand."""
     if op_name(node) not in ("add", "sub", "rsub", "mul", "div", "pow"):
         return False
-    places = [i for i, a in enumerate(node.args) if isinstance(a, int | float) and not isinstance(a, bool)]
-    if not places or not _is_float(node):
+    positions = [i for i, a in enumerate(node.args) if isinstance(a, int | float) and not isinstance(a, bool)]
+    if not positions or not _is_float(node):
         return False
-    place = rng.choice(places)
-    number = node.args[place]
+    position = rng.choice(positions)
+    number = node.args[position]
     changed = number + 1 if op_name(node) == "pow" else number * 1.001 + (number == 0)
-    node.args = tuple(changed if i == place else a for i, a in enumerate(node.args))
+    node.args = tuple(changed if i == position else a for i, a in enumerate(node.args))
     return True
 
 
 def _zeroed_branch(gm: GraphModule, node: Node, rng: random.Random) -> bool:
     if op_name(node) != "where":
         return False
-    places = [i for i in (1, 2) if _is_float(node.args[i]) and op_name(node.args[i]) not in ("scalar_tensor", "zeros")]
-    if not places:
+    positions = [
+        i for i in (1, 2) if _is_float(node.args[i]) and op_name(node.args[i]) not in ("scalar_tensor", "zeros")
+    ]
+    if not positions:
         return False
-    place = rng.choice(places)
+    position = rng.choice(positions)
     with gm.graph.inserting_before(node):
-        zero = gm.graph.call_function(aten.zeros_like.default, (node.args[place],))
-    zero.meta = dict(node.args[place].meta)
-    node.args = tuple(zero if i == place else a for i, a in enumerate(node.args))
+        zero = gm.graph.call_function(aten.zeros_like.default, (node.args[position],))
+    zero.meta = dict(node.args[position].meta)
+    node.args = tuple(zero if i == position else a for i, a in enumerate(node.args))
     return True
 
 
 def _detached(gm: GraphModule, node: Node, rng: random.Random) -> bool:
-    """The derivative along one operand lost: what a `detach` in the wrong place does to a gradient."""
-    places = [i for i, a in enumerate(node.args) if _is_float(a)]
-    if op_name(node) not in ("add", "mul", "mm", "bmm") or not places:
+    """The derivative along one operand lost: as by a misplaced `detach`."""
+    positions = [i for i, a in enumerate(node.args) if _is_float(a)]
+    if op_name(node) not in ("add", "mul", "mm", "bmm") or not positions:
         return False
-    place = rng.choice(places)
+    position = rng.choice(positions)
     with gm.graph.inserting_before(node):
-        zero = gm.graph.call_function(aten.zeros_like.default, (node.args[place],))
-    zero.meta = dict(node.args[place].meta)
-    node.args = tuple(zero if i == place else a for i, a in enumerate(node.args))
+        zero = gm.graph.call_function(aten.zeros_like.default, (node.args[position],))
+    zero.meta = dict(node.args[position].meta)
+    node.args = tuple(zero if i == position else a for i, a in enumerate(node.args))
     return True
 
 
@@ -185,15 +187,15 @@ def mutants_of(gm: GraphModule, name: str, each: int = 1) -> Iterator[Mutant]:
     for kind, mutate in MUTATIONS.items():
         rng = random.Random(f"{name} {kind}")
         made = 0
-        for place in rng.sample(range(count), count):
+        for position in rng.sample(range(count), count):
             if made == each:
                 break
-            if nodes[place].op != "call_function" or op_name(nodes[place]) not in _SUBJECTS.get(
-                kind, {op_name(nodes[place])}
+            if nodes[position].op != "call_function" or op_name(nodes[position]) not in _SUBJECTS.get(
+                kind, {op_name(nodes[position])}
             ):
                 continue
             changed = GraphModule(gm, copy.deepcopy(gm.graph))
-            node = list(changed.graph.nodes)[place]
+            node = list(changed.graph.nodes)[position]
             if mutate(changed, node, rng):
                 changed.graph.eliminate_dead_code()
                 changed.recompile()

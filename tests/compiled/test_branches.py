@@ -1,4 +1,4 @@
-"""Functions with branches: wrong ones are found on either side of every comparison, or the side is named."""
+"""Functions with branches: wrong ones fail on either side of every comparison, or the comparison is named."""
 
 from fractions import Fraction
 
@@ -9,11 +9,9 @@ from autograd_functions import SavesInputs
 from tests.compiled.zoo import graphs_of, traced
 from torch.func import vjp
 
-from torchguard.compiled.certify._claims import Verdict
-from torchguard.compiled.certify.algebra import check_derivatives, equivalent
-from torchguard.compiled.certify.algebra._aiming import Aim, Mode, aim_at, places_among
-from torchguard.compiled.certify.algebra._field import PRIMES, Field
-from torchguard.compiled.certify.algebra._points import drawn
+from torchguard.compiled.certify import Verdict, check_derivatives, equivalent
+from torchguard.compiled.certify.algebra._field import PRIMES, PrimeField
+from torchguard.compiled.certify.algebra._sampling import Mode, Sampler, Targets, find_targets, index_leaves
 
 
 def square_wrong_where(is_wrong):
@@ -33,7 +31,7 @@ def square_wrong_where(is_wrong):
 
 
 def vjp_claim(fn, *inputs, seed=0):
-    """What is said of the gradient by the first input."""
+    """The claim about the gradient by the first input."""
     n = len(inputs)
     forward = traced(lambda *xs: [fn(*xs)], inputs, functional=False)
     pulled = lambda *xs: [fn(*xs[:n]), *vjp(lambda x: fn(x, *xs[1:n]), xs[0])[1](xs[n])]  # noqa: E731
@@ -103,11 +101,11 @@ def test_a_gradient_that_is_clipped_far_out_fails():
     assert vjp_claim(Clipped.apply, THREE).verdict is Verdict.FAIL
 
 
-def test_a_side_that_cannot_be_taken_is_named_and_decides_nothing():
+def test_a_comparison_with_one_possible_outcome_is_inconclusive_and_named():
     claim = vjp_claim(square_wrong_where(lambda x: x.abs() < 0), THREE)
     assert claim.verdict is Verdict.INCONCLUSIVE
-    assert claim.details["never_taken"] == ["lt"]
-    assert "one way of lt was taken at none of them" in claim.says
+    assert claim.details["one_sided"] == ["lt"]
+    assert "lt had only one outcome at all of them" in claim.message
 
 
 @pytest.mark.parametrize(
@@ -121,7 +119,7 @@ def test_a_side_that_cannot_be_taken_is_named_and_decides_nothing():
     ],
     ids=["normalize", "clamped sigmoid", "clamped root", "wide clamps", "no NaN"],
 )
-def test_what_models_do_at_their_edges_is_conclusive(fn):
+def test_clamps_and_guards_of_models_are_conclusive(fn):
     g = graphs_of(fn, [torch.randn(3, 4)])
     for claim in check_derivatives(g.forward, g.jvp, g.vjp, differentiable=g.differentiable):
         assert claim.verdict is Verdict.PASS, claim
@@ -143,7 +141,7 @@ ROW, FEW, LOGITS, TARGETS = torch.randn(4), torch.tensor([0, 1]), torch.randn(4,
         (F.cross_entropy, F.cross_entropy, [LOGITS, TARGETS], Verdict.PASS),
         (lambda x: torch.where(x >= 0, x, -x), lambda x: torch.where(x > 0, x, -x), [THREE], Verdict.PASS),
     ],
-    ids=["clamp", "small clamp", "all true", "negative places", "clamped places", "ignored", "targets", "at zero"],
+    ids=["clamp", "small clamp", "all true", "negative indices", "clamped indices", "ignored", "targets", "at zero"],
 )
 def test_graphs_that_differ_on_one_side_of_a_comparison_are_not_taken_for_equal(f, g, inputs, verdict):
     assert same(f, g, *inputs).verdict is verdict
@@ -171,7 +169,7 @@ def test_narrow_integers_wrap_around_as_in_torch(f, g, x, verdict):
 def test_floats_out_of_the_range_of_an_integer_are_unsupported():
     claim = same(lambda x: x.to(torch.uint8).long(), lambda x: x.long(), THREE)
     assert claim.verdict is Verdict.INCONCLUSIVE
-    assert "floats out of the range of torch.uint8" in claim.says
+    assert "floats out of range of torch.uint8" in claim.message
 
 
 CACHE = torch.randn(6, 4)
@@ -188,37 +186,37 @@ CACHE = torch.randn(6, 4)
     ],
     ids=["rows", "along rows", "along columns", "single elements", "columns"],
 )
-def test_writes_to_given_places_pass_for_they_are_tried_at_places_apart(fn, inputs):
+def test_writes_at_indices_pass_since_distinct_indices_are_drawn(fn, inputs):
     g = graphs_of(fn, [CACHE, *inputs])
     for claim in check_derivatives(g.forward, g.jvp, g.vjp, differentiable=g.differentiable):
         assert claim.verdict is Verdict.PASS, claim
 
 
-def test_two_writes_to_one_place_decide_nothing():
+def test_two_writes_to_one_position_are_inconclusive():
     g = graphs_of(lambda c, n, i: c.index_put((i * 0,), n), [CACHE, torch.randn(2, 4), FEW])
     for claim in check_derivatives(g.forward, g.jvp, g.vjp, differentiable=g.differentiable):
         assert claim.verdict is Verdict.INCONCLUSIVE
-        assert "two writes to one place" in claim.says
+        assert "two writes to one position" in claim.message
 
 
-def test_marks_are_the_numbers_that_a_graph_compares_with():
+def test_thresholds_are_the_numbers_that_a_graph_compares_with():
     gm = traced(lambda x, i: [x.clamp(-2.0, 7.0) * (i == 5), F.hardswish(x)], [THREE, WHOLE])
-    aim = aim_at(gm)
-    assert aim.marks == (-7.0, -5.0, -3.0, -2.0, 0.0, 2.0, 3.0, 5.0, 7.0)
-    assert aim.equals == (5.0,)
+    targets = find_targets(gm)
+    assert targets.thresholds == (-7.0, -5.0, -3.0, -2.0, 0.0, 2.0, 3.0, 5.0, 7.0)
+    assert targets.equalities == (5.0,)
 
 
-def test_integers_are_places_if_something_is_read_or_written_there():
+def test_integer_leaves_that_index_other_tensors_are_found():
     gm = traced(lambda x, i, j: [x[i + 1] * (j > 0)], [THREE, FEW[:1], FEW[:1]])
-    assert places_among([THREE, FEW, FEW], gm) == {1}
+    assert index_leaves([THREE, FEW, FEW], gm) == {1}
 
 
 @pytest.mark.parametrize("number", [0, 1, *range(9, 30)])
-def test_wherever_a_point_is_aimed_its_elements_stand_for_its_real_numbers(number):
-    field = Field(PRIMES[0], 1, aim=Aim(number, (-4.0, -0.5, 0.0, 0.5, 4.0), (0.5,)))
-    x = drawn(field, "leaf 0", (50,))
+def test_in_every_mode_elements_stand_for_their_real_numbers(number):
+    field, targets = PrimeField(PRIMES[0], 1), Targets((-4.0, -0.5, 0.0, 0.5, 4.0), (0.5,))
+    x = Sampler(field, number, targets).elements("leaf 0", (50,))
     assert x.element.tolist() == [field.number(Fraction(real)) for real in x.real.tolist()]
 
 
-def test_all_ways_to_draw_are_used():
-    assert {Aim(number).of("leaf 0").mode for number in range(120)} == set(Mode)
+def test_all_modes_are_used():
+    assert {Sampler(PrimeField(PRIMES[0], 1), number).distribution("leaf 0").mode for number in range(120)} == set(Mode)

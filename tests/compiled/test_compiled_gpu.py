@@ -257,7 +257,7 @@ def test_a_certificate_of_the_highest_level_is_ok(function, device):
     assert by_layer["typed"] == by_layer["algebraic"] == {"pass"}, certificate
     assert "pass" in by_layer["probe"], certificate
     (enclosed,) = (claim for claim in certificate.claims if claim.layer == "enclosure")
-    assert f"arithmetic on {device}" in enclosed.says
+    assert f"arithmetic on {device}" in enclosed.message
     assert Certificate.from_json(certificate.to_json()).verify(c).ok
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchguard.compiled import Builder, CompileError, LeafTypeError, SavedGraphError, compile_out, load
-from torchguard.compiled.certify.enclosure import Box, enclose
+from torchguard.compiled.certify import Box, enclose
 
 MISSING = "cuda:99"
 

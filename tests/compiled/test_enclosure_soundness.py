@@ -1,4 +1,4 @@
-"""Bounds hold for what torch computes: in its dtypes, with what it rounds, loses and lets overflow on the way."""
+"""Bounds hold for what torch computes: in its dtypes, with rounding, underflow and overflow of intermediate results."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.compiled.test_enclosure import points_in
 from tests.compiled.zoo import traced
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchguard.compiled.certify.enclosure import Box, enclose
+from torchguard.compiled.certify import Box, enclose
 
 
 def at_one_point(fn, *inputs):
@@ -88,14 +88,14 @@ HUGE = torch.tensor([3e38, 3e38, -3e38, -3e38])
         pytest.param(lambda x: torch.sinh(x * (89 / 3e38)), id="sinh"),
     ],
 )
-def test_what_may_overflow_on_the_way_to_a_finite_result_has_no_bounds(fn):
+def test_a_finite_result_whose_intermediate_results_may_overflow_has_no_bounds(fn):
     found, _ = at_one_point(fn, HUGE)
     assert found.outputs is None
-    assert "finite" in found.unsupported[0] or "past" in found.unsupported[0]
+    assert "finite" in found.unsupported[0] or "exceed" in found.unsupported[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_squares_and_products_too_small_for_the_dtype_are_lost(dtype):
+def test_squares_and_products_that_underflow_are_inside(dtype):
     small = torch.full((2,), torch.finfo(dtype).tiny ** 0.8, dtype=dtype)
     assert float(torch.linalg.vector_norm(small)) == 0
     assert_inside(torch.linalg.vector_norm, small)
@@ -122,10 +122,10 @@ I8, U8 = torch.int8, torch.uint8
         pytest.param(lambda x: x + 2**53, (torch.tensor([1]),), id="number_past_2**53"),
     ],
 )
-def test_integers_that_may_wrap_around_or_are_too_large_have_no_bounds(fn, inputs):
+def test_integers_that_may_overflow_or_are_too_large_have_no_bounds(fn, inputs):
     found, _ = at_one_point(fn, *inputs)
     assert found.outputs is None
-    assert "integers that may leave" in found.unsupported[0] or "the number" in found.unsupported[0]
+    assert "integers that may overflow" in found.unsupported[0] or "the number" in found.unsupported[0]
 
 
 def test_integers_in_their_range_are_exact():
@@ -141,7 +141,7 @@ def test_an_integer_is_true_unless_it_is_zero():
     assert assert_inside(lambda x: torch.where(~x.to(torch.bool), 1.0, 2.0), x).low.tolist() == [2, 2, 1]
 
 
-def test_a_mask_is_no_list_of_places():
+def test_a_mask_is_not_a_list_of_indices():
     mask = torch.tensor([False, True, True])
     gm = make_fx(lambda x, m: [x[m]])(torch.arange(3.0), mask)
     (box,) = enclose(gm, [Box(torch.arange(3.0), torch.arange(3.0)), Box(mask, mask)]).outputs
@@ -149,7 +149,7 @@ def test_a_mask_is_no_list_of_places():
 
 
 @pytest.mark.parametrize("reach", [100.0, 2000.0])
-def test_the_largest_share_of_a_softmax_is_next_to_the_least_of_the_others(reach):
+def test_a_softmax_is_largest_where_all_other_arguments_are_smallest(reach):
     gm = traced(lambda x: [x.softmax(0)], [torch.zeros(2)])
     low, high = torch.tensor([-reach, 0.0]), torch.tensor([reach, 0.0])
     (box,) = enclose(gm, [Box(low, high)]).outputs
@@ -157,7 +157,7 @@ def test_the_largest_share_of_a_softmax_is_next_to_the_least_of_the_others(reach
         assert box.contains(gm(x)[0])
 
 
-def test_a_row_that_may_be_masked_as_a_whole_has_no_softmax():
+def test_the_softmax_of_a_row_that_may_be_masked_entirely_has_no_bounds():
     gm = traced(lambda x: [x.masked_fill(x > 0, -math.inf).softmax(0)], [torch.zeros(2)])
     assert "infinite" in enclose(gm, [Box(-torch.ones(2), torch.ones(2))]).unsupported[0]
 
@@ -171,14 +171,14 @@ def test_products_in_a_lower_precision_have_no_bounds():
     before = torch.backends.mkldnn.matmul.fp32_precision
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
-        assert_no_bounds("lower precision", torch.mm, torch.ones(2, 2), torch.ones(2, 2))
+        assert_no_bounds("precision below float32", torch.mm, torch.ones(2, 2), torch.ones(2, 2))
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
 
 
-def test_where_small_numbers_are_flushed_there_are_no_bounds():
+def test_flushed_denormals_have_no_bounds():
     if not torch.set_flush_denormal(True):
-        pytest.fail("this processor cannot flush")
+        pytest.fail("this processor cannot flush denormals")
     try:
         found, _ = at_one_point(lambda x: x + 1, TENTH)
     finally:

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from tests.compiled.zoo import ZOO, graphs, traced
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchguard.compiled.certify._claims import Verdict
-from torchguard.compiled.certify.algebra import GraphMismatchError, equivalent
+from torchguard.compiled.certify import GraphMismatchError, Verdict, equivalent
 
 aten = torch.ops.aten
 
@@ -24,7 +23,7 @@ def decomposed(gm, inputs):
     return make_fx(gm, decomposition_table=core_decompositions(), tracing_mode="fake")(*inputs)
 
 
-# Functions with an operator that torch's core decompositions take apart.
+# Functions with an operator that torch's core decompositions decompose.
 DECOMPOSED = [
     *("gelu", "gelu_tanh", "hard_activations", "relu_family", "logsigmoid", "mse_huber"),
     *("softmax", "log_softmax", "layer_norm", "group_norm", "batch_norm", "attention_block", "cross_entropy"),
@@ -51,7 +50,7 @@ def test_the_core_decompositions_of_derivatives_compute_the_same(name):
 
 
 def test_a_decomposition_that_is_only_nearly_right_fails():
-    """Torch takes mish apart with a softplus that is x past 20, which mish is not."""
+    """Torch decomposes mish with a softplus that is x above 20, which mish's is not."""
     mish, silu = traced(lambda x: [F.mish(x)], [torch.randn(8)]), traced(lambda x: [F.silu(x)], [torch.randn(8)])
     assert equivalent(mish, decomposed(mish, [torch.randn(8)])).verdict is Verdict.FAIL
     assert equivalent(silu, decomposed(silu, [torch.randn(8)])).verdict is Verdict.PASS
@@ -92,7 +91,7 @@ def test_a_wrong_pass_fails(name, target, new):
     forward = graphs(name).forward
     claim = equivalent(forward, replaced(forward, target, new))
     assert claim.verdict is Verdict.FAIL
-    assert claim.says == "Wrong: output 0."
+    assert claim.message == "Wrong: output 0."
     assert claim.subject == "equivalence"
 
 
@@ -119,13 +118,13 @@ def test_reassociation_is_no_difference():
     ],
     ids=["count", "shape", "dtype"],
 )
-def test_graphs_of_other_signatures_are_refused_in_words(inputs, words):
+def test_graphs_of_other_signatures_are_refused(inputs, words):
     f = traced(lambda x: [x.exp()], [torch.randn(4)])
     with pytest.raises(GraphMismatchError, match=words):
         equivalent(f, traced(lambda *xs: [xs[0].exp()], inputs))
 
 
-def test_graphs_with_other_outputs_are_refused_in_words():
+def test_graphs_with_other_outputs_are_refused():
     f = traced(lambda x: [x.exp()], [torch.randn(4)])
     with pytest.raises(GraphMismatchError, match="returns 1 values, the second 2"):
         equivalent(f, traced(lambda x: [x.exp(), x], [torch.randn(4)]))
@@ -137,7 +136,7 @@ def test_a_graph_without_types_is_refused_with_what_to_do():
         equivalent(bare, bare)
 
 
-def test_an_operator_outside_the_table_is_named():
+def test_an_operator_without_a_rule_is_named():
     gm = traced(lambda x: [torch.special.bessel_j0(x)], [torch.randn(4)])
     claim = equivalent(gm, gm)
     assert claim.verdict is Verdict.INCONCLUSIVE

@@ -10,8 +10,8 @@ from torch import func, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
+from torchguard._graphs.op_facts import facts_of
 from torchguard.compiled import CompileError, LeafTypeError, MissingRuleError, compile_out, compile_scalar, state_of
-from torchguard.compiled._nonsmooth import CONVENTIONS, SWITCHES
 
 
 @pytest.fixture(params=["eager", "aot_eager", "inductor"])
@@ -660,7 +660,5 @@ AT_NONSMOOTH_POINTS = {
 def test_the_derivative_at_a_nonsmooth_point_is_the_one_recorded(op):
     f, x, derivative = AT_NONSMOOTH_POINTS[op]
     c = compile_out(lambda x: f(x), torch.tensor(x), backend="eager", probe=False)
-    assert (CONVENTIONS | SWITCHES)[op] in {
-        point.convention for point in c.nonsmooth_points if point.op == f"aten.{op}"
-    }
+    assert facts_of(op).nonsmooth in {point.convention for point in c.nonsmooth_points if point.op == f"aten.{op}"}
     assert c.vjp_with_seed(torch.tensor(x), torch.tensor(1.0)).item() == derivative

@@ -8,9 +8,7 @@ from tests.compiled.mutants import MUTATIONS, mutants_of
 from tests.compiled.normal_form import have_same_normal_form
 from tests.compiled.zoo import ZOO, graphs
 
-from torchguard.compiled.certify._claims import Verdict
-from torchguard.compiled.certify.algebra import check_derivatives
-from torchguard.compiled.certify.types import check_types
+from torchguard.compiled.certify import Verdict, check_derivatives, check_types
 
 # There is no rule for an operator of their derivatives.
 INCONCLUSIVE = {"determinant", "eigenvalues"}

@@ -1,4 +1,4 @@
-"""A compiled derivative is probed where it is first used; one that is wrong is made again in another way."""
+"""A compiled derivative is probed when it is first used; a wrong one is compiled again by a safer backend."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from autograd_functions import WronglyDoubled
 
 from torchguard.compiled import CompiledFunctionWarning, compile_out
 from torchguard.compiled._executables import BACKENDS
-from torchguard.compiled.certify._adjoint import adjoint_gap, gap_at
+from torchguard.compiled.certify._probe import adjoint_gap, measure_gap
 
 
 def conv_times_pool(x, w, b):
@@ -39,7 +39,7 @@ def test_the_gradient_that_torch_compile_gets_wrong_is_right(image):
     torch.testing.assert_close(c.vjp(image)[1](w), right, rtol=1e-3, atol=1e-3)
 
 
-def test_code_with_the_gradient_of_torch_compile_is_caught_and_healed(image, monkeypatch):
+def test_code_with_the_gradient_of_torch_compile_is_caught_and_replaced(image, monkeypatch):
     w = torch.randn(1, 4, 8, 8)
     right = torch.func.vjp(conv_times_pool, *image)[1](w)
     theirs = by_torch_compile(image, w)[1:]
@@ -47,11 +47,11 @@ def test_code_with_the_gradient_of_torch_compile_is_caught_and_healed(image, mon
     run = lambda values: by_torch_compile(values[:3], values[3])  # noqa: E731
     monkeypatch.setitem(BACKENDS, "inductor", lambda graph: run)
     c = compile_out(conv_times_pool, *image)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = c.vjp_with_seed(image, w)
     torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3)
-    said = [str(one.message) for one in told if one.category is CompiledFunctionWarning]
+    said = [str(one.message) for one in caught if one.category is CompiledFunctionWarning]
     assert bool(said) == is_wrong
     assert c.fallbacks == ({"vjp": "inductor without layout optimisation"} if is_wrong else {})
 
@@ -74,9 +74,9 @@ def test_wrong_code_is_replaced_and_a_warning_says_so(monkeypatch):
         "sin: the vjp compiled with inductor, and with inductor without layout optimisation fails the adjoint identity "
         "here; aot_eager is used instead."
     )
-    with pytest.warns(CompiledFunctionWarning) as told:
+    with pytest.warns(CompiledFunctionWarning) as caught:
         found = c.vjp_with_seed(x, torch.ones(8))
-    assert str(told[0].message) == expected
+    assert str(caught[0].message) == expected
     torch.testing.assert_close(found, x.cos())
     assert c.fallbacks == {"vjp": "aot_eager"}
 
@@ -93,7 +93,7 @@ def test_each_derivative_is_probed_once(monkeypatch, call):
         getattr(c, call)(x, x)
 
 
-def test_a_wrong_rule_is_told_from_wrong_code():
+def test_a_wrong_rule_is_distinguished_from_wrong_code():
     c = compile_out(WronglyDoubled.apply, torch.ones(8), backend="eager")
     with pytest.warns(CompiledFunctionWarning, match="eager mode fails it too: a rule is wrong"):
         c.vjp_with_seed(torch.ones(8), torch.ones(8))
@@ -123,8 +123,8 @@ def test_what_is_not_finite_is_not_probed():
 def test_right_code_passes_by_far(dtype):
     x = torch.randn(64, dtype=dtype)
     c = compile_out(lambda x: torch.softmax(x, dim=0).log().tanh(), x, backend="eager")
-    gap = gap_at(c.graphs, "vjp", c._executables.code("vjp"), (x,))
-    assert gap.tells
+    gap = measure_gap(c.graphs, "vjp", c._executables.code("vjp"), (x,))
+    assert gap.is_conclusive
     assert gap.relative <= gap.tolerance / 4
 
 
@@ -137,7 +137,7 @@ def test_a_gap_is_measured_by_the_usual_size_of_the_terms():
 
 @pytest.mark.parametrize("nothing", [0.0, float("nan")], ids=["zero", "not finite"])
 @pytest.mark.parametrize("call", ["vjp_with_seed", "vjp"])
-def test_a_point_that_tells_nothing_does_not_end_the_probing(monkeypatch, nothing, call):
+def test_an_inconclusive_point_does_not_end_the_probing(monkeypatch, nothing, call):
     def doubles(graph):
         return lambda values: [2 * y for y in graph(*values)]
 

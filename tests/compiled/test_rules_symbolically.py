@@ -6,25 +6,25 @@ import pytest
 import sympy as sp
 import torch
 
-from torchguard.compiled.certify.algebra._field import reading_of
-from torchguard.compiled.certify.algebra._rules import activations, pointwise
+from torchguard.compiled.certify.algebra._closed_form import closed_form
+from torchguard.compiled.certify.algebra._rules import pointwise
 from torchguard.compiled.certify.algebra._values import DERIVATIVES
 
 X = sp.Symbol("x", real=True)
 
 
 def exact(number):
-    """The number a float stands for, by the same reading as in a field."""
+    """The number a float stands for, by the same closed form as in a field."""
     if isinstance(number, int | Fraction):
         return sp.Rational(number)
-    read = reading_of(float(number))
-    radical = sp.Rational(read.radical) ** sp.Rational(1, 4)
+    form = closed_form(float(number))
+    radical = sp.Rational(form.radical) ** sp.Rational(1, 4)
     return (
-        sp.Rational(read.rational)
+        sp.Rational(form.rational)
         * radical
-        * sp.sqrt(sp.pi) ** read.root_pi
-        * sp.log(2) ** read.ln2
-        * sp.log(10) ** read.ln10
+        * sp.sqrt(sp.pi) ** form.root_pi
+        * sp.log(2) ** form.ln2
+        * sp.log(10) ** form.ln10
     )
 
 
@@ -148,8 +148,8 @@ DEFINITIONS = {
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_each_composition_is_the_function_it_stands_for(name):
     x = sp.Symbol("x", positive=True)
-    ours = pointwise.RULES[name](Symbolic(x, Fraction(1, 3))).formula
-    assert is_zero(ours - DEFINITIONS[name](x))
+    result = pointwise.RULES[name](Symbolic(x, Fraction(1, 3))).formula
+    assert is_zero(result - DEFINITIONS[name](x))
 
 
 # The forward rule, how to call it, the backward rule, how to call it with a cotangent of 1.
@@ -175,8 +175,8 @@ def test_each_backward_formula_is_the_derivative_of_its_forward_one(name):
     wrong = []
     for at in PLACES:
         x, one = Symbolic(X, at), Symbolic(1, at)
-        y = activations.RULES[forward](x, *settings)
-        slope = activations.RULES[backward](one, x, *others)
+        y = pointwise.RULES[forward](x, *settings)
+        slope = pointwise.RULES[backward](one, x, *others)
         if not is_zero(sp.diff(y.formula, X) - slope.formula):
             wrong.append(at)
     assert wrong == []
@@ -185,8 +185,8 @@ def test_each_backward_formula_is_the_derivative_of_its_forward_one(name):
 @pytest.mark.parametrize("at", PLACES[::3], ids=str)
 def test_gelu_by_tanh_has_the_derivative_of_its_formula(at):
     x, one = Symbolic(X, at), Symbolic(1, at)
-    y = activations.RULES["gelu"](x, approximate="tanh")
-    slope = activations.RULES["gelu_backward"](one, x, approximate="tanh")
+    y = pointwise.RULES["gelu"](x, approximate="tanh")
+    slope = pointwise.RULES["gelu_backward"](one, x, approximate="tanh")
     assert is_zero(sp.diff(y.formula, X) - slope.formula)
 
 
@@ -194,17 +194,17 @@ def test_gelu_by_tanh_has_the_derivative_of_its_formula(at):
 @pytest.mark.parametrize("at", [Fraction(-2), Fraction(3)], ids=str)
 def test_elu_has_the_derivative_of_its_formula(at, is_result):
     x, one = Symbolic(X, at), Symbolic(1, at)
-    y = activations.RULES["elu"](x, 1.5, 2, 3)
+    y = pointwise.RULES["elu"](x, 1.5, 2, 3)
     given = Symbolic(y.formula, at) if is_result else x
-    slope = activations.RULES["elu_backward"](one, 1.5, 2, 3, is_result, given)
+    slope = pointwise.RULES["elu_backward"](one, 1.5, 2, 3, is_result, given)
     assert is_zero(sp.diff(y.formula, X) - slope.formula)
 
 
 @pytest.mark.parametrize("at", [Fraction(-2), Fraction(3)], ids=str)
 def test_log_sigmoid_has_the_derivative_of_its_formula_and_is_the_log_of_sigmoid(at):
     x, one = Symbolic(X, at), Symbolic(1, at)
-    y, z = activations.RULES["log_sigmoid_forward"](x)
-    slope = activations.RULES["log_sigmoid_backward"](one, x, z)
+    y, z = pointwise.RULES["log_sigmoid_forward"](x)
+    slope = pointwise.RULES["log_sigmoid_backward"](one, x, z)
     assert is_zero(sp.diff(y.formula, X) - slope.formula)
     assert abs((y.formula - sp.log(1 / (1 + sp.exp(-X)))).subs(X, at).evalf(40)) < 1e-30
 
@@ -218,7 +218,7 @@ def test_a_power_has_the_derivative_of_a_power(e):
 
 def test_tanh_and_sigmoid_by_their_results():
     for name, y in (("tanh", sp.tanh(X)), ("sigmoid", 1 / (1 + sp.exp(-X)))):
-        slope = activations.RULES[f"{name}_backward"](Symbolic(1, 0), Symbolic(y, 0))
+        slope = pointwise.RULES[f"{name}_backward"](Symbolic(1, 0), Symbolic(y, 0))
         assert is_zero(sp.diff(y, X) - slope.formula)
 
 
@@ -289,7 +289,7 @@ SETTINGS = {
 }
 TWO = {"add", "sub", "rsub", "mul", "div", "maximum", "minimum", "gt", "lt", "ge", "le", "eq", "ne"}
 THREE = {"addcmul", "addcdiv"}
-# Those that take integers, or of which our rule knows nothing but that it is one function.
+# Those that take integers, or whose rule is an unknown function.
 NOT_FORMULAS = {name for name in pointwise.RULES if name.startswith(("logical", "bitwise"))}
 NOT_FORMULAS |= {"floor", "ceil", "round", "trunc", "atan2", "logaddexp", "where", "masked_fill", "lerp", "digamma"}
 NOT_FORMULAS |= {
@@ -299,7 +299,7 @@ NOT_FORMULAS |= {
     "log_sigmoid_backward",
     "log_sigmoid_forward",
 }
-FORMULAS = {**pointwise.RULES, **activations.RULES}
+FORMULAS = pointwise.RULES
 RANGES = {"acosh": (1.1, 3.0), "asin": (-0.9, 0.9), "acos": (-0.9, 0.9), "atanh": (-0.9, 0.9), "erfinv": (-0.9, 0.9)}
 POSITIVE = {"log", "log1p", "log2", "log10", "sqrt", "rsqrt", "lgamma"}
 
@@ -314,11 +314,11 @@ def test_each_formula_computes_what_torch_does(name):
         operands = [y, x] if name not in ("tanh_backward", "sigmoid_backward") else [x, y]
     settings = SETTINGS.get(name, ())
     op = getattr(torch.ops.aten, name)
-    ours = FORMULAS[name](*map(Number, operands), *settings).t
-    torchs = op(*operands, *settings)
+    result = FORMULAS[name](*map(Number, operands), *settings).t
+    expected = op(*operands, *settings)
     # Torch divides by six with a sixth of single precision there, whatever the dtype.
     rtol = 1e-7 if name == "hardsigmoid_backward" else 1e-12
-    assert torch.allclose(ours.to(torch.float64), torchs.to(torch.float64), rtol=rtol, atol=1e-13)
+    assert torch.allclose(result.to(torch.float64), expected.to(torch.float64), rtol=rtol, atol=1e-13)
 
 
 def test_the_shift_in_a_stable_loss_has_no_derivative():

@@ -8,9 +8,7 @@ from torchguard.compiled._leaves import LeafType
 from torchguard.compiled._load import load
 from torchguard.compiled._nonsmooth import NonsmoothPoint
 from torchguard.compiled._session import Session
-from torchguard.compiled.certify._certificate import Certificate, Verification
-from torchguard.compiled.certify._claims import Claim, Verdict
-from torchguard.compiled.certify.algebra import equivalent
+from torchguard.compiled.certify import Certificate, Claim, Verdict, Verification, equivalent
 from torchguard.exceptions import (
     CompiledFunctionWarning,
     CompileError,

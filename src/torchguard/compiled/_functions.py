@@ -32,8 +32,9 @@ from torchguard.compiled._leaves import (
 from torchguard.compiled._nonsmooth import NonsmoothPoint, nonsmooth_points_of
 from torchguard.compiled._save import save
 from torchguard.compiled._trace import Program, cotangent_types, tangent_types
-from torchguard.compiled.certify import _adjoint
-from torchguard.compiled.certify._certificate import Certificate, certify
+from torchguard.compiled.certify import _probe
+from torchguard.compiled.certify._certificate import Certificate
+from torchguard.compiled.certify._certify import certify
 from torchguard.exceptions import CompiledFunctionWarning, CompileError, LeafTypeError
 
 # From a flat sequence, one entry for each leaf, to the structure in which the caller passed the leaves.
@@ -236,7 +237,7 @@ class CompiledOut:
     def derivative_at(self, kind: str, point: Sequence[Tensor], v: Any, w: Any) -> list[Tensor]:
         """What the code for "jvp", "vjp", or "vjp_split" returns for tangents v and cotangents w."""
         code = self._codes.get(kind) or self._code(kind, point)
-        return _adjoint.derivative_by(self.graphs, kind, code, point, v, w)
+        return _probe.run_derivative(self.graphs, kind, code, point, v, w)
 
     # Implementation.
 
@@ -323,8 +324,8 @@ class CompiledOut:
         if not is_done and not self._is_probe_due(kind):
             return code
         while not is_done:
-            gap = _adjoint.gap_at(self.graphs, kind, code, leaves)
-            if not gap.tells and not failed:
+            gap = _probe.measure_gap(self.graphs, kind, code, leaves)
+            if not gap.is_conclusive and not failed:
                 return code  # all zero or not finite: probe again at the next point
             if gap.is_small:
                 break

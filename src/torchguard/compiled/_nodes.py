@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-# These read the shape of a tensor, not its values.
-OF_SHAPES = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
-# These return uninitialised memory.
-UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-
 
 def op_name(node: Node) -> str:
     """An operator without namespace and overload: `add` of `aten.add.Tensor`, `view` of `aten.view_copy.default`."""

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchguard._graphs.op_facts import SHAPE_ONLY
 from torchguard._torch import tensors
 from torchguard.compiled._cleanup import shares_input_storage
-from torchguard.compiled._nodes import OF_SHAPES, op_name
+from torchguard.compiled._nodes import op_name
 
 # Where to find a residual: among the leaves, the outputs, or the private results of the first part.
 Source = tuple[Literal["leaf", "output", "private"], int]
@@ -68,7 +69,7 @@ def split(graph: GraphModule, leaves: int, outputs: int) -> Split:
 def depends_on_tangents(graph: GraphModule, leaves: int, outputs: int) -> bool:
     """Whether a result after the first `outputs` depends on a placeholder after the first `leaves`."""
     nodes = list(graph.graph.nodes)
-    computing = [node for node in nodes if op_name(node) not in OF_SHAPES]
+    computing = [node for node in nodes if op_name(node) not in SHAPE_ONLY]
     linear = _reachable(computing, graph.graph.find_nodes(op="placeholder")[leaves:])
     return any(node in linear for node in nodes[-1].args[0][outputs:])
 

@@ -17,6 +17,7 @@ from torch import Tensor, func
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchguard._graphs.op_facts import SHAPE_ONLY, UNINITIALIZED
 from torchguard._torch import fakes, ops, tensors
 from torchguard.compiled._cleanup import clean_graph
 from torchguard.compiled._decompositions import (
@@ -26,7 +27,7 @@ from torchguard.compiled._decompositions import (
     is_fused_attention,
 )
 from torchguard.compiled._leaves import LeafType, dense_type, is_available
-from torchguard.compiled._nodes import OF_SHAPES, UNINITIALISED, op_name
+from torchguard.compiled._nodes import op_name
 from torchguard.compiled._purity import LINE_ATTRIBUTE, PurityMode, branch_error, line_of, name_of
 from torchguard.exceptions import CompileError, ImpureFunctionError, MissingRuleError, TorchGuardError
 
@@ -327,8 +328,8 @@ def _refuse_missing_devices(program: Program, forward: GraphModule) -> None:
 def _refuse_uninitialized(program: Program, forward: GraphModule) -> None:
     """Raise if uninitialized memory is read. Operations that use its shape alone are fine."""
     for node in forward.graph.nodes:
-        is_uninitialized = op_name(node) in UNINITIALISED and node.meta["val"].numel() > 0
-        if is_uninitialized and not all(op_name(user) in {"fill", "zero", "copy", *OF_SHAPES} for user in node.users):
+        is_uninitialized = op_name(node) in UNINITIALIZED and node.meta["val"].numel() > 0
+        if is_uninitialized and not all(op_name(user) in {"fill", "zero", "copy", *SHAPE_ONLY} for user in node.users):
             raise ImpureFunctionError(
                 f"{program.name}: at {node.stack_trace}: {name_of(node.target)} returns uninitialized memory. "
                 "Use torch.zeros."

@@ -1,32 +1,68 @@
-"""What was checked of a compiled function, layer by layer, as a record that can be kept and checked again."""
+"""Certificates as data: claims about a compiled function, and a record of them that can be stored and checked again."""
 
-import hashlib
 import json
-import platform
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import torch
-from torch import Tensor
-
-import torchguard
-from torchguard.compiled._executables import precision
-from torchguard.compiled._save import graph_hash
-from torchguard.compiled.certify._claims import Claim, Verdict
-from torchguard.compiled.certify._probe import probe_claims
-from torchguard.exceptions import CompileError, MissingRuleError
+from torchguard.exceptions import CompileError
 
 if TYPE_CHECKING:
     from torchguard.compiled._functions import CompiledOut
 
-LEVELS = ("typed", "probe", "algebraic", "enclosure")
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Layer: TypeAlias = Literal["typed", "probe", "algebraic", "enclosure"]
+
+
+class Verdict(StrEnum):
+    """The result of a check. `INCONCLUSIVE` means that the check showed neither that it passes nor that it fails."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    INCONCLUSIVE = "inconclusive"
+
+
 _STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.INCONCLUSIVE: "yellow"}
 
 
 @dataclass(frozen=True)
+class Claim:
+    """The result of one check of one graph: `message` is a sentence, `details` holds its numbers and names."""
+
+    layer: Layer
+    subject: str
+    verdict: Verdict
+    message: str
+    details: Mapping[str, Json] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "details", MappingProxyType(dict(self.details)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Claim, (self.layer, self.subject, self.verdict, self.message, dict(self.details))
+
+    def to_dict(self) -> dict[str, Json]:
+        """The claim as JSON holds it."""
+        return {
+            "layer": self.layer,
+            "subject": self.subject,
+            "verdict": self.verdict.value,
+            "message": self.message,
+            "details": dict(self.details),
+        }
+
+    def __str__(self) -> str:
+        return f"{self.layer} {self.subject}: {self.verdict}. {self.message}"
+
+
+@dataclass(frozen=True)
 class Certificate:
-    """What was claimed of a compiled function, and on what ground. `ok` only says that nothing failed."""
+    """The claims about a compiled function, and the graph, point, versions and settings they were checked with.
+
+    `ok` says only that no claim failed: an inconclusive claim did not.
+    """
 
     function: str
     level: str
@@ -36,12 +72,12 @@ class Certificate:
     leaves: tuple[str, ...]
     versions: tuple[tuple[str, str], ...]
     flags: tuple[tuple[str, str], ...]
-    kinks: tuple[str, ...]
+    nonsmooth_points: tuple[str, ...]
     claims: tuple[Claim, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether no claim failed. What is inconclusive did not."""
+        """Whether no claim failed."""
         return all(claim.verdict is not Verdict.FAIL for claim in self.claims)
 
     def of(self, verdict: Verdict | str) -> tuple[Claim, ...]:
@@ -49,6 +85,7 @@ class Certificate:
         return tuple(claim for claim in self.claims if claim.verdict == Verdict(verdict))
 
     def to_json(self, indent: int | None = 2) -> str:
+        """The certificate as JSON text, which `from_json` reads."""
         record = {
             "function": self.function,
             "ok": self.ok,
@@ -59,43 +96,51 @@ class Certificate:
             "leaves": list(self.leaves),
             "versions": dict(self.versions),
             "flags": dict(self.flags),
-            "kinks": list(self.kinks),
+            "nonsmooth_points": list(self.nonsmooth_points),
             "claims": [claim.to_dict() for claim in self.claims],
         }
         return json.dumps(record, indent=indent)
 
     @staticmethod
     def from_json(text: str) -> "Certificate":
-        """A certificate that was written down. Its claims are as good as where it was kept: `verify` checks it."""
+        """Read a stored certificate. Nothing proves that its claims are genuine: `verify` checks them again.
+
+        Raises:
+            CompileError: the text is not a certificate.
+        """
         try:
-            read = json.loads(text)
+            record = json.loads(text)
             claims = tuple(
-                Claim(claim["layer"], claim["subject"], Verdict(claim["verdict"]), claim["says"], claim["details"])
-                for claim in read["claims"]
+                Claim(claim["layer"], claim["subject"], Verdict(claim["verdict"]), claim["message"], claim["details"])
+                for claim in record["claims"]
             )
             return Certificate(
-                str(read["function"]),
-                str(read["level"]),
-                int(read["seed"]),
-                str(read["graph_hash"]),
-                str(read["point_hash"]),
-                tuple(map(str, read["leaves"])),
-                tuple(sorted(read["versions"].items())),
-                tuple(sorted(read["flags"].items())),
-                tuple(map(str, read["kinks"])),
+                str(record["function"]),
+                str(record["level"]),
+                int(record["seed"]),
+                str(record["graph_hash"]),
+                str(record["point_hash"]),
+                tuple(map(str, record["leaves"])),
+                tuple(sorted(record["versions"].items())),
+                tuple(sorted(record["flags"].items())),
+                tuple(map(str, record["nonsmooth_points"])),
                 claims,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CompileError(f"Certificate: this is not one: {type(error).__name__}: {error}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise CompileError(
+                f"Certificate: the text is not a certificate: {reason}. Pass what to_json returned."
+            ) from error
 
     def verify(self, compiled: "CompiledOut", *, at: Any = None) -> "Verification":
-        """Certify a function again, with the same seed and level, and say what is not as it was."""
-        now = certify(compiled, self.level, at=at, seed=self.seed)
+        """Certify a function again, with the same seed and level, and list what differs from this certificate."""
+        now = compiled.certify(self.level, at=at, seed=self.seed)
         return Verification(tuple(_changes(self, now)), now)
 
     def __str__(self) -> str:
         head = f"{self.function}: {'ok' if self.ok else 'FAILED'} up to {self.level}, graph {self.graph_hash[:12]}"
-        return "\n".join([head, *(f"  {claim}" for claim in self.claims), *(f"  kink: {kink}" for kink in self.kinks)])
+        nonsmooth = (f"  nonsmooth: {point}" for point in self.nonsmooth_points)
+        return "\n".join([head, *(f"  {claim}" for claim in self.claims), *nonsmooth])
 
     def __rich__(self) -> Any:
         from rich.table import Table
@@ -104,138 +149,52 @@ class Certificate:
         table = Table(
             title=f"{self.function}: {'ok' if self.ok else 'FAILED'}", caption=f"graph {self.graph_hash[:12]}"
         )
-        for heading in ("layer", "of", "verdict", "says"):
+        for heading in ("layer", "subject", "verdict", "message"):
             table.add_column(heading)
         for claim in self.claims:
             verdict = Text(claim.verdict.value, style=_STYLES[claim.verdict])
-            table.add_row(Text(claim.layer), Text(claim.subject), verdict, Text(claim.says))
+            table.add_row(Text(claim.layer), Text(claim.subject), verdict, Text(claim.message))
         return table
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What is not as a certificate has it, and the certificate of today."""
+    """The differences between a stored certificate and the one made now, and that one."""
 
     changed: tuple[str, ...]
     now: Certificate
 
     @property
     def ok(self) -> bool:
+        """Whether nothing changed and no claim fails now."""
         return not self.changed and self.now.ok
 
     def __str__(self) -> str:
-        return "\n".join(self.changed) if self.changed else f"{self.now.function}: as it was certified"
-
-
-def certify(made: "CompiledOut", level: str, *, at: Any, seed: int) -> Certificate:
-    """Check a compiled function up to a level."""
-    if level not in LEVELS:
-        raise CompileError(f"certify: level is one of {', '.join(LEVELS)}, not {level!r}.")
-    point = point_of(made, at, seed)
-    claims = [claim for layer in LEVELS[: LEVELS.index(level) + 1] for claim in _LAYERS[layer](made, point, seed)]
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "torchguard": torchguard.__version__}
-    flags = {"backend": made.backend, "grad by": ",".join(leaf.name for leaf in made.leaves if leaf.differentiable)}
-    flags |= {
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-    }
-    devices = {str(leaf.device): leaf.device for leaf in made.leaves if leaf.device.type != "cpu"}
-    flags |= {f"convolution precision on {name}": precision("convolution", device) for name, device in devices.items()}
-    flags |= {f"healed {kind}": backend for kind, backend in made.fallbacks.items()}
-    return Certificate(
-        made.name,
-        level,
-        seed,
-        graph_hash(made.graphs.forward),
-        _point_hash(point),
-        tuple(f"{leaf.name}: {leaf.in_full()}" for leaf in made.leaves),
-        tuple(sorted(versions.items())),
-        tuple(sorted(flags.items())),
-        tuple(map(str, made.nonsmooth_points)),
-        tuple(claims),
-    )
-
-
-def point_of(made: "CompiledOut", at: Any, seed: int) -> tuple[Tensor, ...]:
-    """Where to check: what is given, the example, or random numbers."""
-    from torchguard.compiled.certify._adjoint import random_like
-
-    if at is not None:
-        return made.point_at(at)
-    if made.examples is not None:
-        return made.examples
-    drawn = random_like(made.leaves, seed)
-    return tuple(
-        d if leaf.dtype.is_floating_point else torch.zeros_like(d) for d, leaf in zip(drawn, made.leaves, strict=True)
-    )
-
-
-def _point_hash(point: Sequence[Tensor]) -> str:
-    """What tells a point from every other one, by the bits of its numbers."""
-    found = hashlib.sha256()
-    for leaf in point:
-        found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-        found.update(leaf.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def _typed(made: "CompiledOut", point: tuple[Tensor, ...], seed: int) -> Iterator[Claim]:
-    from torchguard.compiled.certify.types import check_types
-
-    yield check_types(made.graphs.forward, made.leaves)
-
-
-def _algebraic(made: "CompiledOut", point: tuple[Tensor, ...], seed: int) -> Iterator[Claim]:
-    from torchguard.compiled.certify.algebra import check_derivatives
-
-    graphs: dict[str, Any] = {}
-    for kind in ("jvp", "vjp"):
-        try:
-            graphs[kind] = made.graphs[kind]
-        except (MissingRuleError, CompileError) as error:
-            graphs[kind] = None
-            yield Claim("algebraic", kind, Verdict.INCONCLUSIVE, f"There is none: {error}")
-    differentiable = [leaf.differentiable for leaf in made.leaves]
-    yield from check_derivatives(
-        made.graphs.forward, graphs["jvp"], graphs["vjp"], differentiable=differentiable, seed=seed
-    )
-
-
-def _enclosed(made: "CompiledOut", point: tuple[Tensor, ...], seed: int) -> Iterator[Claim]:
-    from torchguard.compiled.certify._bounds import enclosure_claims
-
-    yield from enclosure_claims(made, point, seed)
-
-
-_LAYERS: dict[str, Callable[["CompiledOut", tuple[Tensor, ...], int], Iterator[Claim]]] = {
-    "typed": _typed,
-    "probe": probe_claims,
-    "algebraic": _algebraic,
-    "enclosure": _enclosed,
-}
+        return "\n".join(self.changed) if self.changed else f"{self.now.function}: unchanged since it was certified"
 
 
 def _changes(before: Certificate, now: Certificate) -> Iterator[str]:
-    """What differs between two certificates, in words."""
+    """One sentence for each difference between two certificates."""
     if before.graph_hash != now.graph_hash:
-        yield f"the graph is another one: {before.graph_hash[:12]} was certified, and this is {now.graph_hash[:12]}"
+        yield f"the graph has changed: {before.graph_hash[:12]} was certified, this one is {now.graph_hash[:12]}"
     if before.point_hash != now.point_hash:
-        yield "the point is another one: pass the one that was certified as at="
-    yield from _differences(
-        "leaf", [line.split(": ", 1) for line in before.leaves], [line.split(": ", 1) for line in now.leaves]
-    )
+        yield "the point has changed: pass the point that was certified as at="
+    leaves = ([line.split(": ", 1) for line in certificate.leaves] for certificate in (before, now))
+    yield from _differences("leaf", *leaves)
     yield from _differences("version of", before.versions, now.versions)
     yield from _differences("flag", before.flags, now.flags)
-    verdicts = [[(f"{c.layer} {c.subject} {n}", c.verdict.value) for n, c in _numbered(one)] for one in (before, now)]
-    yield from _differences("claim", *verdicts)
+    yield from _differences("claim", *map(_numbered_verdicts, (before, now)))
 
 
-def _numbered(certificate: Certificate) -> Iterator[tuple[int, Claim]]:
-    seen: dict[tuple[str, str], int] = {}
+def _numbered_verdicts(certificate: Certificate) -> list[tuple[str, str]]:
+    """The verdicts by layer, subject and a number: a layer may make several claims about one subject."""
+    counts: dict[str, int] = {}
+    verdicts = []
     for claim in certificate.claims:
-        key = (claim.layer, claim.subject)
-        seen[key] = seen.get(key, 0) + 1
-        yield seen[key], claim
+        key = f"{claim.layer} {claim.subject}"
+        counts[key] = counts.get(key, 0) + 1
+        verdicts.append((f"{key} {counts[key]}", claim.verdict.value))
+    return verdicts
 
 
 def _differences(what: str, before: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> Iterator[str]:

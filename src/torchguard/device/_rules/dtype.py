@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from torchguard._graphs.op_facts import facts_of
 from torchguard.device._graph import Graph, Use
 from torchguard.device._rules.base import Constraint
 from torchguard.device._storages import tensors_of
@@ -13,36 +14,6 @@ from torchguard.device._violations import DeviceViolation
 
 if TYPE_CHECKING:
     from torchguard.device._device import Device
-
-_aten = torch.ops.aten
-# Reductions that select an element and accumulate nothing.
-_SELECTING = frozenset({_aten.amax, _aten.amin, _aten.aminmax, _aten.max, _aten.min})
-# Ops that accumulate although torch does not tag them as reductions.
-_UNTAGGED = frozenset(
-    {
-        *(_aten.cumsum, _aten.cumprod, _aten.logcumsumexp, _aten.trace, _aten.dist, _aten.renorm),
-        *(_aten._softmax, _aten._log_softmax, _aten._safe_softmax),
-        *(_aten._softmax_backward_data, _aten._log_softmax_backward_data),
-        *(_aten.native_layer_norm, _aten.native_layer_norm_backward, _aten._fused_rms_norm),
-        *(_aten.native_group_norm, _aten.native_group_norm_backward),
-        *(_aten._native_batch_norm_legit, _aten._native_batch_norm_legit_functional),
-        *(_aten._native_batch_norm_legit_no_training, _aten.native_batch_norm_backward),
-        *(_aten._batch_norm_with_update_functional, _aten.batch_norm_backward),
-        *(_aten.cudnn_batch_norm, _aten.cudnn_batch_norm_backward),
-        *(_aten.nll_loss_forward, _aten.nll_loss2d_forward),
-        *(_aten.scatter_add, _aten.scatter_reduce, _aten.index_add, _aten.index_reduce, _aten.segment_reduce),
-        *(_aten.embedding_dense_backward, _aten._embedding_bag, _aten._embedding_bag_forward_only),
-        *(_aten._cdist_forward, _aten._euclidean_dist, _aten._pdist_forward),
-        *(_aten.avg_pool2d, _aten.avg_pool3d, _aten._adaptive_avg_pool2d, _aten._adaptive_avg_pool3d),
-    }
-)
-# Losses, which accumulate unless their reduction is "none".
-_LOSSES = frozenset(
-    {
-        *(_aten.mse_loss, _aten.smooth_l1_loss, _aten.huber_loss, _aten.soft_margin_loss, _aten.multi_margin_loss),
-        *(_aten.binary_cross_entropy, _aten.binary_cross_entropy_with_logits, _aten.multilabel_margin_loss_forward),
-    }
-)
 
 
 class RoleDtype(Constraint):
@@ -82,10 +53,12 @@ class AccumulatorDtype(Constraint):
 
 
 def _accumulates(node: fx.Node) -> bool:
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in _LOSSES:
+    accumulates = facts_of(str(getattr(node.target, "overloadpacket", ""))).accumulates
+    if accumulates == "if reduced":
         return all(tensor.dim() == 0 for tensor in tensors_of(node.meta.get("val")))
-    return packet in _UNTAGGED or (torch.Tag.reduction in getattr(node.target, "tags", ()) and packet not in _SELECTING)
+    return accumulates == "always" or (
+        accumulates != "never" and torch.Tag.reduction in getattr(node.target, "tags", ())
+    )
 
 
 def _is_counter(use: Use) -> bool:

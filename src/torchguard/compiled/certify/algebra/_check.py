@@ -1,7 +1,7 @@
 """Are torch's derivative graphs the derivatives of a graph? Do two graphs compute the same function?
 
-Both are asked at random points of a prime field, where arithmetic is exact, with a rule of our own for the value and
-the tangent of each operator. What torch knows of derivatives is not used: its graphs are what is tested.
+Both questions are decided at random points of a prime field, where arithmetic is exact, by torchguard's own rule for
+the value and the tangent of each operator. Torch's derivative formulas are not used: its graphs are what is tested.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from torchguard.compiled._nodes import on_the_cpu, op_name
-from torchguard.compiled.certify._claims import Claim, Json, Verdict
+from torchguard.compiled.certify._certificate import Claim, Json, Verdict
 from torchguard.compiled.certify.algebra._evaluate import evaluate, unsupported_ops
-from torchguard.compiled.certify.algebra._field import Field, UnfitError, UnsupportedError
-from torchguard.compiled.certify.algebra._points import Places, drawn, placeholders, point
-from torchguard.compiled.certify.algebra._trials import Case, Outcome, Trials
+from torchguard.compiled.certify.algebra._field import EvaluationError, PrimeField, UnsupportedError
+from torchguard.compiled.certify.algebra._sampling import Sampler
+from torchguard.compiled.certify.algebra._search import Comparison, SampleResult, Search
 from torchguard.compiled.certify.algebra._values import Value
 from torchguard.exceptions import GraphMismatchError
 
-TRIALS = 4
-
-
-def _evaluated(gm: GraphModule, inputs: Sequence[Value], f: Field) -> tuple[list[Any], bool]:
-    """The outputs of a graph, and whether it divides by zero on the way."""
-    f.journal.zero_divisions.clear()
-    return evaluate(gm, inputs, f), bool(f.journal.zero_divisions)
+_SAMPLES = 4
 
 
 def check_derivatives(
@@ -38,49 +32,63 @@ def check_derivatives(
     differentiable: Sequence[bool],
     seed: int = 0,
 ) -> tuple[Claim, ...]:
-    """One claim for each derivative graph given: that it is the derivative of the forward graph."""
-    leaves = placeholders(forward, "forward")
+    """One claim for each derivative graph given: that it is the derivative of the forward graph.
+
+    Args:
+        forward: takes the leaves, and returns the outputs.
+        jvp: takes the leaves and a tangent for each differentiable leaf; returns the outputs and their tangents.
+        vjp: takes the leaves and a cotangent for each floating-point output; returns the outputs and a gradient for
+            each differentiable leaf.
+        differentiable: which leaves are.
+
+    Raises:
+        GraphMismatchError: the graphs do not take and return these.
+    """
+    leaves = _leaves(forward, "forward")
     if len(leaves) != len(differentiable):
         raise GraphMismatchError(f"forward takes {len(leaves)} leaves, but differentiable has {len(differentiable)}.")
     function = _Function(forward, tuple(leaves), tuple(differentiable))
-    checks = {
-        "jvp": (jvp, function.jvp_trial, lambda f, gm: function.tangents(f)),
-        "vjp": (vjp, function.vjp_trial, function.seeds),
+    comparisons = {
+        "jvp": None if jvp is None else function.comparison_with_jvp(jvp),
+        "vjp": None if vjp is None else function.comparison_with_vjp(vjp),
     }
-    return tuple(
-        _claim(
-            subject,
-            Case(
-                (forward, gm),
-                function.leaves,
-                lambda f, places, gm=gm, trial=trial: trial(gm, f, places),
-                lambda f, gm=gm, moving=moving: moving(f, gm),
-            ),
-            seed,
-            TRIALS,
-        )
-        for subject, (gm, trial, moving) in checks.items()
-        if gm is not None
-    )
+    return tuple(_claim(subject, one, seed, _SAMPLES) for subject, one in comparisons.items() if one is not None)
 
 
-def equivalent(g1: GraphModule, g2: GraphModule, *, seed: int = 0, trials: int = TRIALS) -> Claim:
-    """Whether two graphs compute the same function, as far as our table of operators reaches.
+def equivalent(g1: GraphModule, g2: GraphModule, *, seed: int = 0, samples: int = _SAMPLES) -> Claim:
+    """Whether two graphs compute the same function.
+
+    Args:
+        samples: the number of points that are drawn freely; further ones follow where the graphs compare numbers.
 
     Raises:
-        GraphMismatchError: they do not take and return the same things.
+        GraphMismatchError: the graphs do not take the same tensors, or do not return the same number of values.
     """
-    leaves = placeholders(g1, "the first graph")
-    _require_same_signature(leaves, placeholders(g2, "the second graph"))
+    leaves = _leaves(g1, "the first graph")
+    _require_same_signature(leaves, _leaves(g2, "the second graph"))
 
-    def trial(f: Field, places: Places) -> Outcome:
-        inputs = point(f, leaves, places)
-        (first, is_singular), (second, is_other) = (_evaluated(gm, inputs, f) for gm in (g1, g2))
+    def compare(sampler: Sampler) -> SampleResult:
+        inputs = sampler.point(leaves)
+        (first, is_first_singular), (second, is_second_singular) = (
+            _outputs(gm, inputs, sampler.field) for gm in (g1, g2)
+        )
         if len(first) != len(second):
             raise GraphMismatchError(f"The first graph returns {len(first)} values, the second {len(second)}.")
-        return Outcome(tuple(_differing("output", first, second)), is_singular and is_other)
+        return SampleResult(tuple(_differing("output", first, second)), is_first_singular and is_second_singular)
 
-    return _claim("equivalence", Case((g1, g2), tuple(leaves), trial), seed, trials)
+    return _claim("equivalence", Comparison((g1, g2), tuple(leaves), compare), seed, samples)
+
+
+def _leaves(gm: GraphModule, name: str) -> list[Tensor]:
+    """The inputs of a graph, as the fake tensors that its placeholders record."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    untyped = [node.name for node in nodes if not isinstance(node.meta.get("val"), Tensor)]
+    if untyped:
+        raise GraphMismatchError(
+            f"{name}: the placeholders {', '.join(untyped)} have no meta['val']. Trace it with make_fx, or run "
+            "torch.fx.passes.fake_tensor_prop.FakeTensorProp over it."
+        )
+    return [node.meta["val"] for node in nodes]
 
 
 def _require_same_signature(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
@@ -89,147 +97,162 @@ def _require_same_signature(first: Sequence[Tensor], second: Sequence[Tensor]) -
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise GraphMismatchError(
-                f"Input {i}: the first graph takes {_type(a)}, the second {_type(b)}. Only graphs of one signature "
-                "can be compared."
+                f"Input {i}: the first graph takes {_format_type(a)}, the second {_format_type(b)}. Only graphs of one "
+                "signature can be compared."
             )
 
 
-def _type(t: Tensor) -> str:
+def _format_type(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
+def _outputs(gm: GraphModule, inputs: Sequence[Value], f: PrimeField) -> tuple[list[Any], bool]:
+    """The outputs of a graph, and whether it divides by zero."""
+    f.trace.zero_divisions.clear()
+    return evaluate(gm, inputs, f), bool(f.trace.zero_divisions)
 
 
 @dataclass(frozen=True)
 class _Function:
-    """A forward graph with its leaves, evaluated by our own rules."""
+    """A forward graph, evaluated with tangents by torchguard's rules."""
 
     forward: GraphModule
     leaves: tuple[Tensor, ...]
     differentiable: tuple[bool, ...]
 
-    def jvp_trial(self, gm: GraphModule, f: Field, places: Places) -> Outcome:
-        inputs, outputs, is_singular = self._forward(f, places)
-        results = evaluate(gm, [*(x.without_tangent() for x in inputs), *self.tangents(f)], f)
-        ours = [_tangent(y) for y in outputs if not y.is_exact]
-        _require(len(results), len(outputs) + len(ours), "jvp")
-        wrong = _differing("output", outputs, results[: len(outputs)])
-        wrong += _differing("tangent of output", ours, results[len(outputs) :])
-        return Outcome(tuple(wrong), is_singular)
+    def comparison_with_jvp(self, gm: GraphModule) -> Comparison:
+        return Comparison((self.forward, gm), self.leaves, lambda s: self._compare_jvp(gm, s), self._tangents)
 
-    def vjp_trial(self, gm: GraphModule, f: Field, places: Places) -> Outcome:
-        inputs, outputs, is_singular = self._forward(f, places)
-        smooth = [y for y in outputs if not y.is_exact]
-        _require(len(placeholders(gm, "vjp")), len(inputs) + len(smooth), "vjp", "takes")
-        seeds = self.seeds(f, gm)
-        results = evaluate(gm, [*(x.without_tangent() for x in inputs), *seeds], f)
-        _require(len(results), len(outputs) + sum(self.differentiable), "vjp")
-        wrong = _differing("output", outputs, results[: len(outputs)])
-        moved = [x for x in inputs if x.tangent is not None]
+    def comparison_with_vjp(self, gm: GraphModule) -> Comparison:
+        cotangents = lambda s: self._cotangents(gm, s)  # noqa: E731
+        return Comparison((self.forward, gm), self.leaves, lambda s: self._compare_vjp(gm, s), cotangents)
+
+    def _compare_jvp(self, gm: GraphModule, sampler: Sampler) -> SampleResult:
+        inputs, outputs, is_singular = self._evaluate_forward(sampler)
+        arguments = [*(x.without_tangent() for x in inputs), *self._tangents(sampler)]
+        results = evaluate(gm, arguments, sampler.field)
+        tangents = [_tangent(y) for y in outputs if not y.is_integer]
+        _require_count(len(results), len(outputs) + len(tangents), "jvp")
+        mismatches = _differing("output", outputs, results[: len(outputs)])
+        mismatches += _differing("tangent of output", tangents, results[len(outputs) :])
+        return SampleResult(tuple(mismatches), is_singular)
+
+    def _compare_vjp(self, gm: GraphModule, sampler: Sampler) -> SampleResult:
+        f = sampler.field
+        inputs, outputs, is_singular = self._evaluate_forward(sampler)
+        floating = [y for y in outputs if not y.is_integer]
+        _require_count(len(_leaves(gm, "vjp")), len(inputs) + len(floating), "vjp", "takes")
+        cotangents = self._cotangents(gm, sampler)
+        results = evaluate(gm, [*(x.without_tangent() for x in inputs), *cotangents], f)
+        _require_count(len(results), len(outputs) + sum(self.differentiable), "vjp")
+        mismatches = _differing("output", outputs, results[: len(outputs)])
         gradients = results[len(outputs) :]
-        if _pairing(f, seeds, [_tangent(y) for y in smooth]) != _pairing(f, gradients, [_tangent(x) for x in moved]):
-            wrong += self._wrong_gradients(f, inputs, seeds, gradients) or ["the gradients"]
-        return Outcome(tuple(wrong), is_singular)
+        tangents = [_tangent(x) for x in inputs if x.tangent is not None]
+        if _inner(f, cotangents, [_tangent(y) for y in floating]) != _inner(f, gradients, tangents):
+            mismatches += self._wrong_gradients(f, inputs, cotangents, gradients) or ["the gradients"]
+        return SampleResult(tuple(mismatches), is_singular)
 
-    def tangents(self, f: Field) -> list[Value]:
-        """What a JVP graph takes beside the leaves."""
-        moved = (i for i, is_moved in enumerate(self.differentiable) if is_moved)
-        return [drawn(f, f"tangent {i}", self.leaves[i].shape) for i in moved]
+    def _tangents(self, sampler: Sampler) -> list[Value]:
+        """The tangents that a JVP graph takes after the leaves."""
+        differentiable = [i for i, is_differentiable in enumerate(self.differentiable) if is_differentiable]
+        return [sampler.elements(f"tangent {i}", self.leaves[i].shape) for i in differentiable]
 
-    def seeds(self, f: Field, gm: GraphModule) -> list[Value]:
-        """What a VJP graph takes beside the leaves."""
-        taken = placeholders(gm, "vjp")[len(self.leaves) :]
-        return [drawn(f, f"seed {i}", seed.shape) for i, seed in enumerate(taken)]
+    def _cotangents(self, gm: GraphModule, sampler: Sampler) -> list[Value]:
+        """The cotangents that a VJP graph takes after the leaves."""
+        outputs = _leaves(gm, "vjp")[len(self.leaves) :]
+        return [sampler.elements(f"cotangent {i}", output.shape) for i, output in enumerate(outputs)]
 
-    def _forward(self, f: Field, places: Places) -> tuple[list[Value], list[Any], bool]:
+    def _evaluate_forward(self, sampler: Sampler) -> tuple[list[Value], list[Any], bool]:
+        tangents = iter(self._tangents(sampler))
         inputs = [
-            replace(x, tangent=drawn(f, f"tangent {i}", x.shape).element) if is_moved else x
-            for i, (x, is_moved) in enumerate(zip(point(f, self.leaves, places), self.differentiable, strict=True))
+            replace(x, tangent=next(tangents).element) if is_differentiable else x
+            for x, is_differentiable in zip(sampler.point(self.leaves), self.differentiable, strict=True)
         ]
-        return inputs, *_evaluated(self.forward, inputs, f)
+        return inputs, *_outputs(self.forward, inputs, sampler.field)
 
-    def _wrong_gradients(self, f: Field, inputs: list[Value], seeds: list[Value], gradients: list[Any]) -> list[str]:
-        """Which leaves have a wrong gradient: each is moved alone."""
-        wrong, moved = [], [i for i, x in enumerate(inputs) if x.tangent is not None]
-        for place, gradient in zip(moved, gradients, strict=True):
-            alone = [x if i == place else x.without_tangent() for i, x in enumerate(inputs)]
-            smooth = [y for y in evaluate(self.forward, alone, f) if not y.is_exact]
-            ours = _pairing(f, seeds, [_tangent(y) for y in smooth])
-            if ours != _pairing(f, [gradient], [_tangent(inputs[place])]):
-                wrong.append(f"gradient of leaf {place}")
+    def _wrong_gradients(
+        self, f: PrimeField, inputs: list[Value], cotangents: list[Value], gradients: list[Any]
+    ) -> list[str]:
+        """The leaves with a wrong gradient, found with a tangent for one leaf at a time."""
+        wrong, differentiable = [], [i for i, x in enumerate(inputs) if x.tangent is not None]
+        for leaf, gradient in zip(differentiable, gradients, strict=True):
+            alone = [x if i == leaf else x.without_tangent() for i, x in enumerate(inputs)]
+            tangents = [_tangent(y) for y in evaluate(self.forward, alone, f) if not y.is_integer]
+            if _inner(f, cotangents, tangents) != _inner(f, [gradient], [_tangent(inputs[leaf])]):
+                wrong.append(f"gradient of leaf {leaf}")
         return wrong
 
 
-def _require(got: int, expected: int, subject: str, verb: str = "returns") -> None:
+def _require_count(got: int, expected: int, subject: str, verb: str = "returns") -> None:
     if got != expected:
-        raise GraphMismatchError(f"{subject} {verb} {got} values, where the forward graph asks for {expected}.")
+        raise GraphMismatchError(f"{subject} {verb} {got} values, but the forward graph requires {expected}.")
 
 
 def _tangent(x: Value) -> Value:
     return Value(x.field, torch.zeros_like(x.element) if x.tangent is None else x.tangent)
 
 
-def _pairing(f: Field, left: Sequence[Any], right: Sequence[Value]) -> int:
-    """The sum of all products of corresponding elements; a gradient that is None is zero. -1 if shapes differ."""
+def _inner(f: PrimeField, left: Sequence[Any], right: Sequence[Value]) -> int:
+    """The inner product of two lists of values; a gradient that is None is zero. -1 if shapes differ."""
     pairs = [(a.as_elements().element, b.element) for a, b in zip(left, right, strict=True) if a is not None]
     if any(a.shape != b.shape for a, b in pairs):
         return -1
     return sum(int(f.mul(a, b).sum()) for a, b in pairs) % f.prime
 
 
-def _differing(what: str, ours: Sequence[Any], theirs: Sequence[Any]) -> list[str]:
-    return [f"{what} {i}" for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not _is_same(a, b)]
+def _differing(what: str, expected: Sequence[Any], got: Sequence[Any]) -> list[str]:
+    return [f"{what} {i}" for i, (a, b) in enumerate(zip(expected, got, strict=True)) if not _is_same(a, b)]
 
 
 def _is_same(a: Any, b: Any) -> bool:
     if not isinstance(a, Value) or not isinstance(b, Value):
         return a is b
-    if not (a.is_exact and b.is_exact):
+    if not (a.is_integer and b.is_integer):
         a, b = a.as_elements(), b.as_elements()
     return a.shape == b.shape and bool((a.element == b.element).all())
 
 
-def _claim(subject: str, case: Case, seed: int, trials: int) -> Claim:
-    def ended(verdict: Verdict, says: str, **details: Json) -> Claim:
-        return Claim("algebraic", subject, verdict, says, details)
+def _claim(subject: str, comparison: Comparison, seed: int, samples: int) -> Claim:
+    def claim(verdict: Verdict, message: str, **details: Json) -> Claim:
+        return Claim("algebraic", subject, verdict, message, details)
 
-    if names := unsupported_ops(*case.graphs):
-        return ended(Verdict.INCONCLUSIVE, f"There is no rule for {', '.join(names)}.", unsupported=list(names))
-    tried = Trials(case, seed)
+    if names := unsupported_ops(*comparison.graphs):
+        return claim(Verdict.INCONCLUSIVE, f"There is no rule for {', '.join(names)}.", unsupported=list(names))
+    search = Search(comparison, seed)
     try:
         with on_the_cpu():
-            outcomes = list(tried.run(trials))
+            results = list(search.run(samples))
     except UnsupportedError as error:
-        return ended(Verdict.INCONCLUSIVE, f"There is no rule for {error}.", unsupported=[str(error)])
-    except UnfitError as error:
-        return ended(Verdict.INCONCLUSIVE, f"There is no rule that takes {error}.", unsupported=[str(error)])
-    wrong = [o for o in outcomes if o.wrong]
-    count: dict[str, Json] = {"trials": len(outcomes), "seed": seed}
-    if any(not o.is_singular for o in wrong):
-        names = sorted({name for o in wrong for name in o.wrong})
-        says = f"Wrong: {', '.join(names)}.{_known_reason(subject, case.graphs[0])}"
-        return ended(Verdict.FAIL, says, wrong=list(names), **count)
-    if wrong:
-        return ended(Verdict.INCONCLUSIVE, "It divides by zero wherever it was tried, and differs there.", **count)
-    same = "They agree" if subject == "equivalence" else "It is the derivative of the forward graph"
-    says = f"{same} at {len(outcomes)} random points of a prime field"
-    if never := tried.never_taken():
-        says += f", but one way of {', '.join(never)} was taken at none of them."
-        return ended(Verdict.INCONCLUSIVE, says, never_taken=list(never), **count)
-    says += "." + " Some of what it divides by was zero there." * any(o.is_singular for o in outcomes)
-    return ended(Verdict.PASS, says, **count)
+        return claim(Verdict.INCONCLUSIVE, f"There is no rule for {error}.", unsupported=[str(error)])
+    except EvaluationError as error:
+        return claim(Verdict.INCONCLUSIVE, f"The rules cannot evaluate {error}.", unsupported=[str(error)])
+    mismatched = [result for result in results if result.mismatches]
+    count: dict[str, Json] = {"samples": len(results), "seed": seed}
+    if any(not result.is_singular for result in mismatched):
+        names = sorted({name for result in mismatched for name in result.mismatches})
+        message = f"Wrong: {', '.join(names)}.{_known_cause(subject, comparison.graphs[0])}"
+        return claim(Verdict.FAIL, message, wrong=list(names), **count)
+    if mismatched:
+        return claim(Verdict.INCONCLUSIVE, "It differs, but divides by zero at every point that was tried.", **count)
+    message = "The graphs agree" if subject == "equivalence" else "It is the derivative of the forward graph"
+    message += f" at {len(results)} random points of a prime field"
+    if one_sided := search.one_sided_nodes():
+        message += f", but {', '.join(one_sided)} had only one outcome at all of them."
+        return claim(Verdict.INCONCLUSIVE, message, one_sided=list(one_sided), **count)
+    message += ", and divides by zero at some of them." if any(r.is_singular for r in results) else "."
+    return claim(Verdict.PASS, message, **count)
 
 
-def _known_reason(subject: str, forward: GraphModule) -> str:
-    """Where torch is known to return something else than a derivative, on purpose."""
+def _known_cause(subject: str, forward: GraphModule) -> str:
+    """Why torch's VJP is not the derivative, where that is on purpose."""
     if subject != "vjp":
         return ""
-    called = [node for node in forward.graph.nodes if node.op == "call_function"]
-    if any(op_name(node) == "embedding" and len(node.args) > 2 and node.args[2] != -1 for node in called):
+    nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
+    if any(op_name(node) == "embedding" and len(node.args) > 2 and node.args[2] != -1 for node in nodes):
+        return " Torch leaves the row padding_idx out of the VJP of an embedding, on purpose: it is not the derivative."
+    if any(op_name(node) == "linalg_cholesky_ex" for node in nodes):
         return (
-            " The VJP of an embedding with padding_idx leaves that row out, which is torch's choice and no derivative."
-        )
-    if any(op_name(node) == "linalg_cholesky_ex" for node in called):
-        return (
-            " The VJP of cholesky is symmetric, though only one triangle is read, which is torch's choice and no "
+            " Torch makes the VJP of cholesky symmetric, on purpose, although only one triangle is read: it is not the "
             "derivative. Take the factor of (a + a.mT) / 2."
         )
     return ""

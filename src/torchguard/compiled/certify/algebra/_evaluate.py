@@ -1,5 +1,6 @@
-"""Run a graph of ATen operators in exact arithmetic."""
+"""Evaluate a graph of ATen operators in exact arithmetic, and in real numbers."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,17 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from torchguard._graphs.op_facts import facts_of
 from torchguard.compiled._nodes import attribute, op_name
-from torchguard.compiled.certify.algebra._aiming import deciding_nodes
-from torchguard.compiled.certify.algebra._field import Field, Journal, UnfitError, UnsupportedError
-from torchguard.compiled.certify.algebra._reals import Reals
-from torchguard.compiled.certify.algebra._rules import MAKING, NEEDS_LAYOUT, RULES
-from torchguard.compiled.certify.algebra._values import UnknownDerivativeError, Value, exact
+from torchguard.compiled.certify.algebra._field import (
+    EvaluationError,
+    EvaluationTrace,
+    PrimeField,
+    Reals,
+    UnsupportedError,
+)
+from torchguard.compiled.certify.algebra._rules import ALGEBRAIC_OPS, CREATION_RULES, NEEDS_LAYOUT, RULES
+from torchguard.compiled.certify.algebra._values import UnknownDerivativeError, Value, integers
 
 
 def unsupported_ops(*graphs: GraphModule) -> list[str]:
@@ -30,38 +36,65 @@ def unsupported_ops(*graphs: GraphModule) -> list[str]:
 
 def _has_rule(node: Node) -> bool:
     name = op_name(node)
-    return node.op == "call_function" and (name == "getitem" or name in RULES or name in MAKING)
+    return node.op == "call_function" and (name == "getitem" or name in ALGEBRAIC_OPS)
 
 
-def evaluate(gm: GraphModule, inputs: Sequence[Value], field: Field) -> list[Any]:
-    """The outputs of a graph, each with the tangent our rules give it.
+def _input_dependent_nodes(gm: GraphModule) -> frozenset[Node]:
+    """The nodes whose elements depend on those of a leaf.
 
-    It is evaluated in real numbers first, for the sake of its comparisons.
+    A test for infinity or NaN does not: all numbers of a point are finite.
     """
-    reals = rehearsed(gm, inputs, field)
-    field.journal.sizes = reals.sizes
-    field.journal.has_nan |= any(bool(size.isnan().any()) for size in reals.sizes.values())
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            found.add(node)
+        elif node.op == "call_function" and not _tests_finiteness(node):
+            # An operator that creates a tensor reads the shape of its first operand alone.
+            is_creation = op_name(node) in CREATION_RULES
+            read = [n for n in node.all_input_nodes if not (is_creation and n is node.args[0])]
+            if any(n in found for n in read):
+                found.add(node)
+    return frozenset(found)
+
+
+def _tests_finiteness(node: Node) -> bool:
+    if op_name(node) not in ("eq", "ne"):
+        return False
+    a, b = node.args
+    if isinstance(b, Node) and facts_of(op_name(b)).has_fill_value:
+        return any(isinstance(n, float) and not math.isfinite(n) for n in b.args)
+    return a is b or (isinstance(b, float) and not math.isfinite(b))
+
+
+def evaluate(gm: GraphModule, inputs: Sequence[Value], field: PrimeField) -> list[Any]:
+    """The outputs of a graph, each with the tangent that the rules give it.
+
+    The graph is evaluated in real numbers first, to decide its comparisons.
+    """
+    reals = evaluate_in_reals(gm, inputs, field)
+    field.trace.real_values = reals.real_values
+    field.trace.has_nan |= any(bool(value.isnan().any()) for value in reals.real_values.values())
     return _Run(gm, field).outputs(inputs)
 
 
-def rehearsed(gm: GraphModule, inputs: Sequence[Value], field: Field) -> Journal:
-    """What happens when a graph is evaluated in real numbers; nothing where they are not known of all inputs."""
+def evaluate_in_reals(gm: GraphModule, inputs: Sequence[Value], field: PrimeField) -> EvaluationTrace:
+    """The trace of evaluating a graph in real numbers; it is empty if those of an input are not known."""
     reals = Reals(0, field.key)
-    known = [x.element if x.is_exact else x.real for x in inputs]
+    known = [x.element if x.is_integer else x.real for x in inputs]
     if all(real is not None for real in known):
         pairs = zip(known, inputs, strict=True)
-        _Run(gm, reals).outputs([Value(reals, real, is_exact=x.is_exact) for real, x in pairs if real is not None])
-    return reals.journal
+        _Run(gm, reals).outputs([Value(reals, real, is_integer=x.is_integer) for real, x in pairs if real is not None])
+    return reals.trace
 
 
 @dataclass(frozen=True)
 class _Run:
     gm: GraphModule
-    field: Field
+    field: PrimeField
 
     def outputs(self, inputs: Sequence[Value]) -> list[Any]:
         values: dict[Node, Any] = {}
-        given, deciding = iter(inputs), deciding_nodes(self.gm, frozenset(MAKING))
+        given, dependent = iter(inputs), _input_dependent_nodes(self.gm)
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(given)
@@ -72,44 +105,44 @@ class _Run:
                 return list(results) if isinstance(results, list | tuple) else [results]
             else:
                 args, options = (map_arg(a, lambda n: values[n]) for a in (node.args, node.kwargs))
-                # Nodes of several graphs may have one name.
-                self.field.journal.begin(f"{id(self.gm)}:{node.name}", node in deciding)
-                values[node] = self._called(node, args, options)
+                # Nodes of two graphs may have the same name.
+                self.field.trace.enter_node(f"{id(self.gm)}:{node.name}", node in dependent)
+                values[node] = self._call(node, args, options)
         return []
 
-    def _called(self, node: Node, args: Any, options: Any) -> Any:
+    def _call(self, node: Node, args: Any, options: Any) -> Any:
         name = op_name(node)
         try:
             if name == "getitem":
                 return args[0][args[1]]
-            if name in MAKING:
-                return self._of_kind(node, MAKING[name](self.field, *args, **options))
+            if name in CREATION_RULES:
+                return self._converted(node, CREATION_RULES[name](self.field, *args, **options))
             if name in NEEDS_LAYOUT:
                 options = {**options, "is_contiguous": _is_contiguous(node)}
-            return self._of_kind(node, RULES[name](*self._with_values(args), **options))
+            return self._converted(node, RULES[name](*self._with_field(args), **options))
         except UnknownDerivativeError as error:
             raise UnsupportedError(f"the derivative of {error}") from error
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise UnfitError(f"{node.name}: {node.target}: {error}") from error
+            raise EvaluationError(f"{node.name}: {node.target}: {error}") from error
 
-    def _with_values(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # A number where an operand stands: in front of others it has to know what field it belongs to.
+    def _with_field(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # A rule takes the field from its first operand, which therefore must not be a plain number.
         if args and isinstance(args[0], bool | int | float):
             return self._number(args[0]), *args[1:]
         return args
 
     def _number(self, number: float) -> Value:
         if isinstance(number, int):
-            return exact(self.field, torch.tensor(number))
+            return integers(self.field, torch.tensor(number))
         return Value(self.field, self.field.constant(number))
 
     def _lifted(self, tensor: Tensor) -> Value:
         if not tensor.is_floating_point():
-            return exact(self.field, tensor)
+            return integers(self.field, tensor)
         return Value(self.field, self.field.tensor(tensor))
 
-    def _of_kind(self, node: Node, result: Any) -> Any:
-        """A result as elements, integers or booleans, whichever the node is recorded to be."""
+    def _converted(self, node: Node, result: Any) -> Any:
+        """A result as elements, integers or booleans, as the node records it."""
         recorded = node.meta.get("val")
         if not isinstance(result, Value) or not isinstance(recorded, Tensor):
             return result
@@ -119,23 +152,23 @@ class _Run:
             return result.as_elements()
         if recorded.dtype == torch.bool:
             is_true = result.element != 0
-            self.field.journal.compared(is_true)
-            return exact(self.field, is_true)
-        if result.is_exact:
-            # Narrow integers wrap around.
-            return exact(self.field, result.element.to(recorded.dtype).to(torch.int64))
-        if op_name(node) in MAKING:
-            return exact(self.field, torch.zeros_like(result.element))
-        # Where it rounds to is decided in the reals, like a comparison.
-        rounded = result.sizes().to(torch.int64)
+            self.field.trace.record_comparison(is_true)
+            return integers(self.field, is_true)
+        if result.is_integer:
+            # Narrow integers overflow and wrap around.
+            return integers(self.field, result.element.to(recorded.dtype).to(torch.int64))
+        if op_name(node) in CREATION_RULES:
+            return integers(self.field, torch.zeros_like(result.element))
+        # The integer it rounds to is decided in the real numbers, like a comparison.
+        rounded = result.real_values().to(torch.int64)
         if not torch.equal(rounded, rounded.to(recorded.dtype).to(torch.int64)):
-            raise UnfitError(f"{node.name}: {node.target}: floats out of the range of {recorded.dtype}")
-        return exact(self.field, rounded)
+            raise EvaluationError(f"{node.name}: {node.target}: floats out of range of {recorded.dtype}")
+        return integers(self.field, rounded)
 
 
 def _is_contiguous(node: Node) -> bool:
     first = node.args[0]
     recorded = first.meta.get("val") if isinstance(first, Node) else None
     if not isinstance(recorded, Tensor):
-        raise UnsupportedError(f"{node.target} of a tensor whose layout is not recorded")
+        raise UnsupportedError(f"{node.target} of a tensor without recorded strides")
     return recorded.is_contiguous()

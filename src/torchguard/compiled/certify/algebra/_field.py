@@ -1,121 +1,39 @@
-"""Exact arithmetic on int64 tensors modulo a prime, and functions of which nothing is known but a few laws.
+"""Exact arithmetic modulo a prime, the same operations on real numbers, and a trace of an evaluation.
 
-Why a graph cannot be evaluated exactly.
+Elements of a field are int64 tensors. Functions such as exp are unknown functions: they map equal elements to equal,
+otherwise random elements.
 
-Which real number a float in a graph stands for.
-
-Every float is first of all the dyadic rational it is. Two rules read more out of it, and neither confuses floats that
-are further apart than a few units in the last place, so a factor of 1 + 1e-7 stays one:
-
-- a rational with a denominator up to 10**6 that rounds to this very float: `0.1` is 1/10, `1e-05` is 1/100000;
-- a small rational times a power of the square root of pi, times ln 2 or ln 10, or times the fourth root of a rational
-  made of the primes up to 13, within two units in the last place: `0.7071067811865476` is 1/sqrt(2),
-  `1.1283791670955126` is 2/sqrt(pi), and 1/sqrt(48) and its square root are what an attention divides by.
+A field has no order. So a graph is first evaluated in `Reals`, in float64, which stores each number that is compared in
+the trace; the evaluation in the field then reads these numbers back, in the same order, to decide its comparisons.
 """
 
 import hashlib
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from torchguard.compiled.certify.algebra._aiming import Aim
+from torchguard.compiled.certify.algebra._closed_form import closed_form
 
 
 class UnsupportedError(Exception):
-    """An operator, or a way to call one, is in no table. It ends as an inconclusive claim and never reaches a user."""
+    """An operator, or this way to call it, has no rule: the claim is inconclusive. It never reaches a user."""
 
 
-class UnfitError(Exception):
-    """A rule cannot take what a node is given. It ends as an inconclusive claim and never reaches a user."""
+class EvaluationError(Exception):
+    """A rule failed on the values of a sample, such as an index out of range: another sample may do."""
 
 
-MAX_DENOMINATOR = 10**6
-# Numbers made of these have exact roots in each of our fields.
-ROOTED_PRIMES = (2, 3, 5, 7, 11, 13)
-_MAX_RADICAL = 2**16
-_MAX_MULTIPLE = 64
-
-
-@dataclass(frozen=True)
-class Reading:
-    """`rational * radical**(1/4) * sqrt(pi)**root_pi * ln(2)**ln2 * ln(10)**ln10`."""
-
-    rational: Fraction
-    radical: Fraction = Fraction(1)
-    root_pi: int = 0
-    ln2: int = 0
-    ln10: int = 0
-
-    @property
-    def is_rational(self) -> bool:
-        return self == Reading(self.rational)
-
-
-_SYMBOLS: tuple[tuple[float, Reading], ...] = (
-    *(
-        (math.sqrt(root) * math.sqrt(math.pi) ** power, Reading(Fraction(1), Fraction(root**2), power))
-        for root in (1, 2)
-        for power in (-2, -1, 1, 2)
-    ),
-    *((math.log(2) ** power, Reading(Fraction(1), ln2=power)) for power in (-1, 1)),
-    *((math.log(10) ** power, Reading(Fraction(1), ln10=power)) for power in (-1, 1)),
-)
-
-
-@lru_cache(maxsize=4096)
-def reading_of(number: float) -> Reading:
-    """The real number a finite float stands for."""
-    exact = Fraction(number)
-    if exact.denominator <= MAX_DENOMINATOR:
-        return Reading(exact)
-    near = exact.limit_denominator(MAX_DENOMINATOR)
-    if near and float(near) == number:
-        return Reading(near)
-    return _symbolic(number) or _radical(number) or Reading(exact)
-
-
-def _symbolic(number: float) -> Reading | None:
-    size = abs(number)
-    for value, symbol in _SYMBOLS:
-        near = Fraction(size / value).limit_denominator(_MAX_MULTIPLE)
-        if 0 < near.numerator <= _MAX_MULTIPLE and _is_close(float(near) * value, size):
-            rational = near if number > 0 else -near
-            return Reading(rational, symbol.radical, symbol.root_pi, symbol.ln2, symbol.ln10)
-    return None
-
-
-def _radical(number: float) -> Reading | None:
-    size, sign = abs(number), Fraction(1 if number > 0 else -1)
-    for power, root in ((2, math.sqrt), (4, lambda q: math.sqrt(math.sqrt(q)))):
-        near = Fraction(size) ** power
-        if not Fraction(1, _MAX_RADICAL) <= near <= _MAX_RADICAL:
-            continue
-        near = near.limit_denominator(_MAX_RADICAL) if near < 1 else 1 / (1 / near).limit_denominator(_MAX_RADICAL)
-        is_small = max(near.numerator, near.denominator) <= _MAX_RADICAL
-        if is_small and _is_rooted(near) and _is_close(root(float(near)), size):
-            return Reading(sign, near if power == 4 else near**2)
-    return None
-
-
-def _is_rooted(q: Fraction) -> bool:
-    rest = q.numerator * q.denominator
-    for prime in ROOTED_PRIMES:
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
-
-
-def _is_close(a: float, b: float) -> bool:
-    return abs(a - b) <= 2 * math.ulp(b)
-
-
-# Primes under 2**31 that are 7 modulo 8 and in whose fields 2, 3, 5, 7, 11 and 13 are squares, and so have roots.
+# Primes below 2**31 that are 7 modulo 8, and modulo which 2, 3, 5, 7, 11 and 13 are squares.
 PRIMES = tuple(2**31 - gap for gap in (249, 2337, 4857, 9489, 11337, 11577, 12897, 15417, 15777, 16089, 28017, 28809))
+_REAL_FUNCTIONS = {
+    name: getattr(torch, name)
+    for name in ("exp", "log", "sqrt", "erf", "asin", "acos", "atan", "asinh", "acosh", "atanh", "lgamma", "erfinv")
+    + ("digamma", "atan2", "logaddexp", "pow")
+} | {"tan_half": lambda x: torch.tan(x / 2)}
 _MIX = (-7046029254386353131, -4658895280553007687)
 _HALF_BITS = 16
 # A product of two halves has 32 bits, two of them are added, and a float64 holds integers of 53 bits.
@@ -123,92 +41,100 @@ _MAX_TERMS = 2**19
 
 
 @dataclass
-class Journal:
-    """What happened in an evaluation: the node under way, the outcomes of its comparisons, divisions by zero.
+class EvaluationTrace:
+    """What happened in an evaluation: the current node, the outcomes of comparisons, and divisions by zero.
 
-    `sizes` are the real numbers that were compared when the same graph was evaluated in reals, in the order they were
-    asked for: a field has no order, so it is told.
+    Attributes:
+        node: the key of the current node.
+        is_input_dependent: whether the values of a leaf decide the comparisons of the current node.
+        real_values: the real numbers that comparisons read, by node and position.
+        outcomes: for each comparison, by node and position, the outcomes it had.
+        zero_divisions: the nodes that divided by zero.
+        has_nan: whether a real number that is compared is NaN.
     """
 
     node: str = ""
-    is_deciding: bool = True
+    is_input_dependent: bool = True
     comparisons: int = 0
-    asked: int = 0
-    sizes: dict[str, Tensor] = field(default_factory=dict)
+    reads: int = 0
+    real_values: dict[str, Tensor] = field(default_factory=dict)
     outcomes: dict[str, set[bool]] = field(default_factory=dict)
     zero_divisions: set[str] = field(default_factory=set)
     has_nan: bool = False
 
-    def begin(self, node: str, is_deciding: bool = True) -> None:
-        """Outcomes of a node that no leaf decides are not noted: they cannot be others."""
-        self.node, self.is_deciding, self.comparisons, self.asked = node, is_deciding, 0, 0
+    def enter_node(self, node: str, is_input_dependent: bool = True) -> None:
+        """Start a node. The outcomes of one that depends on no input are not recorded: they are always the same."""
+        self.node, self.is_input_dependent, self.comparisons, self.reads = node, is_input_dependent, 0, 0
 
-    def next_place(self) -> str:
-        self.asked += 1
-        return f"{self.node}#{self.asked}"
+    def next_read(self) -> str:
+        """The key of the next real number that the current node reads."""
+        self.reads += 1
+        return f"{self.node}#{self.reads}"
 
-    def compared(self, outcome: Tensor) -> None:
+    def record_comparison(self, outcome: Tensor) -> None:
         self.comparisons += 1
-        if not self.is_deciding or not outcome.numel():
+        if not self.is_input_dependent or not outcome.numel():
             return
         both = self.outcomes.setdefault(f"{self.node}#{self.comparisons}", set())
         if len(both) < 2:
             both.update({bool(outcome.any()), bool(outcome.all())})
 
-    def start(self) -> None:
-        """Forget what the last trial was like."""
+    def record_zero_division(self) -> None:
+        self.zero_divisions.add(self.node)
+
+    def reset(self) -> None:
+        """Start the next sample."""
         self.outcomes, self.zero_divisions, self.has_nan = {}, set(), False
 
 
 @dataclass(frozen=True)
-class Field:
-    """The integers modulo `prime`. `key` chooses the unknown functions, `aim` the points."""
+class PrimeField:
+    """The integers modulo `prime`. `key` chooses the unknown functions and the random elements."""
 
     prime: int
     key: int
-    journal: Journal = field(default_factory=Journal)
-    aim: Aim = field(default_factory=Aim)
+    trace: EvaluationTrace = field(default_factory=EvaluationTrace)
     dtype: ClassVar[torch.dtype] = torch.int64
 
     def reduced(self, a: Tensor) -> Tensor:
-        """An element for each integer."""
+        """Integers as elements."""
         return a % self.prime
 
     def constant(self, c: float | Fraction) -> Tensor:
         return torch.tensor(self.number(c), dtype=self.dtype)
 
-    def sizes(self, a: Tensor) -> Tensor:
-        """The real numbers that elements stand for, as they were in the reals."""
-        place = self.journal.next_place()
-        if place not in self.journal.sizes:
-            raise UnsupportedError("a comparison of elements of which no real number is known")
-        return self.journal.sizes[place]
+    def real_values(self, a: Tensor) -> Tensor:
+        """The real numbers that elements stand for, as `Reals` stored them."""
+        key = self.trace.next_read()
+        if key not in self.trace.real_values:
+            raise UnsupportedError("a comparison of elements whose real numbers are not known")
+        return self.trace.real_values[key]
 
     def number(self, c: float | Fraction) -> int:
-        """The element a number stands for. Infinities and NaN are unknowns of their own."""
+        """The element that stands for a number. Infinities and NaN are unknown elements."""
         if isinstance(c, int | Fraction):
             return self._ratio(Fraction(c))
         if math.isnan(c):
             return self._unknown("nan")
         if math.isinf(c):
             return self._unknown("inf") if c > 0 else self.prime - self._unknown("inf")
-        read = reading_of(c)
-        element = self._ratio(read.rational)
-        if read.radical != 1:
-            # The root of a square by this power is a square itself, so the root of a product is that of its factors.
-            element *= pow(self._ratio(read.radical), ((self.prime + 1) // 4) ** 2, self.prime)
-        for name, power in (("root_pi", read.root_pi), ("ln2", read.ln2), ("ln10", read.ln10)):
+        form = closed_form(c)
+        element = self._ratio(form.rational)
+        if form.radical != 1:
+            # This power of a square is its root that is a square itself, so roots of products are products of roots.
+            element *= pow(self._ratio(form.radical), ((self.prime + 1) // 4) ** 2, self.prime)
+        for name, power in (("root_pi", form.root_pi), ("ln2", form.ln2), ("ln10", form.ln10)):
             element = element * pow(self._unknown(name), power, self.prime) % self.prime
         return element
 
     def tensor(self, values: Tensor) -> Tensor:
-        """A tensor of numbers, element by element."""
+        """The elements that stand for the numbers of a tensor."""
         if values.dtype == torch.bool:
             return values.to(torch.int64)
         if not values.is_floating_point():
             return values.to(torch.int64) % self.prime
-        seen = {c: self.number(c) for c in set(values.flatten().tolist())}
-        return torch.tensor([seen[c] for c in values.flatten().tolist()], dtype=torch.int64).reshape(values.shape)
+        elements = {c: self.number(c) for c in set(values.flatten().tolist())}
+        return torch.tensor([elements[c] for c in values.flatten().tolist()], dtype=torch.int64).reshape(values.shape)
 
     def _ratio(self, q: Fraction) -> int:
         return q.numerator % self.prime * pow(q.denominator % self.prime, -1, self.prime) % self.prime
@@ -217,7 +143,7 @@ class Field:
         return _digest(f"{self.key}:{name}") % (self.prime - 1) + 1
 
     def random(self, name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        """Elements that nothing else depends on, the same for the same name."""
+        """Random nonzero elements, the same for the same name."""
         generator = torch.Generator().manual_seed(_digest(f"{self.key}:random:{name}"))
         return torch.randint(1, self.prime, tuple(shape), generator=generator, dtype=torch.int64)
 
@@ -242,9 +168,9 @@ class Field:
         return result
 
     def inverse(self, a: Tensor) -> Tensor:
-        """`1 / a`; what has none becomes 0 and is counted."""
+        """`1 / a`; for 0 it is 0, and the trace records a division by zero."""
         if not bool(a.all()):
-            self.journal.zero_divisions.add(self.journal.node)
+            self.trace.record_zero_division()
         result, base, n = torch.ones_like(a), a, self.prime - 2
         while n:
             if n & 1:
@@ -253,7 +179,7 @@ class Field:
         return result
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """The exact product of two matrices, by float64 products of their 16-bit halves."""
+        """The exact product of two matrices, computed by float64 products of their 16-bit halves."""
         if a.shape[-1] > _MAX_TERMS:
             half = a.shape[-1] // 2
             left = self.matmul(a[..., :half], b[..., :half, :])
@@ -267,11 +193,11 @@ class Field:
         return ((shifted << _HALF_BITS) + (a0 @ b0).to(torch.int64)) % self.prime
 
     def total(self, a: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
-        """The sum over some dimensions; none for an empty list."""
+        """The sum over some dimensions; an empty list sums over none."""
         return a.sum(dims, keepdim=keepdim) % self.prime if dims else a
 
     def unknown_function(self, name: str, *arguments: Tensor) -> Tensor:
-        """Of a function nothing is known: nonzero elements that look random, equal where the arguments are."""
+        """A function of which nothing is known: random nonzero elements, equal where the arguments are equal."""
         key = _digest(f"{self.key}:function:{name}") - 2**61
         mixed = torch.full((), key, dtype=torch.int64)
         for argument in arguments:
@@ -281,10 +207,64 @@ class Field:
         return (mixed & (2**62 - 1)) % (self.prime - 1) + 1
 
     def folded(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """The smaller of an element and its negative, and where that is the negative."""
+        """The smaller of an element and its negative, and where that is the negative one."""
         is_negative = a > self.prime // 2
         return torch.where(is_negative, self.prime - a, a), is_negative
 
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+@dataclass(frozen=True)
+class Reals(PrimeField):
+    """Real numbers in float64, with the operations of a field. They only decide comparisons: rounding is no concern."""
+
+    dtype: ClassVar[torch.dtype] = torch.float64
+
+    def reduced(self, a: Tensor) -> Tensor:
+        return a
+
+    def number(self, c: float | Fraction) -> float:  # type: ignore[override]
+        return float(c)
+
+    def tensor(self, values: Tensor) -> Tensor:
+        return values.to(torch.float64)
+
+    def random(self, name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
+        return torch.ones(tuple(shape), dtype=torch.float64)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def sub(self, a: Tensor, b: Tensor) -> Tensor:
+        return a - b
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    def power(self, a: Tensor, n: int) -> Tensor:
+        return a.to(torch.float64) ** n
+
+    def inverse(self, a: Tensor) -> Tensor:
+        return 1 / a
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    def total(self, a: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
+        return a.sum(dims, keepdim=keepdim) if dims else a
+
+    def unknown_function(self, name: str, *arguments: Tensor) -> Tensor:
+        if name.startswith("pow "):
+            return arguments[0] ** float(Fraction(name.removeprefix("pow ")))
+        if name not in _REAL_FUNCTIONS:
+            raise UnsupportedError(name)
+        return _REAL_FUNCTIONS[name](*arguments)
+
+    def folded(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        return a.abs(), a < 0
+
+    def real_values(self, a: Tensor) -> Tensor:
+        self.trace.real_values[self.trace.next_read()] = a
+        return a

@@ -1,4 +1,4 @@
-"""What a node of a graph has for a value when it is evaluated exactly: elements of a field, with a tangent."""
+"""The value of a node in an exact evaluation: elements of a field with their tangents, or integers."""
 
 import math
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from typing import TypeAlias, Union
 import torch
 from torch import Tensor
 
-from torchguard.compiled.certify.algebra._field import Field
+from torchguard.compiled.certify.algebra._field import PrimeField
 
 Operand: TypeAlias = Union["Value", int, float, Fraction]
 
-# The functions of which we know the derivative, given argument and result. Everything else is made of these.
+# The derivatives of elementary functions, given argument and result. All others are composed of these functions.
 DERIVATIVES: dict[str, Callable[..., Operand]] = {
     "exp": lambda x, y: y,
     "log": lambda x, y: 1 / x,
@@ -34,19 +34,19 @@ DERIVATIVES: dict[str, Callable[..., Operand]] = {
 
 @dataclass(frozen=True)
 class Value:
-    """Elements of a field with their tangents, or integers or booleans as they are.
+    """Elements of a field with their tangents, or integers or booleans.
 
     Attributes:
         tangent: None where it is zero.
-        is_exact: an integer or boolean tensor, not elements of the field.
+        is_integer: `element` is an integer or boolean tensor, not elements of the field.
         log_part: (base, factor), where the value is known to be base + log(factor).
-        real: for what a graph takes, the real numbers that the elements stand for.
+        real: for an input of a graph, the real numbers that the elements stand for.
     """
 
-    field: Field
+    field: PrimeField
     element: Tensor
     tangent: Tensor | None = None
-    is_exact: bool = False
+    is_integer: bool = False
     log_part: tuple[Tensor, Tensor] | None = None
     real: Tensor | None = None
 
@@ -54,8 +54,8 @@ class Value:
 
     def __add__(self, other: Operand) -> "Value":
         a, b = self._paired(other)
-        if a.is_exact:
-            return exact(a.field, _integers(a.element) + _integers(b.element))
+        if a.is_integer:
+            return integers(a.field, _as_int64(a.element) + _as_int64(b.element))
         parts = None
         if a.log_part is not None or b.log_part is not None:
             (u, s), (v, t) = a._split(), b._split()
@@ -64,8 +64,8 @@ class Value:
         return Value(a.field, element, _sum(a.field, a.tangent, b.tangent, element), log_part=parts)
 
     def __neg__(self) -> "Value":
-        if self.is_exact:
-            return exact(self.field, -self.element)
+        if self.is_integer:
+            return integers(self.field, -self.element)
         parts = None
         if self.log_part is not None:
             parts = self._negative(self.log_part[0]), self.field.inverse(self.log_part[1])
@@ -77,8 +77,8 @@ class Value:
 
     def __mul__(self, other: Operand) -> "Value":
         a, b = self._paired(other)
-        if a.is_exact:
-            return exact(a.field, _integers(a.element) * _integers(b.element))
+        if a.is_integer:
+            return integers(a.field, _as_int64(a.element) * _as_int64(b.element))
         return a.bilinear(b, a.field.mul)
 
     def __truediv__(self, other: Operand) -> "Value":
@@ -105,9 +105,9 @@ class Value:
     def square(self) -> "Value":
         return self * self
 
-    def whole_power(self, n: int) -> "Value":
-        if self.is_exact:
-            return exact(self.field, _integers(self.element) ** n)
+    def integer_power(self, n: int) -> "Value":
+        if self.is_integer:
+            return integers(self.field, _as_int64(self.element) ** n)
         x, f = self, self.field
         y = f.power(x.element, n)
         if x.tangent is None or n == 0:
@@ -116,7 +116,7 @@ class Value:
         return Value(f, y, f.mul(x.tangent, slope))
 
     def bilinear(self, other: "Value", product: Callable[[Tensor, Tensor], Tensor]) -> "Value":
-        """A product of any kind, by the product rule."""
+        """A bilinear function of two values, differentiated by the product rule."""
         a, b = self.as_elements(), other.as_elements()
         element = product(a.element, b.element)
         left = None if a.tangent is None else product(a.tangent, b.element)
@@ -127,28 +127,28 @@ class Value:
         return self.bilinear(other, self.field.matmul)
 
     def linear(self, map_: Callable[[Tensor], Tensor]) -> "Value":
-        """A linear map, the tangent's as well."""
+        """A linear map, applied to the tangent as well."""
         return Value(
             self.field,
             map_(self.element),
             None if self.tangent is None else map_(self.tangent),
-            is_exact=self.is_exact,
+            is_integer=self.is_integer,
         )
 
-    def arranged(self, map_: Callable[[Tensor], Tensor]) -> "Value":
+    def rearranged(self, map_: Callable[[Tensor], Tensor]) -> "Value":
         """A map that only moves, repeats or drops elements."""
         parts = None if self.log_part is None else (map_(self.log_part[0]), map_(self.log_part[1]))
         return replace(self.linear(map_), log_part=parts)
 
     def total(self, dims: list[int], keepdim: bool = False) -> "Value":
-        if self.is_exact:
-            return exact(self.field, _integers(self.element).sum(dims, keepdim=keepdim) if dims else self.element)
+        if self.is_integer:
+            return integers(self.field, _as_int64(self.element).sum(dims, keepdim=keepdim) if dims else self.element)
         return self.linear(lambda t: self.field.total(t, dims, keepdim))
 
     # Functions
 
     def exp(self) -> "Value":
-        """exp(-x) = 1 / exp(x), exp(0) = 1 and exp(u + log(s)) = s * exp(u) hold; nothing else does."""
+        """An unknown function with exp(-x) = 1 / exp(x), exp(0) = 1 and exp(u + log(s)) = s * exp(u)."""
         x, f = self.as_elements(), self.field
         base, factor = x._split() if x.log_part is not None else (x.element, None)
         smaller, is_negative = f.folded(base)
@@ -159,7 +159,7 @@ class Value:
     def log(self) -> "Value":
         x = self.as_elements()
         if not bool(x.element.all()):
-            x.field.journal.zero_divisions.add(x.field.journal.node)
+            x.field.trace.record_zero_division()
         y = torch.where(x.element == 1, 0, x.field.unknown_function("log", x.element))
         return replace(x._result("log", y), log_part=(torch.zeros_like(y), x.element))
 
@@ -176,18 +176,18 @@ class Value:
         return self._result("cos", f.mul(f.reduced(1 - tt), f.inverse(f.reduced(tt + 1))))
 
     def _half_angle(self) -> tuple[Tensor, Tensor]:
-        # sin and cos of an unknown half-angle tangent: sin² + cos² = 1, sin is odd and cos even.
+        # The tangent of the half angle is an unknown odd function: so sin² + cos² = 1, sin is odd and cos even.
         smaller, is_negative = self.field.folded(self.as_elements().element)
         return torch.where(smaller == 0, 0, self.field.unknown_function("tan_half", smaller)), is_negative
 
     def odd(self, name: str) -> "Value":
-        """A function with f(-x) = -f(x), whose derivative is known."""
+        """An unknown function with f(-x) = -f(x), whose derivative is known."""
         smaller, is_negative = self.field.folded(self.as_elements().element)
         y = torch.where(smaller == 0, 0, self.field.unknown_function(name, smaller))
         return self._result(name, torch.where(is_negative, self._negative(y), y))
 
     def function(self, name: str) -> "Value":
-        """A function of which nothing but the derivative is known."""
+        """An unknown function whose derivative is known."""
         return self._result(name, self.field.unknown_function(name, self.as_elements().element))
 
     def sqrt(self) -> "Value":
@@ -217,31 +217,31 @@ class Value:
 
     # Order
 
-    def sizes(self) -> Tensor:
-        """The real numbers these are, for comparing."""
+    def real_values(self) -> Tensor:
+        """The real numbers that the elements stand for, to be compared."""
         return (
             self.element.to(torch.float64)
-            if self.is_exact
-            else self.field.sizes(self.element).nan_to_num(0.0, math.inf, -math.inf)
+            if self.is_integer
+            else self.field.real_values(self.element).nan_to_num(0.0, math.inf, -math.inf)
         )
 
     def gt(self, other: Operand) -> "Value":
         a, b = self._paired(other)
-        left, right = a.sizes(), b.sizes()
-        # Of numbers that differ by less than rounding shows, one is the larger all the same, and the same one always.
+        left, right = a.real_values(), b.real_values()
+        # Unequal elements whose real numbers round to the same float64 are ordered by their elements, consistently.
         outcome = ((left > right) | ((left == right) & (a.element > b.element))) & (a.element != b.element)
-        self.field.journal.compared(outcome)
-        return exact(self.field, outcome)
+        self.field.trace.record_comparison(outcome)
+        return integers(self.field, outcome)
 
     def lt(self, other: Operand) -> "Value":
         return self._other(other).gt(self)
 
     def eq(self, other: Operand) -> "Value":
         a, b = self._paired(other)
-        return exact(self.field, a.element == b.element)
+        return integers(self.field, a.element == b.element)
 
     def inverted(self) -> "Value":
-        return exact(self.field, ~self.element)
+        return integers(self.field, ~self.element)
 
     def ge(self, other: Operand) -> "Value":
         return self.lt(other).inverted()
@@ -250,11 +250,11 @@ class Value:
         return self.gt(other).inverted()
 
     def where(self, yes: Operand, no: Operand) -> "Value":
-        """The one where this is true, the other elsewhere."""
+        """`yes` where this is true, `no` elsewhere."""
         a, b = self._other(yes)._paired(self._other(no))
         element = torch.where(self.element, a.element, b.element)
-        if a.is_exact:
-            return exact(self.field, element)
+        if a.is_integer:
+            return integers(self.field, element)
         if a.tangent is None and b.tangent is None:
             return Value(self.field, element)
         zero = torch.zeros((), dtype=self.field.dtype)
@@ -263,12 +263,12 @@ class Value:
 
     def sgn(self) -> "Value":
         signs = self.gt(0).where(1, self.lt(0).where(-1, 0))
-        return signs if self.is_exact else signs.as_elements()
+        return signs if self.is_integer else signs.as_elements()
 
-    # Kinds
+    # Conversions
 
     def as_elements(self) -> "Value":
-        return Value(self.field, self.field.tensor(self.element)) if self.is_exact else self
+        return Value(self.field, self.field.tensor(self.element)) if self.is_integer else self
 
     def without_tangent(self) -> "Value":
         return replace(self, tangent=None)
@@ -287,28 +287,28 @@ class Value:
         if isinstance(other, Value):
             return other
         if isinstance(other, bool | int):
-            return exact(self.field, torch.tensor(other))
+            return integers(self.field, torch.tensor(other))
         return Value(self.field, self.field.constant(other))
 
     def _paired(self, other: Operand) -> "tuple[Value, Value]":
         b = self._other(other)
-        return (self, b) if self.is_exact and b.is_exact else (self.as_elements(), b.as_elements())
+        return (self, b) if self.is_integer and b.is_integer else (self.as_elements(), b.as_elements())
 
 
 class UnknownDerivativeError(LookupError):
-    """A function was differentiated whose derivative is in no table."""
+    """A function was differentiated that has no row in `DERIVATIVES`."""
 
 
-def exact(field: Field, element: Tensor) -> Value:
-    """An integer or boolean tensor as it is."""
-    return Value(field, element, is_exact=True)
+def integers(field: PrimeField, element: Tensor) -> Value:
+    """An integer or boolean tensor as a value."""
+    return Value(field, element, is_integer=True)
 
 
-def _integers(element: Tensor) -> Tensor:
+def _as_int64(element: Tensor) -> Tensor:
     return element.to(torch.int64)
 
 
-def _sum(field: Field, a: Tensor | None, b: Tensor | None, like: Tensor) -> Tensor | None:
+def _sum(field: PrimeField, a: Tensor | None, b: Tensor | None, like: Tensor) -> Tensor | None:
     if a is None or b is None:
         only = b if a is None else a
         return None if only is None else only.expand(like.shape)

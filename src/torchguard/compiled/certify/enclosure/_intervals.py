@@ -1,12 +1,10 @@
-"""What torch makes of an operand before it computes: a value of the dtype it computes in.
+"""Intervals that contain what a graph computes, rounding errors included.
 
-Rounding to nearest never turns the order of two numbers, so that the bounds of a converted number are the converted
-bounds, exactly.
+Bounds are float64. A rule bounds the exact result; `rounded` then moves the bounds outward by the rounding error of the
+graph's dtype, and by that of the rule's own float64 arithmetic.
 
-Intervals that hold what a graph computes, its rounding errors included.
-
-Bounds are kept in float64. Each rule bounds the exact result, and the bound is then moved outward by what the graph's
-own dtype may have rounded, and by what we have rounded ourselves.
+Before torch computes, it converts operands to the dtype of the computation. Rounding to nearest is monotonic, so the
+bounds of a converted number are exactly the converted bounds.
 """
 
 import math
@@ -16,22 +14,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# How many units in the last place an elementary function of torch may be off. Its own libraries promise one to four.
+# The error allowed for an elementary function of torch, in units in the last place. Its libraries promise one to four.
 SLACK = 16
 _OWN_ERROR = 2.0**-50
-# From here on a float64 does not hold every integer.
-INTEGERS_END = 2**53
+# The first integer from which on float64 does not represent every integer.
+MAX_INTEGER = 2**53
 
 
 class UnboundedError(Exception):
-    """No finite bounds follow: the claim is inconclusive, and says this."""
+    """An operator has no finite bounds here: the claim is inconclusive, with this message."""
 
 
 @dataclass(frozen=True)
 class Interval:
     """Lower and upper bounds of the elements of a tensor, and the dtype they are computed in.
 
-    Bounds of integers and booleans are the numbers themselves, and equal where the value is known.
+    Bounds of integers and booleans are exact, and equal where the value is known.
     """
 
     low: Tensor
@@ -47,20 +45,20 @@ class Interval:
         """The largest absolute value of each element."""
         return torch.maximum(self.low.abs(), self.high.abs())
 
-    def arranged(self, map_: Callable[[Tensor], Tensor]) -> "Interval":
-        """A map that only moves, repeats or drops elements."""
+    def rearranged(self, map_: Callable[[Tensor], Tensor]) -> "Interval":
+        """The result of an operator that only moves, repeats or drops elements."""
         return Interval(map_(self.low), map_(self.high), self.dtype)
 
 
 def unit(dtype: torch.dtype) -> float:
-    """How much rounding to a dtype changes a number at most, relatively."""
+    """The largest relative error of rounding to a dtype: half the machine epsilon."""
     if dtype not in (torch.float32, torch.float64):
         raise UnboundedError(f"arithmetic in {dtype}")
     return torch.finfo(dtype).eps / 2
 
 
 def accumulated(dtype: torch.dtype, terms: int) -> float:
-    """The relative error of adding up products of a dtype, in any order, fused or not, by torch and then by us."""
+    """The relative error of a sum of products, in any order, fused or not, by torch and by float64 here."""
     error = (terms + 2) * (unit(dtype) + 4 * unit(torch.float64))
     if error >= 0.5:
         raise UnboundedError(f"a sum of {terms} terms in {dtype}")
@@ -68,24 +66,24 @@ def accumulated(dtype: torch.dtype, terms: int) -> float:
 
 
 def bounded(low: Tensor, high: Tensor, dtype: torch.dtype) -> Interval:
-    """The bounds of given numbers of a dtype, as float64 holds them."""
+    """The interval between given bounds, for a tensor of a dtype."""
     if dtype.is_complex:
         raise UnboundedError("complex numbers")
     both = Interval(low.to(torch.float64), high.to(torch.float64), dtype)
-    return both if dtype.is_floating_point else whole(both.low, both.high, dtype)
+    return both if dtype.is_floating_point else integers(both.low, both.high, dtype)
 
 
 def known(values: Tensor) -> Interval:
-    """An interval of one point."""
+    """The interval that holds one tensor."""
     return bounded(values, values, values.dtype)
 
 
-def whole(low: Tensor, high: Tensor, dtype: torch.dtype) -> Interval:
-    """Bounds of integers or booleans. They are exact, unless they wrap around."""
+def integers(low: Tensor, high: Tensor, dtype: torch.dtype) -> Interval:
+    """Bounds of integers or booleans, which are exact unless they overflow and wrap around."""
     least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    least, most = max(least, 1 - INTEGERS_END), min(most, INTEGERS_END - 1)
+    least, most = max(least, 1 - MAX_INTEGER), min(most, MAX_INTEGER - 1)
     if not bool(((low >= least) & (high <= most)).all()):
-        raise UnboundedError(f"integers that may leave {dtype}, or reach 2**53")
+        raise UnboundedError(f"integers that may overflow {dtype}, or reach 2**53")
     return Interval(low, high, dtype)
 
 
@@ -100,8 +98,8 @@ def rounded(
     """Bounds of a computed result, given those of the exact one.
 
     Args:
-        slack: an absolute error on top. Without any, rounding leaves the sign as it is.
-        through: how large what is computed on the way may get. It must not overflow either.
+        slack: an additional absolute error. Without one, rounding cannot change the sign.
+        through: the largest absolute value of intermediate results, which must not overflow either.
     """
     has_slack = isinstance(slack, Tensor) or slack != 0
     floor, ceiling = (low >= 0) & (not has_slack), (high <= 0) & (not has_slack)
@@ -116,16 +114,16 @@ def rounded(
     return Interval(low, high, dtype)
 
 
-def settled(low: Tensor, high: Tensor, dtype: torch.dtype, ulps: float = 1) -> Interval:
-    """Bounds of a computed result of any dtype: floats are rounded, integers are not."""
-    return rounded(low, high, dtype, ulps) if dtype.is_floating_point else whole(low, high, dtype)
+def computed(low: Tensor, high: Tensor, dtype: torch.dtype, ulps: float = 1) -> Interval:
+    """Bounds of a computed result of any dtype: floating-point results are rounded, integers are not."""
+    return rounded(low, high, dtype, ulps) if dtype.is_floating_point else integers(low, high, dtype)
 
 
 Operand = Interval | bool | int | float
 
 
 def converted(x: Operand, dtype: torch.dtype) -> Interval:
-    """An operand in a dtype: 0.1 is not 0.1 in float32, and 2**24 + 1 is not there at all."""
+    """An operand converted to a dtype: in float32, 0.1 is another number, and 2**24 + 1 does not exist."""
     if not isinstance(x, Interval):
         return converted(_number(x), dtype)
     if x.dtype == dtype:
@@ -136,10 +134,10 @@ def converted(x: Operand, dtype: torch.dtype) -> Interval:
     if not dtype.is_floating_point:
         if x.dtype.is_floating_point:
             raise UnboundedError(f"a conversion from {x.dtype} to {dtype}")
-        return whole(x.low, x.high, dtype)
+        return integers(x.low, x.high, dtype)
     if dtype not in (torch.float32, torch.float64):
         raise UnboundedError(f"a conversion to {dtype}")
-    return Interval(_stored(x.low, dtype), _stored(x.high, dtype), dtype)
+    return Interval(_round_to(x.low, dtype), _round_to(x.high, dtype), dtype)
 
 
 def common_dtype(a: Operand, b: Operand) -> torch.dtype:
@@ -151,16 +149,16 @@ def common_dtype(a: Operand, b: Operand) -> torch.dtype:
 
 
 def _number(x: float) -> Interval:
-    """A number of Python as the tensor without dimensions that torch takes it for."""
-    if math.isnan(x) or (isinstance(x, int) and abs(x) >= INTEGERS_END):
+    """A Python number as the scalar tensor that torch converts it to."""
+    if math.isnan(x) or (isinstance(x, int) and abs(x) >= MAX_INTEGER):
         raise UnboundedError(f"the number {x}")
     value = torch.tensor(float(x), dtype=torch.float64)
     dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else torch.float64
     return Interval(value, value, dtype)
 
 
-def _stored(bound: Tensor, dtype: torch.dtype) -> Tensor:
-    stored = bound.to(dtype).to(torch.float64)
-    if bool((stored.isinf() & ~bound.isinf()).any()):
+def _round_to(bound: Tensor, dtype: torch.dtype) -> Tensor:
+    result = bound.to(dtype).to(torch.float64)
+    if bool((result.isinf() & ~bound.isinf()).any()):
         raise UnboundedError(f"a number that may not be finite in {dtype}")
-    return stored
+    return result

@@ -1,4 +1,4 @@
-"""Intervals of sums, products of matrices, convolutions, pools and softmax."""
+"""Intervals of reductions, matrix products, convolutions, pools and softmax."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,25 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchguard.compiled.certify.enclosure._functions import RULES as FUNCTIONS
 from torchguard.compiled.certify.enclosure._intervals import (
-    INTEGERS_END,
+    MAX_INTEGER,
     SLACK,
     Interval,
     UnboundedError,
     accumulated,
     converted,
+    integers,
     rounded,
     unit,
-    whole,
 )
-from torchguard.compiled.certify.enclosure._moving import parts
 from torchguard.compiled.certify.enclosure._pointwise import RULES as POINTWISE
+from torchguard.compiled.certify.enclosure._shapes import splitting
 
 Dims = int | Sequence[int] | None
 Sizes = Sequence[int]
-# An exponential of less than minus this is no normal number of the dtype any more.
-_EXPONENTS_END = {torch.float32: 110.0, torch.float64: 760.0}
+# The exponential of a number below the negative of this underflows in the dtype.
+_UNDERFLOW_EXPONENT = {torch.float32: 110.0, torch.float64: 760.0}
 
 
 def _dims(x: Tensor, dim: Dims) -> list[int]:
@@ -34,13 +33,13 @@ def _dims(x: Tensor, dim: Dims) -> list[int]:
     return [d % x.dim() for d in chosen] if chosen and x.dim() else list(range(x.dim()))
 
 
-def _added(x: Interval, add: Callable[[Tensor], Tensor], terms: int, dtype: torch.dtype) -> Interval:
-    """A sum of that many terms, in any order: no part of it is larger than the sum of all absolute values."""
+def _summed(x: Interval, add: Callable[[Tensor], Tensor], terms: int, dtype: torch.dtype) -> Interval:
+    """A sum of some number of terms, in any order: no partial sum exceeds the sum of all absolute values."""
     total = add(x.size)
     if not dtype.is_floating_point:
-        if bool((total >= INTEGERS_END // 2).any()):
+        if bool((total >= MAX_INTEGER // 2).any()):
             raise UnboundedError("a sum of integers that may reach 2**52")
-        return whole(add(x.low), add(x.high), dtype)
+        return integers(add(x.low), add(x.high), dtype)
     error = accumulated(dtype, terms)
     made = rounded(add(x.low), add(x.high), dtype, 1, total * error, through=total * (1 + error))
     is_positive = bool((x.low >= 0).all())
@@ -50,7 +49,7 @@ def _added(x: Interval, add: Callable[[Tensor], Tensor], terms: int, dtype: torc
 def _sum(x: Interval, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
     dims = _dims(x.low, dim)
     add = (lambda t: t.sum(dims, keepdim=keepdim)) if dims else (lambda t: t)
-    return _added(converted(x, dtype), add, math.prod(x.low.shape[d] for d in dims), dtype)
+    return _summed(converted(x, dtype), add, math.prod(x.low.shape[d] for d in dims), dtype)
 
 
 def _mean(x: Interval, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
@@ -60,7 +59,7 @@ def _mean(x: Interval, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
 
 def _cumsum(x: Interval, dim: int, *, dtype: torch.dtype) -> Interval:
     terms = x.low.shape[dim] if x.low.dim() else 1
-    return _added(converted(x, dtype), lambda t: t.cumsum(dim), terms, dtype)
+    return _summed(converted(x, dtype), lambda t: t.cumsum(dim), terms, dtype)
 
 
 def _extreme(reduce: Callable[..., Tensor]) -> Callable[..., Interval]:
@@ -78,7 +77,7 @@ def _norm(x: Interval, ord: float = 2, dim: Dims = None, keepdim: bool = False, 
     terms = math.prod(x.low.shape[d] for d in dims) + 1
     near = POINTWISE["abs"](converted(x, dtype), dtype=dtype)
     least, most = (t.square().sum(dims, keepdim=keepdim) if dims else t.square() for t in (near.low, near.high))
-    # Each square is rounded, to zero where it is small, and may overflow where its root does not.
+    # Each square is rounded, underflows where it is small, and may overflow although its root does not.
     error, lost = accumulated(dtype, terms), terms * torch.finfo(dtype).tiny
     least, most = (least * (1 - error) - lost).clamp(min=0), most * (1 + error) + lost
     return rounded(least.sqrt(), most.sqrt(), dtype, SLACK, through=most)
@@ -92,11 +91,11 @@ def _bilinear(
     product: Callable[[Tensor, Tensor], Tensor],
     start: Interval | None = None,
 ) -> Interval:
-    """A product that adds up `terms` products to what it starts with: midpoint and radius, and the error of adding."""
+    """A sum of `terms` products, added to `start`, by midpoint and radius, with the rounding error of the sum."""
     mkldnn: Any = torch.backends.mkldnn
     if dtype == torch.float32 and {mkldnn.matmul.fp32_precision, mkldnn.conv.fp32_precision} - {"none", "ieee"}:
-        raise UnboundedError("a product in a lower precision than float32, as torch.backends allows it")
-    (ma, ra), (mb, rb) = _middle(converted(a, dtype)), _middle(converted(b, dtype))
+        raise UnboundedError("a product in a precision below float32, which torch.backends allows")
+    (ma, ra), (mb, rb) = _midpoint(converted(a, dtype)), _midpoint(converted(b, dtype))
     middle = product(ma, mb)
     radius = product(ma.abs(), rb) + product(ra, mb.abs() + rb)
     total = product(ma.abs() + ra, mb.abs() + rb)
@@ -104,12 +103,12 @@ def _bilinear(
     if start is not None:
         low, high, total, terms = low + start.low, high + start.high, total + start.size, terms + 1
     error = accumulated(dtype, terms)
-    # A product may also be too small for the dtype, and then it is lost.
+    # Each product may also underflow.
     slack = 2 * total * error + 4 * (terms + 1) * torch.finfo(dtype).tiny
     return rounded(low, high, dtype, 1, slack, through=total + slack)
 
 
-def _middle(x: Interval) -> tuple[Tensor, Tensor]:
+def _midpoint(x: Interval) -> tuple[Tensor, Tensor]:
     middle = x.low / 2 + x.high / 2
     radius = torch.maximum(x.high - middle, middle - x.low)
     return middle, radius * (1 + 2.0**-50)
@@ -121,7 +120,7 @@ def _matmul(a: Interval, b: Interval, *, dtype: torch.dtype) -> Interval:
 
 def _addmm(c: Interval, a: Interval, b: Interval, *, beta: float = 1, alpha: float = 1, dtype: torch.dtype) -> Interval:
     if beta != 1 or alpha != 1:
-        raise UnboundedError("addmm with factors")
+        raise UnboundedError("addmm with beta or alpha")
     return _bilinear(a, b, dtype, a.low.shape[-1], torch.matmul, converted(c, dtype))
 
 
@@ -139,25 +138,25 @@ def _convolution(
     dtype: torch.dtype,
 ) -> Interval:
     if torch.backends.nnpack.is_available() and not torch.backends.mkldnn.enabled:
-        raise UnboundedError("a convolution by NNPACK, which adds up other products")
+        raise UnboundedError("a convolution by NNPACK, which sums other products")
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         return torch.convolution(a, b, None, stride, padding, dilation, transposed, extra, groups)
 
     terms = math.prod(w.low.shape[2:]) * max(w.low.shape[:2])
-    channels = None if bias is None else bias.arranged(lambda t: t.reshape(-1, *[1] * (w.low.dim() - 2)))
+    channels = None if bias is None else bias.rearranged(lambda t: t.reshape(-1, *[1] * (w.low.dim() - 2)))
     return _bilinear(x, w, dtype, terms, product, channels)
 
 
 def _softmax(x: Interval, dim: int, half_to_float: bool = False, *, dtype: torch.dtype) -> Interval:
     if half_to_float or bool((x.low == -torch.inf).all(dim).any()) or bool((x.high == torch.inf).any()):
-        raise UnboundedError("softmax of what may be infinite")
+        raise UnboundedError("softmax of numbers that may be infinite")
     low_top, high_top = x.low.amax(dim, keepdim=True), x.high.amax(dim, keepdim=True)
-    # The largest share of an element is next to the least of all others, and both are measured from the same number.
+    # An element has its largest share when it is largest and all others are smallest. Both are shifted by one number.
     least = _log_share(x.low - high_top, x.high - high_top, dim).exp()
     most = _log_share(x.high - low_top, x.low - low_top, dim).exp()
-    # Each exponent is a difference that was rounded, and exponentials are added up.
-    terms, reach = x.low.shape[dim], _EXPONENTS_END[dtype]
+    # The errors: each exponent is a rounded difference, and the exponentials are summed.
+    terms, reach = x.low.shape[dim], _UNDERFLOW_EXPONENT[dtype]
     spread = (high_top - x.low.amin(dim, keepdim=True)).clamp(max=reach)
     error = 2 * spread * unit(dtype) + accumulated(dtype, terms) + 8 * SLACK * unit(dtype)
     width = (x.high - torch.where(x.low.isinf(), low_top, x.low)).clamp(min=0)
@@ -168,54 +167,57 @@ def _softmax(x: Interval, dim: int, half_to_float: bool = False, *, dtype: torch
 
 
 def _log_share(own: Tensor, others: Tensor, dim: int) -> Tensor:
-    """The log of the share of exp(own) in the sum of it and of all exp(others) at other places."""
-    return own - torch.logaddexp(own, _without_own(others, dim))
+    """The logarithm of the share of exp(own) in the sum of itself and of exp(others) at all other indices."""
+    return own - torch.logaddexp(own, _logsumexp_of_others(others, dim))
 
 
-def _without_own(x: Tensor, dim: int) -> Tensor:
-    """For each place the log of the sum of the exponentials at all other places, from both sides: nothing cancels."""
+def _logsumexp_of_others(x: Tensor, dim: int) -> Tensor:
+    """For each index the logarithm of the sum of exponentials at all other indices.
+
+    It is computed from both sides instead of by subtraction, so that nothing cancels.
+    """
     edge, count = torch.full_like(x.narrow(dim, 0, 1), -torch.inf), x.shape[dim] - 1
     before, after = (torch.cat([edge, t.logcumsumexp(dim).narrow(dim, 0, count)], dim) for t in (x, x.flip(dim)))
     return torch.logaddexp(before, after.flip(dim))
 
 
-def _log_of_sum(x: Interval, dim: int | Sequence[int], keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
+def _logsumexp(x: Interval, dim: int | Sequence[int], keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
     x, dims = converted(x, dtype), _dims(x.low, dim)
     low, high = (torch.logsumexp(t, dims, keepdim) for t in (x.low, x.high))
     return rounded(low, high, dtype, SLACK, _exponent_slack(x, dims, keepdim, dtype))
 
 
 def _log_softmax(x: Interval, dim: int, half_to_float: bool = False, *, dtype: torch.dtype) -> Interval:
-    """It rises in its own argument, and falls in all others."""
+    """An element increases with its own argument, and decreases with all others."""
     if half_to_float:
-        raise UnboundedError("log_softmax of another dtype")
+        raise UnboundedError("log_softmax with half_to_float")
     low, high = _log_share(x.low, x.high, dim), _log_share(x.high, x.low, dim)
     return rounded(low, high, dtype, SLACK, _exponent_slack(x, [dim], True, dtype))
 
 
 def _exponent_slack(x: Interval, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """What rounding the differences under exponentials and adding these up changes in the log of the sum."""
+    """The error in the logarithm of a sum of exponentials, by rounding their exponents and by the sum."""
     if not bool(x.size.isfinite().all()):
-        raise UnboundedError("exponentials of what may be infinite")
+        raise UnboundedError("exponentials of numbers that may be infinite")
     terms, size = math.prod(x.low.shape[d] for d in dims), x.size.amax(dims, keepdim)
     own = (terms + 8) * 2.0**-50 * (1 + size)
     return 8 * unit(dtype) * size + accumulated(dtype, terms) + SLACK * unit(dtype) * 4 + own
 
 
-def _gated(x: Interval, dim: int = -1, *, dtype: torch.dtype) -> Interval:
-    first, second = parts(lambda t: t.chunk(2, dim))(x, dtype=dtype)
-    return POINTWISE["mul"](first, FUNCTIONS["sigmoid"](second, dtype=dtype), dtype=dtype)
+def _glu(x: Interval, dim: int = -1, *, dtype: torch.dtype) -> Interval:
+    first, second = splitting(lambda t: t.chunk(2, dim))(x, dtype=dtype)
+    return POINTWISE["mul"](first, POINTWISE["sigmoid"](second, dtype=dtype), dtype=dtype)
 
 
 def _max_pool(x: Interval, *args: Any, dtype: torch.dtype, **options: Any) -> tuple[Interval, None]:
-    return x.arranged(lambda t: F.max_pool2d(t, *args, **options)), None
+    return x.rearranged(lambda t: F.max_pool2d(t, *args, **options)), None
 
 
 def _average_pool(x: Interval, kernel: Sizes, *args: Any, dtype: torch.dtype) -> Interval:
     if len(args) > 4 and args[4] is not None:
-        raise UnboundedError("avg_pool2d with a divisor")
+        raise UnboundedError("avg_pool2d with divisor_override")
     pool = lambda t: F.avg_pool2d(t, list(kernel), *args[:4])  # noqa: E731
-    # One size of a kernel stands for both.
+    # A single size stands for both dimensions of the kernel.
     terms = math.prod(kernel) ** (2 if len(kernel) == 1 else 1)
     error, mean = accumulated(dtype, terms), pool(x.size)
     return rounded(pool(x.low), pool(x.high), dtype, 4, mean * error, through=mean * terms * (1 + error))
@@ -234,8 +236,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "convolution": _convolution,
     "_softmax": _softmax,
     "_log_softmax": _log_softmax,
-    "logsumexp": _log_of_sum,
-    "glu": _gated,
+    "logsumexp": _logsumexp,
+    "glu": _glu,
     "max_pool2d_with_indices": _max_pool,
     "avg_pool2d": _average_pool,
 }

@@ -1,11 +1,10 @@
-"""Types of reductions, products of matrices, layers and losses."""
+"""Types of reductions, matrix products and factorisations, convolutions, pools, norms, attention and losses."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from torchguard.compiled.certify.types._elementwise import same_as
 from torchguard.compiled.certify.types._types import (
     Type,
     broadcast,
@@ -14,6 +13,7 @@ from torchguard.compiled.certify.types._types import (
     promoted,
     real,
     require,
+    same_as,
     wrapped,
 )
 
@@ -28,11 +28,11 @@ def _reduced_shape(x: Type, dim: Dims, keepdim: bool) -> tuple[int, ...]:
     return tuple(n for d, n in enumerate(x.shape) if d not in dims)
 
 
-def _reduced(x: Type, dim: Dims = None, keepdim: bool = False, **options: Any) -> Type:
+def _reduce(x: Type, dim: Dims = None, keepdim: bool = False, **options: Any) -> Type:
     return Type(_reduced_shape(x, dim, options.get("keepdim", keepdim)), options.get("dtype") or x.dtype)
 
 
-def _summed(x: Type, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Type:
+def _sum(x: Type, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Type:
     own = x.dtype if category(x.dtype) == 2 else torch.int64
     return Type(_reduced_shape(x, dim, keepdim), dtype or own)
 
@@ -41,43 +41,43 @@ def _norm(x: Type, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, d
     return Type(_reduced_shape(x, dim, keepdim), dtype or real(x).dtype)
 
 
-def _spread(x: Type, *args: Any, **options: Any) -> Type:
-    return real(_reduced(x, *args, **options))
+def _variance(x: Type, *args: Any, **options: Any) -> Type:
+    return real(_reduce(x, *args, **options))
 
 
-def _tested(x: Type, dim: Dims = None, keepdim: bool = False) -> Type:
+def _any(x: Type, dim: Dims = None, keepdim: bool = False) -> Type:
     return Type(_reduced_shape(x, dim, keepdim), torch.bool)
 
 
-def _position(x: Type, dim: int | None = None, keepdim: bool = False) -> Type:
+def _argmax(x: Type, dim: int | None = None, keepdim: bool = False) -> Type:
     return Type(_reduced_shape(x, dim, keepdim), torch.int64)
 
 
-def _extreme(x: Type, dim: int | None = None, keepdim: bool = False) -> Any:
+def _max(x: Type, dim: int | None = None, keepdim: bool = False) -> Any:
     if dim is None:
-        return _reduced(x)
-    return _reduced(x, dim, keepdim), _position(x, dim, keepdim)
+        return _reduce(x)
+    return _reduce(x, dim, keepdim), _argmax(x, dim, keepdim)
 
 
-def _accumulated(x: Type, dim: int, *, dtype: torch.dtype | None = None) -> Type:
+def _cumulative(x: Type, dim: int, *, dtype: torch.dtype | None = None) -> Type:
     wrapped(dim, x.rank)
     return Type(x.shape, dtype or (x.dtype if category(x.dtype) == 2 else torch.int64))
 
 
-def _top(x: Type, k: int, dim: int = -1, *_: Any, **__: Any) -> tuple[Type, Type]:
+def _topk(x: Type, k: int, dim: int = -1, *_: Any, **__: Any) -> tuple[Type, Type]:
     at = wrapped(dim, x.rank)
     shape = (*x.shape[:at], k, *x.shape[at + 1 :])
     return Type(shape, x.dtype), Type(shape, torch.int64)
 
 
-def _product(a: Type, b: Type) -> Type:
+def _matmul(a: Type, b: Type) -> Type:
     require(a.rank == b.rank >= 2 and a.shape[-1] == b.shape[-2], f"{a} times {b}")
     require(a.shape[:-2] == b.shape[:-2] and a.dtype == b.dtype, f"{a} times {b}")
     return Type((*a.shape[:-1], b.shape[-1]), a.dtype)
 
 
-def _added_product(c: Type, a: Type, b: Type, **_: Any) -> Type:
-    product = _product(a, b)
+def _addmm(c: Type, a: Type, b: Type, **_: Any) -> Type:
+    product = _matmul(a, b)
     require(broadcast(c.shape, product.shape) == product.shape and c.dtype == a.dtype, f"{c} added to {product}")
     return product
 
@@ -100,13 +100,13 @@ def _pivots(a: Type) -> Type:
     return Type(a.shape[:-1], torch.int32)
 
 
-def _solved(a: Type, b: Type, *_: Any, **__: Any) -> Type:
+def _solve(a: Type, b: Type, *_: Any, **__: Any) -> Type:
     require(a.shape[-1] == a.shape[-2], f"{a} is not square")
     batch = broadcast(a.shape[:-2], b.shape[:-2])
     return Type((*batch, *b.shape[-2:]), b.dtype)
 
 
-def _eigen(a: Type, uplo: str = "L", compute_v: bool = True) -> tuple[Type, Type]:
+def _eigh(a: Type, uplo: str = "L", compute_v: bool = True) -> tuple[Type, Type]:
     return real(Type(a.shape[:-1], a.dtype)), Type(a.shape if compute_v else (0,), a.dtype)
 
 
@@ -119,7 +119,7 @@ def _svd(a: Type, full: bool = False, compute_uv: bool = True, **_: Any) -> tupl
     return u, real(s), v
 
 
-def _convolved(
+def _convolution(
     x: Type,
     w: Type,
     bias: Type | None,
@@ -145,9 +145,9 @@ def _convolved(
     return Type((x.shape[0], made, *plane), x.dtype)
 
 
-def _convolution_gradients(g: Type, x: Type, w: Type, bias: Sizes | None, *args: Any) -> tuple[Type | None, ...]:
+def _convolution_backward(g: Type, x: Type, w: Type, bias: Sizes | None, *args: Any) -> tuple[Type | None, ...]:
     mask = args[-1]
-    expected = _convolved(x, w, None, *args[:-1])
+    expected = _convolution(x, w, None, *args[:-1])
     require(g.shape == expected.shape, f"a gradient {g} of {expected}")
     made = (x, w, Type((g.shape[1],), g.dtype))
     return tuple(t if is_wanted else None for t, is_wanted in zip(made, mask, strict=True))
@@ -163,91 +163,91 @@ def _every(sizes: Sizes | int, rank: int) -> list[int]:
     return given * rank if len(given) == 1 else given
 
 
-def _pooled(x: Type, rank: int, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, ceil: bool) -> Type:
+def _pool(x: Type, rank: int, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, ceil: bool) -> Type:
     each = [_every(s, rank) for s in (kernel, stride or kernel, padding, dilation)]
     plane = [_pooled_size(n, k, s, p, d, ceil) for n, k, s, p, d in zip(x.shape[-rank:], *each, strict=True)]
     return Type((*x.shape[:-rank], *plane), x.dtype)
 
 
-def _max_pooled(rank: int) -> Callable[..., tuple[Type, Type]]:
+def _max_pool(rank: int) -> Callable[..., tuple[Type, Type]]:
     def rule(
         x: Type, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,), dilation: Sizes = (1,), ceil: bool = False
     ) -> tuple[Type, Type]:
-        pooled = _pooled(x, rank, kernel, stride, padding, dilation, ceil)
+        pooled = _pool(x, rank, kernel, stride, padding, dilation, ceil)
         return pooled, Type(pooled.shape, torch.int64)
 
     return rule
 
 
-def _average_pooled(rank: int) -> Callable[..., Type]:
+def _average_pool(rank: int) -> Callable[..., Type]:
     def rule(
         x: Type, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil: bool = False, *_: Any, **__: Any
     ) -> Type:
-        return _pooled(x, rank, kernel, stride, padding, (1,), ceil)
+        return _pool(x, rank, kernel, stride, padding, (1,), ceil)
 
     return rule
 
 
-def _resized(rank: int) -> Callable[..., Type]:
+def _resize(rank: int) -> Callable[..., Type]:
     return lambda x, sizes, *_: Type((*x.shape[:-rank], *sizes), x.dtype)
 
 
-def _resized_back(g: Type, sizes: Sizes, input_sizes: Sizes, *_: Any) -> Type:
+def _resize_backward(g: Type, sizes: Sizes, input_sizes: Sizes, *_: Any) -> Type:
     return Type(tuple(input_sizes), g.dtype)
 
 
-def _layer_normed(x: Type, shape: Sizes, *_: Any) -> tuple[Type, Type, Type]:
+def _layer_norm(x: Type, shape: Sizes, *_: Any) -> tuple[Type, Type, Type]:
     outer = x.rank - len(shape)
-    require(x.shape[outer:] == tuple(shape), f"{x} normed over {list(shape)}")
+    require(x.shape[outer:] == tuple(shape), f"{x} normalised over {list(shape)}")
     saved = Type((*x.shape[:outer], *[1] * len(shape)), x.dtype)
     return x, saved, saved
 
 
-def _norm_gradients(
+def _norm_backward(
     x: Type, weight: Type | None, bias: Any, mask: Sequence[bool], inner: tuple[int, ...]
 ) -> tuple[Type | None, ...]:
     made = (x, Type(inner, x.dtype), Type(inner, x.dtype))
     return tuple(t if is_wanted else None for t, is_wanted in zip(made, mask, strict=True))
 
 
-def _layer_norm_gradients(g: Type, x: Type, shape: Sizes, m: Type, s: Type, w: Any, b: Any, mask: Any) -> Any:
-    return _norm_gradients(x, w, b, mask, tuple(shape))
+def _layer_norm_backward(g: Type, x: Type, shape: Sizes, m: Type, s: Type, w: Any, b: Any, mask: Any) -> Any:
+    return _norm_backward(x, w, b, mask, tuple(shape))
 
 
-def _group_normed(x: Type, w: Any, b: Any, n: int, c: int, hw: int, groups: int, eps: float) -> Any:
+def _group_norm(x: Type, w: Any, b: Any, n: int, c: int, hw: int, groups: int, eps: float) -> Any:
     require(x.numel == n * c * hw and c % groups == 0, f"{x} in {groups} groups")
     return x, Type((n, groups), x.dtype), Type((n, groups), x.dtype)
 
 
-def _batch_normed(x: Type, w: Any, b: Any, mean: Any, var: Any, training: bool, *_: Any) -> Any:
+def _batch_norm(x: Type, w: Any, b: Any, mean: Any, var: Any, training: bool, *_: Any) -> Any:
     saved = Type((x.shape[1] if training else 0,), x.dtype)
     return x, saved, saved
 
 
-def _lost(x: Type, y: Type, reduction: int = 1, *_: Any) -> Type:
+def _loss(x: Type, y: Type, reduction: int = 1, *_: Any) -> Type:
     return Type(() if reduction else broadcast(x.shape, y.shape), promoted(x, y))
 
 
-def _lost_gradient(g: Type, x: Type, y: Type, *_: Any) -> Type:
+def _loss_backward(g: Type, x: Type, y: Type, *_: Any) -> Type:
     return Type(broadcast(x.shape, y.shape), promoted(x, y))
 
 
-def _likelihood(x: Type, target: Type, weight: Any, reduction: int, ignored: int) -> tuple[Type, Type]:
+def _nll_loss(x: Type, target: Type, weight: Any, reduction: int, ignored: int) -> tuple[Type, Type]:
     require(not target.dtype.is_floating_point, f"classes of {target.dtype}")
     return Type(() if reduction else target.shape, x.dtype), Type((), x.dtype)
 
 
-def _glued(x: Type, dim: int = -1) -> Type:
+def _glu(x: Type, dim: int = -1) -> Type:
     at = wrapped(dim, x.rank)
-    require(x.shape[at] % 2 == 0, f"{x} has no halves along dimension {dim}")
+    require(x.shape[at] % 2 == 0, f"{x} has an odd size along dimension {dim}")
     return Type((*x.shape[:at], x.shape[at] // 2, *x.shape[at + 1 :]), x.dtype)
 
 
 def _cross_entropy(x: Type, y: Type, weight: Any = None, pos: Any = None, reduction: int = 1) -> Type:
-    return _lost(x, y, reduction)
+    return _loss(x, y, reduction)
 
 
-def _attended(q: Type, k: Type, v: Type, *_: Any, **__: Any) -> tuple[Type, Type]:
+def _attention(q: Type, k: Type, v: Type, *_: Any, **__: Any) -> tuple[Type, Type]:
     require(q.shape[-1] == k.shape[-1] and k.shape[-2] == v.shape[-2], f"{q}, {k} and {v} in attention")
     return Type((*q.shape[:-1], v.shape[-1]), q.dtype), Type(q.shape[:-1], q.dtype)
 
@@ -255,55 +255,55 @@ def _attended(q: Type, k: Type, v: Type, *_: Any, **__: Any) -> tuple[Type, Type
 _UPSAMPLING = {"nearest1d": 1, "linear1d": 1, "nearest2d": 2, "bilinear2d": 2, "nearest3d": 3, "trilinear3d": 3}
 
 RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("mean", "amax", "amin", "logsumexp"), _reduced),
-    **dict.fromkeys(("var", "std"), _spread),
-    "var_mean": lambda *args, **options: (_spread(*args, **options), _reduced(*args, **options)),
-    "sum": _summed,
-    "prod": _summed,
-    "any": _tested,
-    "all": _tested,
-    "argmax": _position,
-    "argmin": _position,
-    "max": _extreme,
-    "min": _extreme,
+    **dict.fromkeys(("mean", "amax", "amin", "logsumexp"), _reduce),
+    **dict.fromkeys(("var", "std"), _variance),
+    "var_mean": lambda *args, **options: (_variance(*args, **options), _reduce(*args, **options)),
+    "sum": _sum,
+    "prod": _sum,
+    "any": _any,
+    "all": _any,
+    "argmax": _argmax,
+    "argmin": _argmax,
+    "max": _max,
+    "min": _max,
     "linalg_vector_norm": _norm,
-    "cumsum": _accumulated,
-    "cumprod": _accumulated,
+    "cumsum": _cumulative,
+    "cumprod": _cumulative,
     "sort": lambda x, *_, **__: (x, Type(x.shape, torch.int64)),
-    "topk": _top,
+    "topk": _topk,
     "_softmax": lambda x, dim, half_to_float: x,
     "_safe_softmax": lambda x, dim, dtype=None: x,
     "_log_softmax": lambda x, dim, half_to_float: x,
     "_softmax_backward_data": lambda g, y, dim, dtype: Type(y.shape, dtype),
     "_log_softmax_backward_data": lambda g, y, dim, dtype: Type(y.shape, dtype),
-    **dict.fromkeys(("mm", "bmm"), _product),
-    **dict.fromkeys(("addmm", "baddbmm"), _added_product),
+    **dict.fromkeys(("mm", "bmm"), _matmul),
+    **dict.fromkeys(("addmm", "baddbmm"), _addmm),
     "mv": _matrix_vector,
     "dot": _dot,
     "linalg_inv_ex": lambda a, **_: (a, _info(a)),
-    "_linalg_solve_ex": lambda a, b, **options: (_solved(a, b), a, _pivots(a), _info(a)),
-    "linalg_lu_solve": lambda lu, pivots, b, **options: _solved(lu, b),
-    "linalg_solve_triangular": _solved,
+    "_linalg_solve_ex": lambda a, b, **options: (_solve(a, b), a, _pivots(a), _info(a)),
+    "linalg_lu_solve": lambda lu, pivots, b, **options: _solve(lu, b),
+    "linalg_solve_triangular": _solve,
     "_linalg_det": lambda a: (Type(a.shape[:-2], a.dtype), a, _pivots(a)),
     "linalg_cholesky_ex": lambda a, **_: (a, _info(a)),
-    "_linalg_eigh": _eigen,
+    "_linalg_eigh": _eigh,
     "_linalg_svd": _svd,
     "_linalg_check_errors": lambda *_, **__: None,
-    "convolution": _convolved,
-    "convolution_backward": _convolution_gradients,
-    "max_pool2d_with_indices": _max_pooled(2),
-    "max_pool3d_with_indices": _max_pooled(3),
-    "avg_pool1d": _average_pooled(1),
-    "avg_pool2d": _average_pooled(2),
-    "avg_pool3d": _average_pooled(3),
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "max_pool2d_with_indices": _max_pool(2),
+    "max_pool3d_with_indices": _max_pool(3),
+    "avg_pool1d": _average_pool(1),
+    "avg_pool2d": _average_pool(2),
+    "avg_pool3d": _average_pool(3),
     **{
         name: same_as(1)
         for name in ("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "avg_pool2d_backward")
         + ("avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "glu_backward")
     },
-    "_adaptive_avg_pool2d": _resized(2),
+    "_adaptive_avg_pool2d": _resize(2),
     **{
-        f"upsample_{name}": _resized(rank)
+        f"upsample_{name}": _resize(rank)
         for rank, names in {
             1: ("nearest1d", "linear1d"),
             2: ("nearest2d", "bilinear2d"),
@@ -311,22 +311,22 @@ RULES: dict[str, Callable[..., Any]] = {
         }.items()
         for name in names
     },
-    **{f"upsample_{name}_backward": _resized_back for name in _UPSAMPLING},
-    "native_layer_norm": _layer_normed,
-    "native_layer_norm_backward": _layer_norm_gradients,
-    "native_group_norm": _group_normed,
-    "native_group_norm_backward": lambda g, x, m, s, w, n, c, hw, groups, mask: _norm_gradients(x, w, None, mask, (c,)),
-    "native_batch_norm": _batch_normed,
-    "_native_batch_norm_legit": lambda x, w, b, training, *_: _batch_normed(x, w, b, None, None, training),
-    "native_batch_norm_backward": lambda g, x, w, *rest: _norm_gradients(x, w, None, rest[-1], (x.shape[1],)),
-    "glu": _glued,
+    **{f"upsample_{name}_backward": _resize_backward for name in _UPSAMPLING},
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "native_group_norm": _group_norm,
+    "native_group_norm_backward": lambda g, x, m, s, w, n, c, hw, groups, mask: _norm_backward(x, w, None, mask, (c,)),
+    "native_batch_norm": _batch_norm,
+    "_native_batch_norm_legit": lambda x, w, b, training, *_: _batch_norm(x, w, b, None, None, training),
+    "native_batch_norm_backward": lambda g, x, w, *rest: _norm_backward(x, w, None, rest[-1], (x.shape[1],)),
+    "glu": _glu,
     "glu_jvp": same_as(0),
-    "_scaled_dot_product_flash_attention_for_cpu": _attended,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_, **__: (q, k, v),
-    **dict.fromkeys(("mse_loss", "huber_loss", "smooth_l1_loss"), _lost),
-    **dict.fromkeys(("mse_loss_backward", "huber_loss_backward", "smooth_l1_loss_backward"), _lost_gradient),
-    "nll_loss_forward": _likelihood,
-    "nll_loss2d_forward": _likelihood,
+    **dict.fromkeys(("mse_loss", "huber_loss", "smooth_l1_loss"), _loss),
+    **dict.fromkeys(("mse_loss_backward", "huber_loss_backward", "smooth_l1_loss_backward"), _loss_backward),
+    "nll_loss_forward": _nll_loss,
+    "nll_loss2d_forward": _nll_loss,
     "nll_loss_backward": same_as(1),
     "nll_loss2d_backward": same_as(1),
     "binary_cross_entropy_with_logits": _cross_entropy,

@@ -1,38 +1,21 @@
-"""What each operator means in exact arithmetic, tangents included. An operator that stands here is covered."""
+"""The meaning of each operator in exact arithmetic, tangents included."""
 
 from collections.abc import Callable
 from typing import Any
 
-from torchguard.compiled.certify.algebra._rules import (
-    activations,
-    convolutions,
-    indexing,
-    losses,
-    matrices,
-    norms,
-    pointwise,
-    reductions,
-    shapes,
-    windows,
-)
+from torchguard.compiled.certify.algebra._rules import layers, matrices, pointwise, reductions, shapes, windows
+from torchguard.compiled.certify.algebra._rules.matrices import NEEDS_LAYOUT
+from torchguard.compiled.certify.algebra._rules.shapes import CREATION_RULES
 
-# Rules that need the field itself come apart: they have no argument that would bring it.
-MAKING: dict[str, Callable[..., Any]] = shapes.MAKING
 RULES: dict[str, Callable[..., Any]] = {
-    name: rule
-    for module in (
-        activations,
-        convolutions,
-        indexing,
-        losses,
-        matrices,
-        norms,
-        pointwise,
-        reductions,
-        shapes,
-        windows,
-    )
-    for name, rule in module.RULES.items()
+    **pointwise.RULES,
+    **shapes.RULES,
+    **reductions.RULES,
+    **matrices.RULES,
+    **windows.RULES,
+    **layers.RULES,
 }
-NEEDS_LAYOUT = matrices.NEEDS_LAYOUT
-COVERED = frozenset(RULES) | frozenset(MAKING)
+# The operators that have a rule.
+ALGEBRAIC_OPS = frozenset(RULES) | frozenset(CREATION_RULES)
+
+__all__ = ["ALGEBRAIC_OPS", "CREATION_RULES", "NEEDS_LAYOUT", "RULES"]

@@ -1,4 +1,4 @@
-"""Products, inverses and factors of matrices."""
+"""Rules of matrix products, inverses and factorisations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard.compiled.certify.algebra._field import Field, UnsupportedError
-from torchguard.compiled.certify.algebra._values import Value, exact
+from torchguard.compiled.certify.algebra._field import PrimeField, UnsupportedError
+from torchguard.compiled.certify.algebra._values import Value, integers
 
 
-def _turned(x: Value) -> Value:
-    return x.arranged(lambda t: t.transpose(-2, -1))
+def _transposed(x: Value) -> Value:
+    return x.rearranged(lambda t: t.transpose(-2, -1))
 
 
 def _addmm(c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
@@ -20,32 +20,32 @@ def _addmm(c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -
 
 
 def _column(x: Value) -> Value:
-    return x.arranged(lambda t: t.unsqueeze(-1))
+    return x.rearranged(lambda t: t.unsqueeze(-1))
 
 
 def _mv(a: Value, x: Value) -> Value:
-    return a.matmul(_column(x)).arranged(lambda t: t.squeeze(-1))
+    return a.matmul(_column(x)).rearranged(lambda t: t.squeeze(-1))
 
 
 def _dot(a: Value, b: Value) -> Value:
     return (a * b).total([0])
 
 
-def _eliminated(f: Field, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a⁻¹b and the factors of a, lower below the diagonal and upper on and above it, rows never exchanged."""
+def _eliminate(f: PrimeField, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a⁻¹b, and the LU factors of a in one matrix. There is no pivoting: arithmetic is exact."""
     n, factors, right = a.shape[-1], a.clone(), b.clone()
     for i in range(n):
-        inverse = f.inverse(factors[..., i, i])
-        ratio = f.mul(factors[..., i + 1 :, i], inverse.unsqueeze(-1)).unsqueeze(-1)
+        _inverse = f.inverse(factors[..., i, i])
+        ratio = f.mul(factors[..., i + 1 :, i], _inverse.unsqueeze(-1)).unsqueeze(-1)
         right[..., i + 1 :, :] = f.sub(right[..., i + 1 :, :], f.mul(ratio, right[..., i : i + 1, :]))
         tail = f.sub(factors[..., i + 1 :, i:], f.mul(ratio, factors[..., i : i + 1, i:]))
         factors[..., i + 1 :, i:] = tail
         factors[..., i + 1 :, i] = ratio.squeeze(-1)
-    return _substituted(f, factors, right, is_upper=True), factors
+    return _substitute(f, factors, right, is_upper=True), factors
 
 
-def _substituted(f: Field, a: Tensor, b: Tensor, *, is_upper: bool, has_unit_diagonal: bool = False) -> Tensor:
-    """a⁻¹b of a triangular a, of which only that triangle is read."""
+def _substitute(f: PrimeField, a: Tensor, b: Tensor, *, is_upper: bool, has_unit_diagonal: bool = False) -> Tensor:
+    """a⁻¹b for a triangular a; the other triangle is not read."""
     shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, right = a.expand(*shape, *a.shape[-2:]), b.expand(*shape, *b.shape[-2:]).clone()
     n = a.shape[-1]
@@ -57,16 +57,16 @@ def _substituted(f: Field, a: Tensor, b: Tensor, *, is_upper: bool, has_unit_dia
     return right
 
 
-def _factors(f: Field, a: Tensor) -> Tensor:
-    return _eliminated(f, a, torch.zeros_like(a))[1]
+def _lu(f: PrimeField, a: Tensor) -> Tensor:
+    return _eliminate(f, a, torch.zeros_like(a))[1]
 
 
-def _solution(a: Value, b: Value) -> Value:
-    """x with ax = b: dx = a⁻¹(db - da x)."""
+def _solve(a: Value, b: Value) -> Value:
+    """x with ax = b; dx = a⁻¹(db - da x)."""
     f = a.field
-    x = _eliminated(f, a.element, b.element)[0]
+    x = _eliminate(f, a.element, b.element)[0]
     residual = _residual_tangent(a, b, x)
-    return Value(f, x, None if residual is None else _eliminated(f, a.element, residual)[0])
+    return Value(f, x, None if residual is None else _eliminate(f, a.element, residual)[0])
 
 
 def _residual_tangent(a: Value, b: Value, x: Tensor) -> Tensor | None:
@@ -81,22 +81,22 @@ def _identity_like(a: Value) -> Value:
     return Value(a.field, torch.eye(a.shape[-1], dtype=a.field.dtype).expand(a.shape))
 
 
-def inverse(a: Value) -> Value:
-    return _solution(a, _identity_like(a))
+def _inverse(a: Value) -> Value:
+    return _solve(a, _identity_like(a))
 
 
 def _info(a: Value) -> Value:
-    return exact(a.field, torch.zeros(a.shape[:-2], dtype=torch.int64))
+    return integers(a.field, torch.zeros(a.shape[:-2], dtype=torch.int64))
 
 
 def _pivots(a: Value) -> Value:
-    return exact(a.field, torch.arange(1, a.shape[-1] + 1).expand(a.shape[:-1]))
+    return integers(a.field, torch.arange(1, a.shape[-1] + 1).expand(a.shape[:-1]))
 
 
 def _solve_ex(a: Value, b: Value, *, left: bool = True, check_errors: bool = False) -> tuple[Value, ...]:
     if not left or b.element.dim() < 2:
         raise UnsupportedError("linalg_solve from the right, or of one vector")
-    return _solution(a, b), Value(a.field, _factors(a.field, a.element)), _pivots(a), _info(a)
+    return _solve(a, b), Value(a.field, _lu(a.field, a.element)), _pivots(a), _info(a)
 
 
 def _lu_solve(lu: Value, pivots: Value, b: Value, *, left: bool = True, adjoint: bool = False) -> Value:
@@ -106,11 +106,11 @@ def _lu_solve(lu: Value, pivots: Value, b: Value, *, left: bool = True, adjoint:
 
     def solve(t: Tensor) -> Tensor:
         if adjoint:
-            turned = a.transpose(-2, -1)
-            inner = _substituted(f, turned, t, is_upper=False)
-            return _substituted(f, turned, inner, is_upper=True, has_unit_diagonal=True)
-        inner = _substituted(f, a, t, is_upper=False, has_unit_diagonal=True)
-        return _substituted(f, a, inner, is_upper=True)
+            transposed = a.transpose(-2, -1)
+            inner = _substitute(f, transposed, t, is_upper=False)
+            return _substitute(f, transposed, inner, is_upper=True, has_unit_diagonal=True)
+        inner = _substitute(f, a, t, is_upper=False, has_unit_diagonal=True)
+        return _substitute(f, a, inner, is_upper=True)
 
     return b.linear(solve)
 
@@ -118,7 +118,7 @@ def _lu_solve(lu: Value, pivots: Value, b: Value, *, left: bool = True, adjoint:
 def _determinant(a: Value, *, is_contiguous: bool) -> tuple[Value, Value, Value]:
     """d det = det * trace(a⁻¹ da)."""
     f = a.field
-    inverted, factors = _eliminated(f, a.element, _identity_like(a).element)
+    inverted, factors = _eliminate(f, a.element, _identity_like(a).element)
     det = torch.ones(a.shape[:-2], dtype=f.dtype)
     for i in range(a.shape[-1]):
         det = f.mul(det, factors[..., i, i])
@@ -126,26 +126,25 @@ def _determinant(a: Value, *, is_contiguous: bool) -> tuple[Value, Value, Value]
     if a.tangent is not None:
         trace = f.reduced(f.matmul(inverted, a.tangent).diagonal(dim1=-2, dim2=-1).sum(-1))
         tangent = f.mul(det, trace)
-    # Torch factors the transpose of a contiguous matrix, and its derivatives count on that.
+    # Torch factorises the transpose of a contiguous matrix, and its derivatives rely on that.
     factored = a.element.transpose(-2, -1) if is_contiguous else a.element
-    return Value(f, det, tangent), Value(f, _factors(f, factored)), _pivots(a)
+    return Value(f, det, tangent), Value(f, _lu(f, factored)), _pivots(a)
 
 
 def _triangular(a: Value, b: Value, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Value:
-    """x with ax = b, or with xa = b: only one triangle of a is read, and only that of da counts."""
+    """x with ax = b, or with xa = b; only one triangle of a and da is read."""
     if not left:
-        turned = _triangular(_turned(a), _turned(b), upper=not upper, unitriangular=unitriangular)
-        return _turned(turned)
+        return _transposed(_triangular(_transposed(a), _transposed(b), upper=not upper, unitriangular=unitriangular))
     f = a.field
     triangle = a.linear((lambda t: t.triu(int(unitriangular))) if upper else (lambda t: t.tril(-int(unitriangular))))
-    solve = lambda t: _substituted(f, a.element, t, is_upper=upper, has_unit_diagonal=unitriangular)  # noqa: E731
+    solve = lambda t: _substitute(f, a.element, t, is_upper=upper, has_unit_diagonal=unitriangular)  # noqa: E731
     x = solve(b.element)
     residual = _residual_tangent(triangle, b, x)
     return Value(f, x, None if residual is None else solve(residual))
 
 
 def _cholesky(a: Value, *, upper: bool = False, check_errors: bool = False) -> tuple[Value, Value]:
-    """The lower factor l: dl = l * lower(l⁻¹ da l⁻ᵀ), the diagonal halved."""
+    """The lower factor l; dl = l * lower(l⁻¹ da l⁻ᵀ), with the diagonal halved."""
     if upper:
         raise UnsupportedError("linalg_cholesky with upper=True")
     f, n = a.field, a.shape[-1]
@@ -158,18 +157,14 @@ def _cholesky(a: Value, *, upper: bool = False, check_errors: bool = False) -> t
         lower[..., i, i] = root
     if a.tangent is None:
         return Value(f, lower), _info(a)
-    left = _substituted(f, lower, a.tangent, is_upper=False)
-    both = _substituted(f, lower, left.transpose(-2, -1), is_upper=False).transpose(-2, -1)
+    left = _substitute(f, lower, a.tangent, is_upper=False)
+    both = _substitute(f, lower, left.transpose(-2, -1), is_upper=False).transpose(-2, -1)
     half = f.constant(0.5)
     inner = f.add(both.tril(-1), f.mul(both.diagonal(dim1=-2, dim2=-1), half).diag_embed())
     return Value(f, lower, f.matmul(lower, inner)), _info(a)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-# These have to be told whether their first argument is contiguous.
+# The rules of these take an argument `is_contiguous`: whether their first operand is.
 NEEDS_LAYOUT = frozenset({"_linalg_det"})
 RULES: dict[str, Callable[..., Any]] = {
     "mm": lambda a, b: a.matmul(b),
@@ -179,11 +174,11 @@ RULES: dict[str, Callable[..., Any]] = {
     "baddbmm": _addmm,
     "mv": _mv,
     "dot": _dot,
-    "linalg_inv_ex": lambda a, check_errors=False: (inverse(a), _info(a)),
+    "linalg_inv_ex": lambda a, check_errors=False: (_inverse(a), _info(a)),
     "_linalg_solve_ex": _solve_ex,
     "linalg_lu_solve": _lu_solve,
     "_linalg_det": _determinant,
     "linalg_solve_triangular": _triangular,
     "linalg_cholesky_ex": _cholesky,
-    "_linalg_check_errors": _nothing,
+    "_linalg_check_errors": lambda *_, **__: None,
 }

@@ -1,25 +1,174 @@
-"""Pooling and resampling. What weighs and adds does so one dimension at a time, by a matrix of rationals."""
+"""Rules of operators that slide a window over a plane: convolutions, pooling and resampling.
+
+A convolution of any rank is a matrix product of unfolded windows. Average pooling and resampling are linear in each
+dimension, and multiply it by a matrix of rationals.
+"""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchguard.compiled.certify.algebra._field import Field, UnsupportedError
-from torchguard.compiled.certify.algebra._rules.convolutions import Windows, looked_at, windows_of
-from torchguard.compiled.certify.algebra._values import Value, exact
+from torchguard.compiled.certify.algebra._field import PrimeField, UnsupportedError
+from torchguard.compiled.certify.algebra._values import Value, integers
 
 Sizes = Sequence[int]
 Weights = list[list[Fraction]]
-Rule = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of one plane: `positions[window, element]`, with the number of elements standing for padding."""
+
+    positions: Tensor
+    inner: tuple[int, ...]
+    outer: tuple[int, ...]
+
+
+def _windows(inner: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, outer: Sizes) -> Windows:
+    """The windows of a kernel over a plane of size `inner`; there are `outer` of them."""
+    outside = math.prod(inner)
+    flat, is_inside = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    for size, k, s, p, d, count in zip(inner, kernel, stride, padding, dilation, outer, strict=True):
+        at = (torch.arange(count) * s - p).unsqueeze(1) + torch.arange(k) * d
+        within = (at >= 0) & (at < size)
+        flat = (flat[:, None, :, None] * size + at[None, :, None, :]).flatten(0, 1).flatten(1, 2)
+        is_inside = (is_inside[:, None, :, None] & within[None, :, None, :]).flatten(0, 1).flatten(1, 2)
+    return Windows(torch.where(is_inside, flat, outside), tuple(inner), tuple(outer))
+
+
+def _unfold(x: Tensor, windows: Windows, filling: float = 0) -> Tensor:
+    """Each plane as (window, element): im2col."""
+    flat = x.reshape(*x.shape[: x.dim() - len(windows.inner)], -1)
+    padded = torch.cat([flat, torch.full((*flat.shape[:-1], 1), filling, dtype=x.dtype)], -1)
+    return padded[..., windows.positions]
+
+
+def _fold(f: PrimeField, unfolded: Tensor, windows: Windows) -> Tensor:
+    """The transpose of `_unfold`, which sums the elements at each position: col2im."""
+    size = math.prod(windows.inner)
+    zeros = torch.zeros(*unfolded.shape[:-2], size + 1, dtype=f.dtype)
+    added = f.reduced(zeros.index_add(-1, windows.positions.reshape(-1), unfolded.flatten(-2)))
+    return added[..., :size].reshape(*unfolded.shape[:-2], *windows.inner)
+
+
+def _as_groups(t: Tensor, groups: int, dim: int) -> Tensor:
+    return t.unflatten(dim, (groups, -1))
+
+
+def _correlate(f: PrimeField, x: Tensor, w: Tensor, windows: Windows, groups: int) -> Tensor:
+    """y[b, o, p] = sum of w[o, c, k] x[b, c, positions[p, k]]."""
+    unfolded = _as_groups(_unfold(x, windows), groups, 1).transpose(2, 3).flatten(3)
+    kernels = _as_groups(w.flatten(1), groups, 0)
+    y = f.matmul(unfolded, kernels.transpose(1, 2))
+    return y.transpose(2, 3).flatten(1, 2).unflatten(2, windows.outer)
+
+
+def _correlate_transposed(f: PrimeField, g: Tensor, w: Tensor, windows: Windows, groups: int) -> Tensor:
+    """The transpose of `_correlate` in x."""
+    kernels = _as_groups(w.flatten(1), groups, 0)
+    unfolded = f.matmul(_as_groups(g.flatten(2), groups, 1).transpose(2, 3), kernels)
+    channels = w.shape[1]
+    by_channel = unfolded.unflatten(3, (channels, -1)).transpose(2, 3).flatten(1, 2)
+    return _fold(f, by_channel, windows)
+
+
+def _kernel_gradient(f: PrimeField, g: Tensor, x: Tensor, windows: Windows, groups: int, shape: torch.Size) -> Tensor:
+    """The transpose of `_correlate` in w."""
+    unfolded = _as_groups(_unfold(x, windows), groups, 1).transpose(2, 3).flatten(3)
+    each = f.matmul(_as_groups(g.flatten(2), groups, 1), unfolded)
+    return f.total(each, [0]).reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """One call. The kernel slides over the input, or over the output of a transposed convolution."""
+
+    windows: Windows
+    groups: int
+    is_transposed: bool
+
+    def forward(self, f: PrimeField) -> Callable[[Tensor, Tensor], Tensor]:
+        product = _correlate_transposed if self.is_transposed else _correlate
+        return lambda x, w: product(f, x, w, self.windows, self.groups)
+
+    def input_gradient(self, f: PrimeField) -> Callable[[Tensor, Tensor], Tensor]:
+        product = _correlate if self.is_transposed else _correlate_transposed
+        return lambda g, w: product(f, g, w, self.windows, self.groups)
+
+    def weight_gradient(self, f: PrimeField, shape: torch.Size) -> Callable[[Tensor, Tensor], Tensor]:
+        def product(g: Tensor, x: Tensor) -> Tensor:
+            over, moved = (x, g) if self.is_transposed else (g, x)
+            return _kernel_gradient(f, over, moved, self.windows, self.groups, shape)
+
+        return product
+
+
+def _convolution_call(
+    x: Sizes, w: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, transposed: bool, extra: Sizes, groups: int
+) -> _Convolution:
+    rank = len(w) - 2
+    if len(x) != rank + 2:
+        raise UnsupportedError("a convolution without a batch dimension")
+    every = [[sizes[0]] * rank if len(sizes) == 1 else list(sizes) for sizes in (stride, padding, dilation, extra)]
+    stride, padding, dilation, extra = every
+    kernel, plane = list(w[2:]), list(x[2:])
+    each = list(zip(plane, kernel, stride, padding, dilation, extra, strict=True))
+    if transposed:
+        inner = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in each]
+        outer = plane
+    else:
+        inner = plane
+        outer = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in each]
+    return _Convolution(_windows(inner, kernel, stride, padding, dilation, outer), groups, transposed)
+
+
+def _convolution(
+    x: Value,
+    w: Value,
+    bias: Value | None,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    transposed: bool,
+    output_padding: Sizes,
+    groups: int,
+) -> Value:
+    call = _convolution_call(x.shape, w.shape, stride, padding, dilation, transposed, output_padding, groups)
+    y = x.bilinear(w, call.forward(x.field))
+    return y if bias is None else y + bias.rearranged(lambda t: t.reshape(1, -1, *[1] * (y.element.dim() - 2)))
+
+
+def _convolution_backward(
+    g: Value,
+    x: Value,
+    w: Value,
+    bias_sizes: Sizes | None,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    transposed: bool,
+    output_padding: Sizes,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Value | None, Value | None, Value | None]:
+    f = x.field
+    call = _convolution_call(x.shape, w.shape, stride, padding, dilation, transposed, output_padding, groups)
+    dims = [d for d in range(g.element.dim()) if d != 1]
+    return (
+        g.bilinear(w, call.input_gradient(f)) if mask[0] else None,
+        g.bilinear(x, call.weight_gradient(f, w.shape)) if mask[1] else None,
+        g.total(dims) if mask[2] else None,
+    )
 
 
 def _output_size(n: int, k: int, s: int, p: int, d: int, has_partial: bool) -> int:
     count = (n + 2 * p - d * (k - 1) - 1 + (s - 1 if has_partial else 0)) // s + 1
-    # A window that starts in the padding after the end is left out.
+    # torch drops a window that starts in the padding after the end.
     return count - 1 if has_partial and (count - 1) * s >= n + p else count
 
 
@@ -35,7 +184,7 @@ def _max_pool_windows(
     stride, padding, dilation = _every(stride, rank, kernel), _every(padding, rank), _every(dilation, rank)
     plane = x.shape[-rank:]
     each = zip(plane, kernel, stride, padding, dilation, strict=True)
-    return windows_of(plane, kernel, stride, padding, dilation, [_output_size(*sizes, ceil_mode) for sizes in each])
+    return _windows(plane, kernel, stride, padding, dilation, [_output_size(*sizes, ceil_mode) for sizes in each])
 
 
 def _max_pool(rank: int) -> Callable[..., tuple[Value, Value]]:
@@ -48,30 +197,30 @@ def _max_pool(rank: int) -> Callable[..., tuple[Value, Value]]:
         ceil_mode: bool = False,
     ) -> tuple[Value, Value]:
         windows = _max_pool_windows(x, rank, kernel, stride, padding, dilation, ceil_mode)
-        sizes = looked_at(x.sizes(), windows, filling=-math.inf)
-        chosen = sizes.argmax(-1, keepdim=True)
-        places = windows.places.expand(*sizes.shape).gather(-1, chosen).squeeze(-1)
+        reals = _unfold(x.real_values(), windows, filling=-math.inf)
+        chosen = reals.argmax(-1, keepdim=True)
+        positions = windows.positions.expand(*reals.shape).gather(-1, chosen).squeeze(-1)
         shape = (*x.shape[:-rank], *windows.outer)
-        return _picked(x, places, rank, shape), exact(x.field, places.reshape(shape))
+        return _select(x, positions, rank, shape), integers(x.field, positions.reshape(shape))
 
     return rule
 
 
-def _picked(x: Value, places: Tensor, rank: int, shape: Sizes) -> Value:
-    return x.arranged(lambda t: t.flatten(-rank).gather(-1, places).reshape(tuple(shape)))
+def _select(x: Value, positions: Tensor, rank: int, shape: Sizes) -> Value:
+    return x.rearranged(lambda t: t.flatten(-rank).gather(-1, positions).reshape(tuple(shape)))
 
 
 def _max_pool_backward(rank: int) -> Callable[..., Value]:
     def rule(g: Value, x: Value, *args: Any) -> Value:
-        places = args[-1].element.flatten(-rank)
-        empty = torch.zeros(*places.shape[:-1], math.prod(x.shape[-rank:]), dtype=g.field.dtype)
-        put = lambda t: empty.scatter_add(-1, places, t.flatten(-rank)).reshape(x.shape)  # noqa: E731
+        positions = args[-1].element.flatten(-rank)
+        empty = torch.zeros(*positions.shape[:-1], math.prod(x.shape[-rank:]), dtype=g.field.dtype)
+        put = lambda t: empty.scatter_add(-1, positions, t.flatten(-rank)).reshape(x.shape)  # noqa: E731
         return g.linear(lambda t: g.field.reduced(put(t)))
 
     return rule
 
 
-def _averaging(n: int, k: int, s: int, p: int, counts_padding: bool, has_partial: bool) -> Weights:
+def _average_matrix(n: int, k: int, s: int, p: int, counts_padding: bool, has_partial: bool) -> Weights:
     rows = []
     for i in range(_output_size(n, k, s, p, 1, has_partial)):
         start, end = i * s - p, min(i * s - p + k, n + p)
@@ -81,7 +230,7 @@ def _averaging(n: int, k: int, s: int, p: int, counts_padding: bool, has_partial
     return rows
 
 
-def _adaptive(n: int, m: int) -> Weights:
+def _adaptive_matrix(n: int, m: int) -> Weights:
     rows = []
     for i in range(m):
         inside = range(i * n // m, -(-(i + 1) * n // m))
@@ -89,13 +238,13 @@ def _adaptive(n: int, m: int) -> Weights:
     return rows
 
 
-def _nearest(n: int, m: int, scale: float | None) -> Weights:
+def _nearest_matrix(n: int, m: int, scale: float | None) -> Weights:
     ratio = Fraction(n, m) if scale is None else 1 / Fraction(scale).limit_denominator(1000)
     chosen = [min(math.floor(i * ratio), n - 1) for i in range(m)]
     return [[Fraction(j == c) for j in range(n)] for c in chosen]
 
 
-def _interpolating(n: int, m: int, align_corners: bool, scale: float | None) -> Weights:
+def _linear_matrix(n: int, m: int, align_corners: bool, scale: float | None) -> Weights:
     rows = []
     for i in range(m):
         if align_corners:
@@ -109,22 +258,22 @@ def _interpolating(n: int, m: int, align_corners: bool, scale: float | None) -> 
     return rows
 
 
-def _weighed(f: Field, t: Tensor, weights: Sequence[Weights], is_transposed: bool) -> Tensor:
-    """One matrix for each of the last dimensions, or its transpose."""
+def _multiply_dims(f: PrimeField, t: Tensor, weights: Sequence[Weights], is_transposed: bool) -> Tensor:
+    """Each of the last dimensions multiplied by its matrix, or by the transpose."""
     for i, rows in enumerate(weights):
         matrix = torch.tensor([[f.number(w) for w in row] for row in rows], dtype=f.dtype)
         dim = t.dim() - len(weights) + i
-        turned = matrix if is_transposed else matrix.t()
-        t = f.matmul(t.movedim(dim, -1).contiguous(), turned.contiguous()).movedim(-1, dim)
+        factor = matrix if is_transposed else matrix.t()
+        t = f.matmul(t.movedim(dim, -1).contiguous(), factor.contiguous()).movedim(-1, dim)
     return t
 
 
-def _resampled(x: Value, weights: Sequence[Weights]) -> Value:
-    return x.linear(lambda t: _weighed(x.field, t, weights, False))
+def _resample(x: Value, weights: Sequence[Weights]) -> Value:
+    return x.linear(lambda t: _multiply_dims(x.field, t, weights, False))
 
 
-def _resampled_back(g: Value, weights: Sequence[Weights]) -> Value:
-    return g.linear(lambda t: _weighed(g.field, t, weights, True))
+def _resample_backward(g: Value, weights: Sequence[Weights]) -> Value:
+    return g.linear(lambda t: _multiply_dims(g.field, t, weights, True))
 
 
 def _average_weights(
@@ -141,44 +290,46 @@ def _average_weights(
     rank = len(plane)
     kernel = _every(kernel, rank)
     each = zip(plane, kernel, _every(stride, rank, kernel), _every(padding, rank), strict=True)
-    return [_averaging(*sizes, count_include_pad, ceil_mode) for sizes in each]
+    return [_average_matrix(*sizes, count_include_pad, ceil_mode) for sizes in each]
 
 
 def _average_pool(rank: int) -> Callable[..., Value]:
-    return lambda x, *args, **options: _resampled(x, _average_weights(x.shape[-rank:], *args, **options))
+    return lambda x, *args, **options: _resample(x, _average_weights(x.shape[-rank:], *args, **options))
 
 
 def _average_pool_backward(rank: int) -> Callable[..., Value]:
-    return lambda g, x, *args, **options: _resampled_back(g, _average_weights(x.shape[-rank:], *args, **options))
+    return lambda g, x, *args, **options: _resample_backward(g, _average_weights(x.shape[-rank:], *args, **options))
 
 
 def _adaptive_weights(plane: Sizes, sizes: Sizes) -> list[Weights]:
-    return [_adaptive(n, m) for n, m in zip(plane, sizes, strict=True)]
+    return [_adaptive_matrix(n, m) for n, m in zip(plane, sizes, strict=True)]
 
 
 def _nearest_weights(plane: Sizes, sizes: Sizes, *scales: float | None) -> list[Weights]:
     given = scales or (None,) * len(sizes)
-    return [_nearest(n, m, s) for n, m, s in zip(plane, sizes, given, strict=True)]
+    return [_nearest_matrix(n, m, s) for n, m, s in zip(plane, sizes, given, strict=True)]
 
 
 def _linear_weights(plane: Sizes, sizes: Sizes, align_corners: bool, *scales: float | None) -> list[Weights]:
     given = scales or (None,) * len(sizes)
-    return [_interpolating(n, m, align_corners, s) for n, m, s in zip(plane, sizes, given, strict=True)]
+    return [_linear_matrix(n, m, align_corners, s) for n, m, s in zip(plane, sizes, given, strict=True)]
 
 
-def _upsampled(
+def _upsampling(
     weights_of: Callable[..., list[Weights]], rank: int
 ) -> tuple[Callable[..., Value], Callable[..., Value]]:
     def forward(x: Value, sizes: Sizes, *options: Any) -> Value:
-        return _resampled(x, weights_of(x.shape[-rank:], sizes, *options))
+        return _resample(x, weights_of(x.shape[-rank:], sizes, *options))
 
     def backward(g: Value, sizes: Sizes, input_sizes: Sizes, *options: Any) -> Value:
-        return _resampled_back(g, weights_of(input_sizes[-rank:], sizes, *options))
+        return _resample_backward(g, weights_of(input_sizes[-rank:], sizes, *options))
 
     return forward, backward
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Callable[..., Any]] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
     "max_pool2d_with_indices": _max_pool(2),
     "max_pool2d_with_indices_backward": _max_pool_backward(2),
     "max_pool3d_with_indices": _max_pool(3),
@@ -188,8 +339,8 @@ RULES: dict[str, Rule] = {
     "avg_pool2d_backward": _average_pool_backward(2),
     "avg_pool3d": _average_pool(3),
     "avg_pool3d_backward": _average_pool_backward(3),
-    "_adaptive_avg_pool2d": lambda x, sizes: _resampled(x, _adaptive_weights(x.shape[-2:], sizes)),
-    "_adaptive_avg_pool2d_backward": lambda g, x: _resampled_back(g, _adaptive_weights(x.shape[-2:], g.shape[-2:])),
+    "_adaptive_avg_pool2d": lambda x, sizes: _resample(x, _adaptive_weights(x.shape[-2:], sizes)),
+    "_adaptive_avg_pool2d_backward": lambda g, x: _resample_backward(g, _adaptive_weights(x.shape[-2:], g.shape[-2:])),
 }
 _UPSAMPLING = {
     1: {"nearest1d": _nearest_weights, "linear1d": _linear_weights},
@@ -198,4 +349,4 @@ _UPSAMPLING = {
 }
 for _rank, _kinds in _UPSAMPLING.items():
     for _name, _weights_of in _kinds.items():
-        RULES[f"upsample_{_name}"], RULES[f"upsample_{_name}_backward"] = _upsampled(_weights_of, _rank)
+        RULES[f"upsample_{_name}"], RULES[f"upsample_{_name}_backward"] = _upsampling(_weights_of, _rank)

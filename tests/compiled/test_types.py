@@ -1,4 +1,4 @@
-"""The type of each node, derived from the leaves by rules of our own."""
+"""The type of each node, derived from the leaves by torchguard's rules."""
 
 import copy
 
@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from tests.compiled.zoo import ZOO, graphs
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchguard.compiled.certify import algebra
-from torchguard.compiled.certify._claims import Verdict
-from torchguard.compiled.certify.types import COVERED, check_types
+from torchguard.compiled.certify import ALGEBRAIC_OPS, TYPED_OPS, Verdict, check_types
 from torchguard.compiled.certify.types._types import Type, broadcast, promoted
 
 aten = torch.ops.aten
@@ -37,7 +35,7 @@ def test_a_node_that_records_a_wrong_shape_fails_and_is_named():
         node.meta["val"] = torch.empty(3, 6)
     claim = check_types(gm, leaves_of(gm))
     assert claim.verdict is Verdict.FAIL
-    assert claim.says == "tanh is float32[3, 5], but records float32[3, 6]."
+    assert claim.message == "tanh is float32[3, 5], but records float32[3, 6]."
     assert "tanh" in claim.details["wrong"]
 
 
@@ -48,33 +46,33 @@ def test_a_node_that_records_a_wrong_dtype_fails():
         node.meta["val"] = torch.empty(3, 4)
     claim = check_types(gm, leaves_of(gm))
     assert claim.verdict is Verdict.FAIL
-    assert claim.says.startswith("gt is bool[3, 4], but records float32[3, 4]")
+    assert claim.message.startswith("gt is bool[3, 4], but records float32[3, 4]")
 
 
 def test_a_node_that_records_nothing_fails():
     gm = copy.deepcopy(graphs("mlp").forward)
     del gm.graph.find_nodes(op="call_function", target=aten.tanh.default)[0].meta["val"]
-    assert "records no type" in check_types(gm, leaves_of(gm)).says
+    assert "records no type" in check_types(gm, leaves_of(gm)).message
 
 
-def test_other_leaves_than_it_was_traced_with_fail():
+def test_leaves_of_another_type_or_number_fail():
     gm = graphs("linear").forward
     x, w, b = leaves_of(gm)
     claim = check_types(gm, [Type((3, 7), torch.float32), w, b])
     assert claim.verdict is Verdict.FAIL
-    assert "It takes 3 tensors, not 2." in check_types(gm, [x, w]).says
+    assert "The graph takes 3 tensors, got 2 leaves." in check_types(gm, [x, w]).message
 
 
-def test_operands_that_do_not_fit_fail_and_are_named():
+def test_incompatible_operands_fail_and_are_named():
     gm = copy.deepcopy(graphs("bilinear_einsum").forward)
     node = next(n for n in gm.graph.nodes if n.target in (aten.bmm.default, aten.mm.default))
     node.args = (node.args[1], node.args[0])
     claim = check_types(gm, leaves_of(gm))
     assert claim.verdict is Verdict.FAIL
-    assert "times" in claim.says
+    assert "times" in claim.message
 
 
-def test_an_operator_outside_the_table_is_named_and_decides_nothing():
+def test_an_operator_without_a_rule_is_inconclusive_and_named():
     gm = make_fx(lambda x: torch.special.bessel_j0(x) + 1, tracing_mode="fake")(torch.randn(3))
     claim = check_types(gm, leaves_of(gm))
     assert claim.verdict is Verdict.INCONCLUSIVE
@@ -95,18 +93,18 @@ def test_an_operator_outside_the_table_is_named_and_decides_nothing():
     ],
     ids=["rfft", "stft", "norm", "spread", "spread and mean", "eigenvalues", "singular values", "complex number"],
 )
-def test_what_is_real_of_complex_numbers_is_known_to_be(fn):
+def test_real_results_of_complex_numbers_have_a_real_type(fn):
     gm = make_fx(fn, tracing_mode="fake")(torch.randn(4, 3, dtype=torch.complex64).repeat(1, 3)[:, :3])
     assert check_types(gm, leaves_of(gm)).verdict is not Verdict.FAIL
 
 
-def test_a_complex_size_fails():
+def test_a_complex_absolute_value_fails():
     gm = make_fx(torch.abs, tracing_mode="fake")(torch.randn(4, dtype=torch.complex64))
     assert check_types(gm, leaves_of(gm)).verdict is Verdict.PASS
     node = gm.graph.find_nodes(op="call_function", target=aten.abs.default)[0]
     with node.meta["val"].fake_mode:
         node.meta["val"] = torch.empty(4, dtype=torch.complex64)
-    assert "abs_1 is float32[4], but records complex64[4]" in check_types(gm, leaves_of(gm)).says
+    assert "abs_1 is float32[4], but records complex64[4]" in check_types(gm, leaves_of(gm)).message
 
 
 dtypes = st.sampled_from(
@@ -132,5 +130,5 @@ def test_promotion_and_broadcasting_are_torchs(first, second):
     assert broadcast(a.shape, b.shape if isinstance(b, torch.Tensor) else ()) == tuple(result.shape)
 
 
-def test_the_table_covers_whatever_the_algebraic_one_does():
-    assert {"matmul"} == algebra.COVERED - COVERED
+def test_the_typed_layer_covers_the_operators_of_the_algebraic_one():
+    assert {"matmul"} == ALGEBRAIC_OPS - TYPED_OPS
