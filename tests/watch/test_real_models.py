@@ -804,7 +804,7 @@ class TestOutputs:
 
     @pytest.mark.parametrize("name", OUTPUTS)
     def test_a_fault_of_the_output_is_found_wherever_it_is(self, run, name):
-        """Born behind the last module, it is the model's own."""
+        """Made after the last module, it is reported at the model itself."""
         give = OUTPUTS[name]
         model = Giving(lambda z: give(torch.where(z[:, :1] > 100, NAN, z)))
         x = planted(torch.randn(BATCH, 4), BAD, 1e4 * model.linear.weight[0].detach().sign())

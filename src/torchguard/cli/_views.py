@@ -252,7 +252,7 @@ def _shown(node: Node) -> str:
 Facts = Mapping[str, Any]
 # Of a guard tree, so many of the commonest kinds are named.
 _KINDS = 8
-_OF_WATCHING = re.compile(r"_hooks\[.*\.watch\b|\._watch\b|L\['journal'\]|L\['watch'\]")
+_OF_WATCHING = re.compile(r"_hooks\[.*\.watch\b|\._watch\b|L\['call_record'\]|L\['watch'\]")
 
 
 def compilations(facts: Facts, limit: int = 30) -> RenderableType:
