@@ -102,9 +102,9 @@ class CallProbes:
     """The probes of one call: `each` has one per location, `(batch,)`."""
 
     def __init__(self, probes: Tensor, size: int) -> None:
-        self.origins, self.table = CallOrigins(), ProbeTable(probes.shape[0], size, probes.device)
+        self.cell, self.table = CallOrigins(), ProbeTable(probes.shape[0], size, probes.device)
         # Neither argument may reference `each`: see the top of the file.
-        self.each: tuple[Tensor, ...] = _SplitProbes.apply(probes, size, self.origins, self.table)  # pyright: ignore[reportAttributeAccessIssue]
+        self.each: tuple[Tensor, ...] = _SplitProbes.apply(probes, size, self.cell, self.table)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def call_probes(probes: Tensor, size: int) -> CallProbes:
@@ -120,7 +120,7 @@ def set_origins(probes: Tensor | None, origins: Tensor) -> None:
     """Store the origins of a call where the backward pass of its probes, if it has any, finds them."""
     split = getattr(probes, _CALL, None)
     if split is not None:
-        split.origins.origins = origins
+        split.cell.origins = origins
 
 
 class _SplitProbes(torch.autograd.Function):
@@ -129,13 +129,13 @@ class _SplitProbes(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(probes: Tensor, size: int, origins: CallOrigins, table: ProbeTable) -> tuple[Tensor, ...]:
+    def forward(probes: Tensor, size: int, cell: CallOrigins, table: ProbeTable) -> tuple[Tensor, ...]:
         zero = probes.new_zeros(())
         return tuple(zero.expand(size) for _ in range(probes.shape[0]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        probes, _, ctx.origins, ctx.table = inputs
+        probes, _, ctx.cell, ctx.table = inputs
         ctx.shape = probes.shape
         ctx.set_materialize_grads(False)
 
@@ -157,14 +157,14 @@ class _SplitRegions(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        probes: Tensor, size: int, firsts: list[int], counts: list[int], origins: CallOrigins
+        probes: Tensor, size: int, firsts: list[int], counts: list[int], cell: CallOrigins
     ) -> tuple[Tensor, ...]:
         regions = zip(firsts, counts, strict=True)
         return tuple(probes[first : first + count, :size] for first, count in regions)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        probes, _, ctx.firsts, _, ctx.origins = inputs
+        probes, _, ctx.firsts, _, ctx.cell = inputs
         ctx.shape = probes.shape
         ctx.set_materialize_grads(False)
 
@@ -184,7 +184,7 @@ def region_probes(probes: Tensor, size: int, regions: Sequence[range]) -> list[T
 def _region_probes_op(probes: Tensor, size: int, firsts: list[int], counts: list[int]) -> list[Tensor]:
     if is_shape_only(probes):
         return [probes.new_empty(count, size, requires_grad=True) for count in counts]
-    return [*_SplitRegions.apply(probes, size, firsts, counts, call_probes(probes, size).origins)]  # pyright: ignore[reportGeneralTypeIssues]
+    return [*_SplitRegions.apply(probes, size, firsts, counts, call_probes(probes, size).cell)]  # pyright: ignore[reportGeneralTypeIssues]
 
 
 _REGION_PROBES = define(
@@ -194,7 +194,7 @@ _REGION_PROBES = define(
 
 def _merged(received: dict[int, Tensor], ctx: Any) -> Tensor:
     """The gradient of the probes of a call, from gradients by the first location of each, in order."""
-    origins, (count, width), grads = ctx.origins.origins, ctx.shape, [*received.values()]
+    origins, (count, width), grads = ctx.cell.origins, ctx.shape, [*received.values()]
     if not is_traced(grads[0]):
         return _merge_probes(grads, [*received], origins, count, width)
     if origins is None and is_surely(width == grads[0].shape[-1]):

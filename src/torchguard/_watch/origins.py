@@ -32,6 +32,11 @@ class RowStatuses(NamedTuple):
     locations: list[int]
     dims: list[int]
 
+    def only(self, numbers: list[int]) -> "RowStatuses":
+        """Those of the checks of these numbers."""
+        statuses, locations, dims = self
+        return RowStatuses([statuses[i] for i in numbers], [locations[i] for i in numbers], [dims[i] for i in numbers])
+
 
 class StatusGroup(NamedTuple):
     """Statuses of one shape and dtype, `(statuses, batch, ..., pieces)`, and the number of the check of each."""

@@ -10,8 +10,8 @@ What is surprising about it:
 
 - **It is an operator.** Dynamo takes long over an `autograd.Function`, and a large model has hundreds of them. It sees
   one call of `replace_nonfinite`; AOTAutograd runs the body, and traces the `autograd.Function` as it traces any other.
-  The operator is used while Dynamo traces for `torch.compile`. In an export or under a `torch.func` transform there are
-  only standard operations, without probes and without the memory below.
+  Where Dynamo traces an export or a `torch.func` transform, there are only standard operations, without probes and
+  without the memory below.
 - **It remembers on the tensor.** Most tensors leave one module and enter the next, unchanged. The replaced tensor
   carries its status and its number of in-place changes as `_torchguard_clean`; the next check that meets it does
   nothing. The note is on the tensor because `torch.utils.checkpoint` passes the tensor in again much later, when the

@@ -214,9 +214,9 @@ def _summarize_traced(
 ) -> tuple[Flags, Tensor]:
     if is_shape_only(checked.statuses[0]):
         return _clean(batch, config)
-    statuses, locations, dims = _at(checked, [i for i, one in enumerate(checked.statuses) if not is_skipped(one)])
+    checked = checked.only([i for i, status in enumerate(checked.statuses) if not is_skipped(status)])
+    statuses, locations, dims = checked
     if not statuses or batch.device.type != "cpu" or not is_traced(statuses[0]):
-        checked = RowStatuses(statuses, locations, dims)
         return _summarize(checked, warnings, location_ids, batch, quarantine, config)
     sources = {i: z for i, z in enumerate(map(deferred_source, statuses)) if z is not None}
     rest = [i for i in range(len(statuses)) if i not in sources]
@@ -235,10 +235,6 @@ def _summarize_traced(
         quarantine,
         config,
     )
-
-
-def _at(checked: RowStatuses, numbers: list[int]) -> RowStatuses:
-    return RowStatuses(*([values[i] for i in numbers] for values in checked))
 
 
 _SUMMARIZE_CALL = define(
