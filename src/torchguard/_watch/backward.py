@@ -8,7 +8,7 @@ of the call were returned. Whatever a backward pass computes, in eager mode and 
 as the gradient of a leaf and in no other way; a Python list that backward code appends to would be filled once, while
 the graph is traced. So each replaced tensor (`quarantine.py`) takes the probe of its location as a second input, and
 its backward returns, as the probe's gradient, 0, `PROBE_INF` or `PROBE_NAN` for each sample. A hook on the leaf saves
-the sum.
+the gradient it receives.
 
 One call goes through these steps:
 
