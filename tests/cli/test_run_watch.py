@@ -248,7 +248,7 @@ def test_the_report_has_bad_samples_and_device_violations(command, invoke, tmp_p
     assert "Nothing was compiled" not in ran.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     (log,) = report["watched"]
-    assert [one["text"] for one in log["incidents"]] == ["sample 1: NAN at input, position 0, seen in 3 places"]
+    assert [one["text"] for one in log["incidents"]] == ["sample 1: NAN at input, position 0, seen at 3 locations"]
     found = [one for graph in report["device"]["graphs"] for one in graph["violations"]]
     assert {one["op"] for one in found} == {"aten.addmm.default"}
     assert {one["source_line"] for one in found} == {None}

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchguard import err, flags
 from torchguard._watch import quarantine, unwatch, watch
-from torchguard._watch.backward import CameTo, Marked
+from torchguard._watch.backward import CallOrigins, CallProbes
 from torchguard.exceptions import WatchError
 
 NAN = float("nan")
@@ -68,7 +68,7 @@ def sample(bad=()):
 
 
 def outcome(model, x, backend, **settings):
-    """What a call and a backward pass come to: output, flags, report, gradients and faults born in backward."""
+    """The results of a call and a backward pass: output, flags, report, gradients and faults created in backward."""
     model = copy.deepcopy(model)
     guarded = watch(model, **settings)
     out, f = torch.compile(guarded, backend=backend, fullgraph=True)(x)
@@ -77,9 +77,10 @@ def outcome(model, x, backend, **settings):
         err.mean_ok(f, out.square().flatten(1).mean(-1)).backward()
     else:
         out.nan_to_num().square().mean().backward()
-    born = guarded.backward_flags
+    created = guarded.backward_flags
+    created = created if created is None else flags.repr(created)
     grads = {name: p.grad for name, p in model.named_parameters()}
-    return out, flags.repr(f), [str(one) for one in guarded.report()], grads, born if born is None else flags.repr(born)
+    return out, flags.repr(f), [str(one) for one in guarded.report()], grads, created
 
 
 def regions_of(model, x, **settings):
@@ -116,8 +117,8 @@ def test_blocks_that_are_alike_are_one_region(quarantine):
 @pytest.mark.long
 def test_more_blocks_are_not_traced_more_often(monkeypatch):
     traced = []
-    repair = quarantine._repair
-    monkeypatch.setattr(quarantine, "_repair", lambda *args: traced.append(1) or repair(*args))
+    replace = quarantine._replace
+    monkeypatch.setattr(quarantine, "_replace", lambda *args: traced.append(1) or replace(*args))
 
     def times(blocks):
         torch._dynamo.reset()
@@ -148,7 +149,7 @@ def test_at_every_level(backend, level):
     assert_same(*(outcome(model, x, backend, compile_once=once, **settings) for once in (False, True)))
 
 
-def test_the_place_of_a_fault_in_a_block_is_told(backend):
+def test_a_fault_in_a_block_is_reported_at_its_module(backend):
     model = Net()
     with torch.no_grad():
         model.blocks[2].up.bias[0] = NAN
@@ -202,7 +203,7 @@ class Root(nn.Module):
         return self.second(self.first(x).abs().sqrt())
 
 
-def test_the_place_of_a_fault_born_in_backward_is_told(backend):
+def test_a_fault_created_in_backward_is_reported_at_its_module(backend):
     model = nn.Sequential(Root(), nn.Tanh(), Root(), nn.Tanh(), Root())
     with torch.no_grad():
         model[2].second.bias.zero_()
@@ -216,17 +217,17 @@ def test_the_place_of_a_fault_born_in_backward_is_told(backend):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def all_marks():
+def all_probes():
     gc.collect()
-    return [one for one in gc.get_objects() if isinstance(one, (Marked, CameTo))]
+    return [one for one in gc.get_objects() if isinstance(one, (CallProbes, CallOrigins))]
 
 
 def test_calls_leave_nothing_behind():
-    before = all_marks()
+    before = all_probes()
     compiled = torch.compile(watch(Net(), quarantine=True, compile_once=True), backend="aot_eager", fullgraph=True)
     for _ in range(2):
         compiled(sample())[0].sum().backward()
-    assert len(all_marks()) <= len(before)
+    assert len(all_probes()) <= len(before)
 
 
 def test_two_calls_and_one_backward_pass():
@@ -289,7 +290,7 @@ def test_a_block_may_return_what_it_was_given_in_a_dict():
     assert_same(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
 
 
-class Looking(nn.Module):
+class Indexing(nn.Module):
     """A block with a table of its own."""
 
     def __init__(self):
@@ -301,7 +302,7 @@ class Looking(nn.Module):
 
 
 def test_indices_and_checks_of_your_own_within_blocks(backend):
-    model, x = Net(*[Looking() for _ in range(3)]), torch.zeros(BATCH, TOKENS, WIDTH)
+    model, x = Net(*[Indexing() for _ in range(3)]), torch.zeros(BATCH, TOKENS, WIDTH)
     x[2, 0, 0] = 7.0
     checks = ["nan", "inf", "indices", "zero", ("large", lambda z: z > 0.5, "is large")]
     one, two = (outcome(model, x, backend, checks=checks, compile_once=once) for once in (False, True))
@@ -477,10 +478,10 @@ def test_a_module_that_a_block_is_handed(backend):
     assert all(grad.isfinite().all() for grad in two[3].values())
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the marks of a call
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the probes of a call
 @pytest.mark.long
 def test_blocks_that_are_compiled_one_by_one():
-    born = []
+    created = []
     for once in (False, True):
         model = nn.Sequential(Root(), Root())
         with torch.no_grad():
@@ -491,14 +492,14 @@ def test_blocks_that_are_compiled_one_by_one():
             block.compile(backend="aot_eager", fullgraph=True)
         out, _ = guarded(torch.randn(BATCH, WIDTH))
         out.sum().backward()
-        born.append(flags.repr(guarded.backward_flags))
-    assert born[0] == born[1]
-    assert "1.first" in born[0]
+        created.append(flags.repr(guarded.backward_flags))
+    assert created[0] == created[1]
+    assert "1.first" in created[0]
 
 
 @pytest.mark.long
 def test_a_part_that_is_frozen_is_not_compiled_for_every_size():
-    model = Net(*[Looking() for _ in range(3)])
+    model = Net(*[Indexing() for _ in range(3)])
     for block in model.blocks:
         block.table.requires_grad_(False)
     backend = CompileCounterWithBackend("aot_eager")
@@ -547,7 +548,7 @@ def test_a_part_named_input():
     assert regions_of(Named(), x, quarantine=True, compile_once=["blocks.*", "input"]) == (5, 1)
 
 
-def test_a_region_tells_the_signature_of_the_block():
+def test_a_region_has_the_signature_of_the_block():
     model = Handing()
     watch(model, compile_once=True)
     assert [*inspect.signature(model.blocks[0].forward).parameters] == ["x", "mask"]

@@ -30,8 +30,8 @@ def test_one_bad_sample_in_each_process(kind, backend, tmp_path):
         )
         for rank in range(2)
     ]
-    told = [process.communicate(timeout=180)[1].decode() for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(told)
+    errors = [process.communicate(timeout=180)[1].decode() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
 
     model, batches = model_and_batches()
     for x in batches:

@@ -1,4 +1,4 @@
-"""Quarantine: what is bad is replaced where it is met, and nothing beside it is touched; and the twin is the model."""
+"""Quarantine replaces non-finite values where it meets them, and nothing else; and a watched model is the model."""
 
 import copy
 import gc
@@ -194,7 +194,7 @@ class TestOneBadSampleCostsOneSample:
         assert_quarantined(guarded, model, (x,), (bad,), "INF @ 1", "norm")
 
     def test_a_row_with_two_faults_keeps_both(self):
-        """A repaired row is fine again: what goes wrong later is another fault."""
+        """A replaced row is finite again: what goes wrong later is another fault."""
         x, s = good_arguments(torch.float32)
         _, f = watch(Net(), quarantine=True)(planted(x, BAD, 0, NAN), planted(s, BAD, 1, 0))
         both = ["NAN @ input", "FALLBACK_VALUE @ input", "NAN @ third", "FALLBACK_VALUE @ third"]
@@ -249,7 +249,7 @@ class Attention(nn.Module):
 
 
 class Root(nn.Module):
-    """The square root of 0 is fine, its derivative is not."""
+    """The square root of 0 is finite, its derivative is not."""
 
     def __init__(self):
         super().__init__()
@@ -263,7 +263,7 @@ def losses(out):
     return per_sample(out.flatten(1))
 
 
-class TestBornInTheBackwardPass:
+class TestCreatedInBackward:
     @pytest.fixture(params=[(), (3,), (2, 3)], ids=["vectors", "tokens", "images"], autouse=True)
     def between(self, request):
         """The dims between those of the samples and of their vectors: one of the vectors of a bad sample is bad."""
@@ -302,11 +302,11 @@ class TestBornInTheBackwardPass:
         err.mean_ok(f, losses(out)).backward()
         found = faults(guarded.backward_flags)
         assert set(found) == set(BAD)
-        assert {place.split()[-1] for places in found.values() for place in places} == {"first"}
+        assert {error.split()[-1] for errors in found.values() for error in errors} == {"first"}
 
 
 class Waves(nn.Module):
-    """Of whose gradients one is complex: no operator stops that."""
+    """One of its gradients is complex: no operator masks that."""
 
     def __init__(self):
         super().__init__()
@@ -319,22 +319,22 @@ class Waves(nn.Module):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex operators")
-def test_marks_of_gradients_of_several_kinds(backend):
+def test_probes_for_gradients_of_several_dtypes(backend):
     x, s = torch.randn(BATCH, 4), torch.ones(BATCH, 1)
     s[BAD] = 0
-    told = []
+    created = []
     for run in (lambda model: model, lambda model: torch.compile(model, backend=backend, fullgraph=True)):
         torch.manual_seed(0)
         guarded = watch(Waves(), quarantine=True)
         out, f = run(guarded)(x, s)
         err.mean_ok(f, losses(out)).backward()
-        told.append(faults(guarded.backward_flags))
-    assert told[0] == told[1]
-    assert told[0]
+        created.append(faults(guarded.backward_flags))
+    assert created[0] == created[1]
+    assert created[0]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_two_models_in_one_graph_have_marks_of_their_own(backend):
+def test_two_models_in_one_graph_have_probes_of_their_own(backend):
     one, two = (watch(Root(), quarantine=True) for _ in range(2))
 
     def both(x, s):
@@ -354,7 +354,7 @@ class Forked(Root):
         return super().forward(x, s), self.second(self.first(x))
 
 
-def test_of_a_gradient_taken_in_a_graph_nothing_is_told():
+def test_for_a_gradient_taken_in_a_graph_there_are_no_backward_flags():
     guarded = watch(Forked(), quarantine=True)
 
     def step(x, s):
@@ -392,15 +392,15 @@ def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)).eval()
 
 
-def places_of(guarded, dtype=torch.float32):
-    """What is found when the last weight is bad, and when the input is: everything that has a name."""
+def faults_of(guarded, dtype=torch.float32):
+    """What is found in a batch with one bad sample."""
     x = torch.randn(3, 4, dtype=dtype)
     x[1, 0] = NAN
     return faults(guarded(x)[1])
 
 
 @pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
-class TestTheTwinIsTheModel:
+class TestTheWatchedModelIsTheModel:
     @pytest.fixture(params=[False, True], ids=["", "quarantine"])
     def quarantine(self, request):
         return request.param
@@ -469,9 +469,9 @@ class TestTheTwinIsTheModel:
         assert guarded.to(dtype) is guarded
         assert {p.dtype for p in model.parameters()} == {dtype}
         assert guarded(torch.randn(3, 4, dtype=dtype))[0].dtype == dtype
-        assert places_of(guarded, dtype)[1][0] == "NAN @ input"
+        assert faults_of(guarded, dtype)[1][0] == "NAN @ input"
 
-    def test_unwatched_it_leaves_no_trace(self, quarantine):
+    def test_unwatch_removes_all_hooks_and_attributes(self, quarantine):
         model, x = mlp(), torch.randn(3, 4)
         attributes, want = set(model.__dict__), model(x)
         guarded = watch(model, quarantine=quarantine)
@@ -485,7 +485,7 @@ class TestTheTwinIsTheModel:
             assert not module._forward_hooks_with_kwargs
         assert type(model) is nn.Sequential
         assert torch.equal(model(x), want)
-        assert places_of(watch(model)) == {1: ["NAN @ input"]}
+        assert faults_of(watch(model)) == {1: ["NAN @ input"]}
 
     def test_hooks_of_others_stay_when_it_is_unwatched(self):
         model, called = mlp(), []
@@ -512,13 +512,13 @@ class TestTheTwinIsTheModel:
             twin.train()
         assert not (guarded[0].weight == 0).any()
         assert not guarded.training
-        want = places_of(guarded)
+        want = faults_of(guarded)
         del model, guarded
         gc.collect()
-        others = [watch(nn.Sequential(nn.Linear(4, 2))) for _ in range(3)]  # take the places that became free
+        others = [watch(nn.Sequential(nn.Linear(4, 2))) for _ in range(3)]  # take the ids that became free
         twin.eval()
-        assert places_of(twin) == want
-        assert places_of(others[-1])[1] == ["NAN @ input"]
+        assert faults_of(twin) == want
+        assert faults_of(others[-1])[1] == ["NAN @ input"]
         with torch.no_grad():
             twin[4].weight.fill_(NAN)
         assert faults(twin(x)[1])[0][0] == "NAN @ 4"
@@ -602,7 +602,7 @@ def test_a_wrapper_in_cpp(quarantine):
 
 @pytest.mark.parametrize("quarantine", [False, True])
 @pytest.mark.parametrize("depth", [8, 40], ids=["few", "many"])
-def test_few_looks_and_many_come_to_the_same(run_light, depth, quarantine):
+def test_few_checks_and_many_give_the_same(run_light, depth, quarantine):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
     with torch.no_grad():
         model[depth // 2].weight[0] = 1e30
@@ -619,7 +619,7 @@ def test_few_looks_and_many_come_to_the_same(run_light, depth, quarantine):
 
 
 class Short(nn.Module):
-    """Puts out numbers of one byte."""
+    """Returns numbers of one byte."""
 
     def __init__(self):
         super().__init__()

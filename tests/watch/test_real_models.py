@@ -263,7 +263,7 @@ class TestTransformers:
         assert faults(f) == {row: ["NAN @ model.layers.0.mlp.up_proj"] for row in range(BATCH)}
 
     @torch.no_grad()
-    def test_a_cache_comes_out_as_it_is(self, run):
+    def test_a_cache_is_returned_unchanged(self, run):
         model, kwargs = gpt2(use_cache=True).eval(), arguments("gpt2")
         want = model(**kwargs)
         for quarantine in (False, True):
@@ -274,14 +274,14 @@ class TestTransformers:
             assert err.all_ok(f)
 
     @torch.no_grad()
-    def test_tokens_are_generated_as_ever(self):
+    def test_generated_tokens_are_those_of_the_plain_model(self):
         model, ids = gpt2(use_cache=True).eval(), arguments("gpt2")["input_ids"]
         settings = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
         want = model.generate(ids, **settings)
         assert torch.equal(watch(model, returns="output").generate(ids, **settings), want)
 
     @pytest.mark.parametrize("name", breadth(MODELS, "gpt2", "llama"))
-    def test_in_quarantine_the_other_rows_are_as_ever(self, name):
+    def test_in_quarantine_the_other_rows_are_unchanged(self, name):
         model, kwargs = MODELS[name]().eval(), arguments(name)
         plain = model(**kwargs)
         guarded = watch(model, quarantine=True)
@@ -290,12 +290,12 @@ class TestTransformers:
         assert err.all_ok(f)
         if name == "vit":
             kwargs["pixel_values"] = planted(kwargs["pixel_values"], (BAD, 0, 5, 1), NAN)
-            place = "NAN @ input", "FALLBACK_VALUE @ input"
+            expected = "NAN @ input", "FALLBACK_VALUE @ input"
         else:
             kwargs["input_ids"] = planted(kwargs["input_ids"], (BAD, 2), VOCABULARY)
-            place = f"OUT_OF_BOUNDS @ {WORD_EMBEDDINGS[name]}", f"FALLBACK_VALUE @ {WORD_EMBEDDINGS[name]}"
+            expected = f"OUT_OF_BOUNDS @ {WORD_EMBEDDINGS[name]}", f"FALLBACK_VALUE @ {WORD_EMBEDDINGS[name]}"
         out, f = guarded(**kwargs)
-        assert faults(f) == {BAD: list(place)}
+        assert faults(f) == {BAD: list(expected)}
         assert_other_rows_equal(out, plain)
         loss_of(out).backward()
         assert all(grad.isfinite().all() for grad in grads(model).values())
@@ -356,7 +356,7 @@ class Tagger(nn.Module):
 class TestLSTM:
     @pytest.fixture(autouse=True)
     def rnn(self):
-        """Dynamo traces no LSTM unless it is told to, watched or not."""
+        """Dynamo traces no LSTM unless a setting allows it, watched or not."""
         with torch._dynamo.config.patch(allow_rnn=True):
             yield
 
@@ -401,7 +401,7 @@ class TestLSTM:
         assert faults(f) == {BAD: ["NAN @ input"]}
 
     @torch.no_grad()
-    def test_in_quarantine_the_other_rows_are_as_ever(self, run, batch_first):
+    def test_in_quarantine_the_other_rows_are_unchanged(self, run, batch_first):
         model, x, batch_dim = Tagger(batch_first), self.x(batch_first), 0 if batch_first else 1
         want = model(x)
         out, f = run(watch(model, batch_dim=batch_dim, quarantine=True))(
@@ -548,7 +548,7 @@ class TestCheckpoint:
             model.blocks[1][0].weight[0, 0] = INF
         _, f = run(watch(model))(x)
         assert set(faults(f)) == set(range(BATCH))
-        assert {place for found in faults(f).values() for place in found} == {"INF @ blocks.1.0"}
+        assert {fault for found in faults(f).values() for fault in found} == {"INF @ blocks.1.0"}
 
     def test_in_quarantine_the_gradients_are_those_of_the_rest(self, run):
         model, x = Checkpointed(), torch.randn(BATCH, 4)
@@ -804,7 +804,7 @@ class TestOutputs:
 
     @pytest.mark.parametrize("name", OUTPUTS)
     def test_a_fault_of_the_output_is_found_wherever_it_is(self, run, name):
-        """Born behind the last module, it is the model's own."""
+        """Made after the last module, it is reported at the model itself."""
         give = OUTPUTS[name]
         model = Giving(lambda z: give(torch.where(z[:, :1] > 100, NAN, z)))
         x = planted(torch.randn(BATCH, 4), BAD, 1e4 * model.linear.weight[0].detach().sign())

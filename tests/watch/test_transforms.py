@@ -90,7 +90,7 @@ def test_a_bad_sample_has_no_derivative_and_the_others_have_theirs(x, name, mode
     torch.testing.assert_close(got[GOOD], want[GOOD])
 
 
-def test_a_fault_born_on_the_way_back_is_stopped_under_vmap_too():
+def test_a_fault_created_in_backward_is_masked_under_vmap_too():
     class Root(nn.Module):
         def __init__(self):
             super().__init__()

@@ -7,10 +7,10 @@ from torch._inductor.utils import run_and_get_code
 
 from torchguard import err, flags
 from torchguard._watch import watch
-from torchguard._watch.backward import stopped
+from torchguard._watch.backward import masked_gradient
 from torchguard._watch.batch import Batch
-from torchguard._watch.detect import is_fine, look
-from torchguard._watch.replace import mend_, only
+from torchguard._watch.detect import is_finite, scan
+from torchguard._watch.replace import zero_nonfinite_, zero_vectors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,7 +69,7 @@ def dtype(request):
 
 
 @pytest.mark.parametrize("quarantine", [False, True])
-def test_the_row_and_the_place(run, dtype, quarantine):
+def test_the_sample_and_the_location(run, dtype, quarantine):
     guarded = watch(Net().to("cuda", dtype), quarantine=quarantine)
     call = run(guarded)
     good = arguments(dtype)
@@ -80,8 +80,8 @@ def test_the_row_and_the_place(run, dtype, quarantine):
             for value, name in ((NAN, "NAN"), (float("-inf"), "INF")):
                 _, f = call(*spoiled(good, value))
                 found = [[(e.code_name, e.location_name) for e in errors] for errors in flags.unpack_all(f)]
-                repairs = [("FALLBACK_VALUE", "input")] if quarantine else []
-                assert found == [[], [(name, "input"), *repairs], [], []]
+                replaced = [("FALLBACK_VALUE", "input")] if quarantine else []
+                assert found == [[], [(name, "input"), *replaced], [], []]
                 assert [(i.sample, i.path) for i in guarded.report()] == [(1, "input")]
 
 
@@ -97,7 +97,7 @@ def test_nothing_waits(run, dtype, no_sync):
             call(*bad)
             guarded.poll()
         torch.cuda.synchronize()
-        assert [str(i) for i in guarded.poll()] == ["sample 1: NAN at input, position 0, seen in 4 places"]
+        assert [str(i) for i in guarded.poll()] == ["sample 1: NAN at input, position 0, seen at 4 locations"]
 
 
 def test_indices_out_of_range_end_no_run(run):
@@ -161,7 +161,7 @@ def test_blocks_that_are_compiled_once(mode):
 
 
 class Root(nn.Module):
-    """The square root of 0 is fine, its derivative is not."""
+    """The square root of 0 is finite, its derivative is not."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +173,7 @@ class Root(nn.Module):
 
 @pytest.mark.parametrize("dims", [(), (5,), (3, 700)], ids=["vectors", "tokens", "images"])
 @pytest.mark.parametrize("mode", ["plain", "inductor"])
-def test_a_fault_born_in_the_backward_pass(mode, dims):
+def test_a_fault_created_in_backward(mode, dims):
     model = Root().cuda()
     nn.init.ones_(model.first.weight)
     x = torch.rand(4, *dims, 4, device="cuda") + 1
@@ -191,7 +191,7 @@ def test_a_fault_born_in_the_backward_pass(mode, dims):
 
 
 class Wide(nn.Module):
-    """Vectors so long that a GPU looks at them in pieces."""
+    """Vectors so long that a GPU scans them in pieces."""
 
     def __init__(self):
         super().__init__()
@@ -239,49 +239,49 @@ def test_gradients_through_long_vectors(mode):
 
 @pytest.mark.parametrize("per_sample", [7, 4096, 3 * 4096 + 16, 300_000])
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_gradient_is_stopped_whatever_is_bad_in_it_and_wherever(kind, per_sample):
+def test_a_gradient_is_masked_whatever_is_bad_in_it_and_wherever(kind, per_sample):
     grad = torch.randn(6, per_sample, device="cuda", dtype=kind)
     grad[0, 0] = torch.finfo(kind).max
     grad[1, -1], grad[2, per_sample // 2], grad[3, 0] = NAN, float("-inf"), float("inf")
     grad[4, :2] = torch.tensor([float("inf"), NAN], device="cuda").neg()  # the sign of a NaN counts for nothing
-    want, marks = stopped(grad, Batch(6, (), 0, grad.device), None, None, 0)
+    want, probe = masked_gradient(grad, Batch(6, (), 0, grad.device), None, None, 0)
     table = torch.zeros(2, 3, 6, device="cuda")
-    for place in (2, 0, 2):
+    for location in (2, 0, 2):
         got = grad.clone()
-        torch.ops.torchguard.stop_(got, table, place, 6)
+        torch.ops.torchguard.mask_gradient_(got, table, location, 6)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-    torch.testing.assert_close(table[0], torch.stack([marks, torch.zeros_like(marks), marks]))
+    torch.testing.assert_close(table[0], torch.stack([probe, torch.zeros_like(probe), probe]))
     assert not table[1].any()
 
 
-def test_a_stop_in_a_graph_is_what_it_is_without():
-    def step(grad, place):
-        table, fine = torch.zeros(2, 3, 6, device="cuda"), grad.clone()
-        torch.ops.torchguard.stop_(fine, table, place, 6)
-        torch.ops.torchguard.stop_(fine.mul_(2), table, 1, 6)
-        return fine, table
+def test_a_gradient_mask_in_a_graph_is_that_of_eager_mode():
+    def step(grad, location):
+        table, masked = torch.zeros(2, 3, 6, device="cuda"), grad.clone()
+        torch.ops.torchguard.mask_gradient_(masked, table, location, 6)
+        torch.ops.torchguard.mask_gradient_(masked.mul_(2), table, 1, 6)
+        return masked, table
 
     grad = torch.randn(6, 5, 7, device="cuda", dtype=torch.bfloat16)
     grad[1, 2, 3], grad[4, 0, 0] = NAN, float("inf")
     grad[3] = torch.finfo(torch.bfloat16).max  # is Inf when doubled
-    fine, table = step(grad, 2)
+    masked, table = step(grad, 2)
     assert table[0].nonzero().tolist() == [[1, 3], [2, 1], [2, 4]]
-    for got, want in zip(torch.compile(step, fullgraph=True)(grad, 2), (fine, table), strict=True):
+    for got, want in zip(torch.compile(step, fullgraph=True)(grad, 2), (masked, table), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("width", [16, 48, 1024, 3072, 5000, 4097])
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_mending_in_place(kind, width):
+def test_replacing_in_place(kind, width):
     z = torch.randn(3, 5, width, device="cuda", dtype=kind)
     z[0, 0, 0] = torch.finfo(kind).max
     z[1, 2, width // 2], z[2, 4, -1], z[0, 3] = NAN, float("-inf"), float("inf")
-    found = look(z)
-    want = only(is_fine(found), z)
-    for _ in range(2):  # compiled, and as it was compiled
-        fine = z.clone()
-        torch.testing.assert_close(mend_(fine), found, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(fine, want, rtol=0, atol=0)
+    status = scan(z)
+    want = zero_vectors(is_finite(status), z)
+    for _ in range(2):  # the kernel is compiled, and then reused
+        replaced = z.clone()
+        torch.testing.assert_close(zero_nonfinite_(replaced), status, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(replaced, want, rtol=0, atol=0)
 
 
 class Attention(nn.Module):
@@ -298,7 +298,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("width", [32, 1056])
-def test_what_attention_reads_is_mended_in_place(run, dtype, width):
+def test_what_attention_reads_is_replaced_in_place(run, dtype, width):
     model = nn.Sequential(Attention(width), Attention(width)).to("cuda", dtype)
     x = torch.randn(4, 6, width, device="cuda", dtype=dtype)
     with torch.no_grad():
@@ -314,13 +314,13 @@ def test_what_attention_reads_is_mended_in_place(run, dtype, width):
 
 
 @pytest.mark.parametrize("rows", ["as many", "any number"])
-def test_the_kernel_that_mends_is_in_the_graph(rows):
+def test_the_kernel_that_replaces_is_in_the_graph(rows):
     guarded = watch(Attention().cuda(), quarantine=True)
     call = torch.compile(guarded, fullgraph=True, dynamic=rows == "any number")
     x = torch.randn(4, 6, 32, device="cuda")
     with torch.no_grad():
         _, (code,) = run_and_get_code(call, x)
-    assert ("_mend" in code) is (rows == "as many")
+    assert ("_zero_nonfinite_kernel" in code) is (rows == "as many")
 
 
 @pytest.mark.parametrize("once", [False, True])
@@ -357,7 +357,7 @@ def test_a_model_on_two_devices(mode):
     good = [0, 2, 4]
     share = model(x[good]).square().mean(-1).sum() / (len(x) - 1)
     want = torch.autograd.grad(share, [*model.parameters()])
-    x[1, 2], x[3] = NAN, 0  # bad when it comes; fine, until the derivative of the root
+    x[1, 2], x[3] = NAN, 0  # bad at the input; finite, but for the derivative of the root
     guarded = watch(model, quarantine=True)
     call = guarded if mode == "plain" else torch.compile(guarded, fullgraph=True, backend=mode)
     out, f = call(x)

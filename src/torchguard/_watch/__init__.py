@@ -1,4 +1,26 @@
-"""Checks put in for you: `watch(model)` watches a model nobody edited."""
+"""`watch(model)`: checks on a model that nobody edited.
+
+State that is not visible in signatures, and why it is there:
+
+- On tensors, since traced values have no other carrier. `_torchguard_clean` on a tensor that quarantine replaced, so
+  that it is not checked again (`quarantine.py`). `_torchguard_source` on a row status whose scan is deferred
+  (`detect.py`). `_torchguard_call` on a call's gradient probes: the parts they were split into, once (`backward.py`).
+  And of the error channel, `_torchguard_note` on flags: what was pushed since they were empty (`_channel/deferred.py`).
+- Between forward and backward, since a backward pass returns gradients and nothing else: the cells
+  `CallOrigins.origins` and `ProbeTable.opened`, and a hook on the leaf of the gradient probes that saves their gradient
+  (`backward.py`, `state.py`).
+- For one call: `WatchState.call_record` is set before the model's own `forward` and unset after it, since module hooks
+  get no argument from the call. `CallRecord.enter_region` swaps five fields of the record, since tensors leave a region
+  by being returned (`regions.py`).
+- On modules, and removed by `unwatch`: forward hooks; a `Region` as `forward` of blocks that are compiled once; the
+  `WatchState` as attribute `_watch` of the model. The watched model and the model share one `__dict__`.
+- On torch: the operators, which stay for the process since compiled code calls them; Dynamo's marks on the tensors of a
+  `WatchState` that their sizes are static (`_torch/dynamo.py`) and on functions that are constant in graphs
+  (`_torch/tracing.py`); `_torchguard_described` on torch's cache of nested regions, with a patch of
+  `invoke_subgraph.gen_schema`, and the settings that docs/watch.md lists (`_torch/settings.py`).
+- Caches: classes of watched models (`wrapper.py`), constants by device (`origins.py`), configurations (`summarize.py`),
+  compiled kernels (`kernels.py`).
+"""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -8,12 +30,19 @@ from torch import nn
 
 from torchguard._torch.modules import is_compiled_module, mixes_rows, remove_forward_hooks
 from torchguard._torch.settings import keep_side_effects_under_checkpoint
-from torchguard._watch import regions, state, wrapper  # whose classes are looked up there: they may be reloaded
+from torchguard._watch import hooks, regions, state, wrapper  # classes are looked up there: they may be reloaded
 from torchguard._watch.report import Incident
-from torchguard._watch.select import DEFAULT, blocks_to_compile_once, checks_of, other_embeddings, watched_paths
+from torchguard._watch.select import (
+    DEFAULT_CHECKS,
+    blocks_to_compile_once,
+    checks_of,
+    mask_positions,
+    other_embeddings,
+    watched_paths,
+)
 from torchguard.exceptions import MixedRowsWarning, WatchError
 
-__all__ = ["Incident", "unwatch", "watch"]
+__all__ = ["Incident", "WatchError", "unwatch", "watch"]
 
 _STATE = "_watch"
 
@@ -24,29 +53,30 @@ def watch(
     level: str = "modules",
     include: Sequence[str] | str | None = None,
     exclude: Sequence[str] | str | None = None,
-    checks: Iterable[Any] = DEFAULT,
+    checks: Iterable[Any] = DEFAULT_CHECKS,
     quarantine: bool = False,
     returns: str = "both",
     batch_dim: int = 0,
     compile_once: bool | Sequence[str] | str = False,
 ) -> Any:
-    """The model, watched: `out, f = watch(model)(x)`, compiled or not.
+    """The watched model: `out, f = watch(model)(x)`, compiled or not.
 
-    What is returned shares everything with the model: class, modules, parameters, attributes. The model itself goes on
-    as before. A sample that goes bad is recorded in `f` at the place where it went bad first.
+    It shares everything with the model: class, modules, parameters, attributes. The model itself can be used as before.
+    A sample that goes bad is recorded in `f` at the location where it went bad first.
 
     Args:
-        level: watch what every module with parameters returns ("modules"), what the blocks of the model's lists of
-            modules return ("blocks"), or inputs and outputs alone ("outputs").
-        include: glob patterns of paths: of what `level` chooses ("outputs": of all), watch these alone.
-        exclude: glob patterns of paths not to watch.
-        checks: what to look for: "nan", "inf", "indices", "overflow" or ("overflow", share), "zero", "constant",
-            "saturated", or checks of your own, (name, function from (batch, values) to a mask, message).
-        quarantine: replace what is bad at module boundaries, in values and gradients, and the whole row in the output.
+        level: check the outputs of all modules with parameters ("modules"), of the items of the model's lists of
+            modules ("blocks"), or the model's input and output only ("outputs").
+        include: glob patterns of paths: of the modules that `level` selects ("outputs": of all), check only these.
+        exclude: glob patterns of paths not to check.
+        checks: "nan", "inf", "indices", "overflow" or ("overflow", share), "zero", "constant", "saturated", or checks
+            of your own: (name, function from (batch, values) to a mask, message).
+        quarantine: replace non-finite values by zeros at module boundaries, mask non-finite gradients, and zero bad
+            samples in the output.
         returns: "both" for `(out, f)`; "output" for `out`, with the flags in `guarded.flags`.
         batch_dim: the dim of the arguments along which the samples lie.
-        compile_once: compile blocks that are alike once for all of them: those at paths that match glob patterns, or
-            with True the items of the model's outermost lists of modules.
+        compile_once: compile equal blocks once for all of them: those at paths that match glob patterns, or with True
+            the items of the model's outermost lists of modules.
 
     >>> from torchguard._watch import watch
     >>> guarded = watch(torch.nn.Linear(2, 1))
@@ -57,65 +87,81 @@ def watch(
     _require_model(model)
     if returns not in ("both", "output"):
         raise WatchError(f"watch: returns is {returns!r}. Give 'both' or 'output'.")
-    looked_for = checks_of(checks)
+    selected = checks_of(checks)
     chosen = watched_paths(model, level, include, exclude)
-    tables = other_embeddings(model, chosen, exclude) if looked_for.indices else []
+    embeddings = other_embeddings(model, chosen, exclude) if selected.indices else []
     blocks = blocks_to_compile_once(model, compile_once)
-    modules, looked_at = dict(model.named_modules()), {*chosen, *tables}
-    watched = [path for path in modules if path in looked_at]
+    modules, checked = dict(model.named_modules()), {*chosen, *embeddings}
+    watched = [path for path in modules if path in checked]
     paths = ("input", *watched, "")
-    parts = {path: regions.places_within(path, paths) for path in blocks}
-    about = (quarantine, returns, batch_dim, wrapper.masks_of(model), tuple(part for part in parts.values() if part))
-    how = state.Watch(model, paths, looked_for, *about)
+    of_blocks = {path: regions.locations_within(path, paths) for path in blocks}
+    watch_state = state.WatchState(
+        model,
+        paths,
+        selected,
+        quarantine,
+        returns,
+        batch_dim,
+        masks=mask_positions(model),
+        regions=tuple(locations for locations in of_blocks.values() if locations),
+    )
     if quarantine:
-        _warn_of_mixed_rows(model)
+        _warn_of_mixed_samples(model)
     keep_side_effects_under_checkpoint()
-    model.register_forward_pre_hook(wrapper.Root(how))
-    eyes = {path: wrapper.Eye(how, i, modules[path], path in chosen) for i, path in enumerate(watched, start=1)}
-    for path, part in parts.items():
-        modules[path].__dict__["forward"] = regions.Region(how, modules[path], eyes.pop(path, None), part)
-    for path, eye in eyes.items():
+    model.register_forward_pre_hook(wrapper.RootHook(watch_state))
+    on_modules = {
+        path: hooks.ModuleHooks(watch_state, location, modules[path], path in chosen)
+        for location, path in enumerate(watched, start=1)
+    }
+    for path, locations in of_blocks.items():
+        block, on_block = modules[path], on_modules.pop(path, None)
+        block.__dict__["forward"] = regions.Region(watch_state, block, on_block, locations)
+    for path, on_module in on_modules.items():
         module = modules[path]
-        if eye.looks_after:
-            module.register_forward_hook(eye.after)
-        if eye.looks_before:
-            module.register_forward_pre_hook(eye.before, with_kwargs=True)
-    twin = wrapper.new_shell(type(model), "forward" in model.__dict__)
-    object.__setattr__(twin, "__dict__", model.__dict__)
-    model.__dict__[_STATE] = how
-    return twin
+        if on_module.checks_output:
+            module.register_forward_hook(on_module.after)
+        if on_module.checks_input:
+            module.register_forward_pre_hook(on_module.before, with_kwargs=True)
+    guarded = wrapper.new_wrapper(type(model), "forward" in model.__dict__)
+    object.__setattr__(guarded, "__dict__", model.__dict__)
+    model.__dict__[_STATE] = watch_state
+    return guarded
 
 
 def unwatch(guarded: Any) -> nn.Module:
-    """The plain model, without a trace of having been watched."""
+    """The plain model. Hooks, replaced `forward`s and attributes of `watch` are removed from it.
+
+    What `watch` changed for the whole process stays: settings of torch that compiled code may still need, which
+    docs/watch.md lists under "Settings of torch that watch changes".
+    """
     if not wrapper.is_watched(guarded):
-        raise WatchError(f"unwatch: this {type(guarded).__name__} is not watched.")
-    how = guarded.__dict__.pop(_STATE)
+        raise WatchError(f"unwatch: this {type(guarded).__name__} is not watched. Give what watch returned.")
+    watch_state = guarded.__dict__.pop(_STATE)
     for module in guarded.modules():  # pyright: ignore[reportAttributeAccessIssue]
-        remove_forward_hooks(module, lambda hook: getattr(hook, "watch", None) is how)
-        regions.remove_region(module, how)
-    object.__setattr__(how.model, "__dict__", guarded.__dict__)
-    return how.model
+        remove_forward_hooks(module, lambda hook: getattr(hook, "watch", None) is watch_state)
+        regions.remove_region(module, watch_state)
+    object.__setattr__(watch_state.model, "__dict__", guarded.__dict__)
+    return watch_state.model
 
 
 def _require_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise WatchError(f"watch: got a {type(model).__name__}. Give an nn.Module.")
+        raise WatchError(f"watch: expected an nn.Module, got {type(model).__name__}.")
     if is_compiled_module(model):
         raise WatchError("watch: this model is compiled already. Watch first: torch.compile(watch(model)).")
     if _STATE in model.__dict__:
         raise WatchError(f"watch: this {type(model).__name__} is watched already. unwatch it first.")
-    if own := [name for name in wrapper.NAMES if hasattr(model, name)]:
+    if own := [name for name in wrapper.ADDED_NAMES if hasattr(model, name)]:
         raise WatchError(
-            f"watch: this {type(model).__name__} has a {own[0]!r} of its own, and a watched model has one, too."
+            f"watch: this {type(model).__name__} has a {own[0]!r} of its own, which watching would hide. Rename it."
         )
 
 
-def _warn_of_mixed_rows(model: nn.Module) -> None:
+def _warn_of_mixed_samples(model: nn.Module) -> None:
     mixing = [path for path, module in model.named_modules() if mixes_rows(module)]
     if mixing:
         warnings.warn(
-            f"watch: {', '.join(mixing[:5])} mix samples while training: a repaired sample goes into their mean and "
+            f"watch: {', '.join(mixing[:5])} mix samples while training: a replaced sample goes into their mean and "
             "variance as zeros. The others' outputs and gradients stay finite, but are not those of the batch without "
             "it. In eval mode they are.",
             MixedRowsWarning,

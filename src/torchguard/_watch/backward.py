@@ -1,8 +1,37 @@
-"""Stopping a gradient that is not finite: zeros in all of a sample of which a part is bad.
+"""Gradient masks, and gradient probes that record where a backward pass produced NaN or Inf.
 
-Marks: leaves without influence, whose gradient tells where a backward pass went bad.
+A gradient mask zeroes the gradient of every sample that has a non-finite entry. A gradient probe is a leaf tensor of
+zeros, one entry per location and sample, that takes no part in any value; its gradient records what a mask found.
+
+Why probes: a fault that is created in the backward pass, such as the derivative of `sqrt` at 0, comes after the flags
+of the call were returned. Whatever a backward pass computes, in eager mode and in compiled code alike, torch hands out
+as the gradient of a leaf and in no other way; a Python list that backward code appends to would be filled once, while
+the graph is traced. So each replaced tensor (`quarantine.py`) takes the probe of its location as a second input, and
+its backward returns, as the probe's gradient, 0, `PROBE_INF` or `PROBE_NAN` for each sample. A hook on the leaf saves
+the gradient it receives.
+
+One call goes through these steps:
+
+1. `WatchState.new_record` makes a view of the leaf for the call, so that calls do not share what is attached to it.
+2. `call_probes` splits that view into one probe per location, by one autograd node (`_SplitProbes`). The parts are
+   saved on the view as `_torchguard_call`: AOTAutograd runs many operators that each get the view and no other common
+   object. What the node is given must not reference what it returns: that cycle would pass through autograd's C++
+   nodes, which Python's garbage collector does not see, and would never be freed.
+3. When the call is summarized, `set_origins` stores which samples were bad going forward. Backward drops these from the
+   probes' gradients: they are known already.
+4. In a traced backward pass the masks write into one `ProbeTable` instead of returning a gradient each, so that there
+   is nothing to merge. `_SplitProbes.backward` takes the table. A table belongs to one backward pass, known by
+   autograd's number of it: a pass that does not reach the probes (`torch.autograd.grad` in a graph) leaves its table
+   behind.
+5. Blocks that are compiled once (`regions.py`) get the probes of their own locations as one slice (`region_probes`).
+
+The mask itself mostly finds nothing. It is an operator that is not compiled: on a GPU one kernel that only reads, on
+the CPU a check that ends early; as traced operations it would write the gradient in every case.
+
+All this can go when torch lets a backward pass return values that are no gradients.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,250 +40,276 @@ from torch import Tensor
 
 from torchguard._operators import define, define_whole
 from torchguard._torch.tracing import backward_number, can_read, is_shape_only, is_surely, is_traced
-from torchguard._watch.batch import Batch, rows_of
-from torchguard._watch.detect import INF_MARK, NAN_MARK, are_finite, evidence, is_fine, is_nan
-from torchguard._watch.replace import has_kernel, only
+from torchguard._watch.batch import Batch
+from torchguard._watch.detect import PROBE_INF, PROBE_NAN, all_finite, is_finite, is_nan, row_status
+from torchguard._watch.replace import has_kernel, zero_vectors
 from torchguard.checks import floats_of
 
-# What is remembered on the marks of a call.
+# Attribute of the probes of a call: the `CallProbes` that they were split into.
 _CALL = "_torchguard_call"
-# So many marks are put together by a kernel; to compile one for more would take long.
-_FEW = 64
+# The most gradients for which a kernel that stacks them is compiled; for more, compiling it would take long.
+_MAX_STACKED = 64
+# Samples with this many numbers or more would overflow the kernel's int32 offsets.
+MAX_SAMPLE_SIZE = 2**31 - 2**20
 
 
-class CameTo:
-    """What a call came to, once that is known: `told` of its `Verdict`."""
+class CallOrigins:
+    """A cell for the origins of a call (`CallSummary.origins`): None until the call is summarized."""
 
-    told: Tensor | None = None
+    origins: Tensor | None = None
 
 
-class Table:
-    """Where stops leave their marks while a backward pass is traced: one for each place and sample.
+class ProbeTable:
+    """The gradients of the probes while a backward pass is traced, one for each location and sample."""
 
-    Each pass has its own: one that does not come to the marks (`torch.autograd.grad` in a graph) leaves them untaken.
-    """
-
-    def __init__(self, places: int, size: int, device: torch.device) -> None:
-        self.places, self.size, self.device = places, size, device
-        self.opened: tuple[int, Tensor] | None = None
+    def __init__(self, locations: int, size: int, device: torch.device) -> None:
+        self.locations, self.size, self.device = locations, size, device
+        self.opened: tuple[int, Tensor] | None = None  # the number of the backward pass, and its table
 
     def open(self) -> Tensor:
-        """`(2, places, samples)`: the marks, and as many zeros to count in."""
+        """The table of the current backward pass: see `_new_table`."""
         now = backward_number()
         if self.opened is None or self.opened[0] != now:
-            self.opened = (now, new_rows(self.places, self.size, self.device))
+            self.opened = (now, _new_table(self.locations, self.size, self.device))
         return self.opened[1]
 
     def take(self) -> Tensor | None:
-        """The marks, `(places, samples)`, if a stop left any there. Nothing of what was traced is kept."""
+        """The gradients `(locations, samples)`, if this backward pass wrote any. No reference to the table is kept."""
         opened, self.opened = self.opened, None
         return opened[1][0] if opened is not None and opened[0] == backward_number() else None
 
 
-def new_rows(places: int, size: int, device: torch.device) -> Tensor:
-    """`(2, places, samples)` zeros."""
+def _new_table(locations: int, size: int, device: torch.device) -> Tensor:
+    """Zeros `(2, locations, samples)`: the gradients of the probes, and the counters of the kernel."""
     if device.type == "cpu":  # where a kernel takes longer to compile than it ever saves
-        return _NO_MARKS(places, size, device)
-    return torch.zeros(2, places, size, device=device)
+        return _call_new_probe_table(locations, size, device)
+    return torch.zeros(2, locations, size, device=device)
 
 
-class Marked:
-    """The marks of one call, taken apart: `each` has those of a place, `(batch,)`."""
-
-    def __init__(self, marks: Tensor, size: int) -> None:
-        self.came_to, self.table = CameTo(), Table(marks.shape[0], size, marks.device)
-        # What it is given must not lead back to what it returns: nobody would ever find that cycle.
-        self.each: tuple[Tensor, ...] = _Apart.apply(marks, size, self.came_to, self.table)  # pyright: ignore[reportAttributeAccessIssue]
+def _call_new_probe_table(locations: int, size: int, device: torch.device) -> Tensor:
+    """Call the operator `new_probe_table`."""
+    return _NEW_PROBE_TABLE(locations, size, device)
 
 
-def marked(marks: Tensor, size: int) -> Marked:
-    """The marks of a call, `(places, many)`, for so many samples. They are taken apart once."""
-    call = getattr(marks, _CALL, None)
-    if call is None:
-        call = Marked(marks, size)
-        setattr(marks, _CALL, call)
-    return call
+_NEW_PROBE_TABLE = define_whole(
+    "new_probe_table(int locations, SymInt size, Device device) -> Tensor",
+    lambda locations, size, device: torch.zeros(2, locations, size, device=device),
+    lambda locations, size, device: torch.empty(2, locations, size, device=device),
+)
 
 
-def tell(marks: Tensor | None, told: Tensor) -> None:
-    """What the call came to whose marks these are, if it has any."""
-    call = getattr(marks, _CALL, None)
-    if call is not None:
-        call.came_to.told = told
+class CallProbes:
+    """The probes of one call: `each` has one per location, `(batch,)`."""
+
+    def __init__(self, probes: Tensor, size: int) -> None:
+        self.cell, self.table = CallOrigins(), ProbeTable(probes.shape[0], size, probes.device)
+        # Neither argument may reference `each`: see the top of the file.
+        self.each: tuple[Tensor, ...] = _SplitProbes.apply(probes, size, self.cell, self.table)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Apart(torch.autograd.Function):
-    """The marks of each place. Their gradients are put together by one call, or were left in a table."""
+def call_probes(probes: Tensor, size: int) -> CallProbes:
+    """The probes of a call, `(locations, MAX_PROBED_BATCH)`, split for that many samples. They are split once."""
+    split = getattr(probes, _CALL, None)
+    if split is None:
+        split = CallProbes(probes, size)
+        setattr(probes, _CALL, split)
+    return split
+
+
+def set_origins(probes: Tensor | None, origins: Tensor) -> None:
+    """Store the origins of a call where the backward pass of its probes, if it has any, finds them."""
+    split = getattr(probes, _CALL, None)
+    if split is not None:
+        split.cell.origins = origins
+
+
+class _SplitProbes(torch.autograd.Function):
+    """The probe of each location. Their gradients are merged by one call, or were written into the table."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(marks: Tensor, size: int, came_to: CameTo, table: Table) -> tuple[Tensor, ...]:
-        zero = marks.new_zeros(())
-        return tuple(zero.expand(size) for _ in range(marks.shape[0]))
+    def forward(probes: Tensor, size: int, cell: CallOrigins, table: ProbeTable) -> tuple[Tensor, ...]:
+        zero = probes.new_zeros(())
+        return tuple(zero.expand(size) for _ in range(probes.shape[0]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        marks, _, ctx.came_to, ctx.table = inputs
-        ctx.shape = marks.shape
+        probes, _, ctx.cell, ctx.table = inputs
+        ctx.shape = probes.shape
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        born = {i: grad for i, grad in enumerate(grads) if grad is not None}
-        left = ctx.table.take()
-        if left is not None:
-            if born:  # of gradients that are on another device, or that no operator takes
-                left = left + _TOGETHER([*born.values()], [*born], None, *left.shape)
-            born = {0: left}
-        if not born:
+        received = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        written = ctx.table.take()
+        if written is not None:
+            if received:  # gradients on another device, or that no operator takes
+                written = written + _call_merge_probes([*received.values()], [*received], None, *written.shape)
+            received = {0: written}
+        if not received:
             return None, None, None, None
-        return _put_together(born, ctx), None, None, None
+        return _merged(received, ctx), None, None, None
 
 
-class _Parts(torch.autograd.Function):
-    """The marks of some places that follow each other, for each of several parts of a model."""
+class _SplitRegions(torch.autograd.Function):
+    """The probes of consecutive locations, for each of several regions."""
 
     @staticmethod
-    def forward(marks: Tensor, size: int, firsts: list[int], counts: list[int], came_to: CameTo) -> tuple[Tensor, ...]:
-        parts = zip(firsts, counts, strict=True)
-        return tuple(marks[first : first + count, :size] for first, count in parts)
+    def forward(
+        probes: Tensor, size: int, firsts: list[int], counts: list[int], cell: CallOrigins
+    ) -> tuple[Tensor, ...]:
+        regions = zip(firsts, counts, strict=True)
+        return tuple(probes[first : first + count, :size] for first, count in regions)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        marks, _, ctx.firsts, _, ctx.came_to = inputs
-        ctx.shape = marks.shape
+        probes, _, ctx.firsts, _, ctx.cell = inputs
+        ctx.shape = probes.shape
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        born = {first: grad for first, grad in zip(ctx.firsts, grads, strict=True) if grad is not None}
-        if not born:
+        received = {first: grad for first, grad in zip(ctx.firsts, grads, strict=True) if grad is not None}
+        if not received:
             return None, None, None, None, None
-        return _put_together(born, ctx), None, None, None, None
+        return _merged(received, ctx), None, None, None, None
 
 
-def _put_together(born: dict[int, Tensor], ctx: Any) -> Tensor:
-    """Marks by the first of their places, in order."""
-    told, (count, width), each = ctx.came_to.told, ctx.shape, [*born.values()]
-    if not is_traced(each[0]):
-        return _together(each, [*born], told, count, width)
-    if told is None and is_surely(width == each[0].shape[-1]):
-        if each[0].ndim == 2 and len(each[0]) == count:  # in this order: the length of one row is that of the batch
-            return each[0]
-        if count == len(each) <= _FEW and each[0].ndim == 1:  # there are no others
-            return torch.stack(each)
-    return _TOGETHER(each, [*born], told, count, width)  # it would take long to compile
+def region_probes(probes: Tensor, size: int, regions: Sequence[range]) -> list[Tensor]:
+    """The probes of the locations of each region. Calls the operator `region_probes`."""
+    return _REGION_PROBES(probes, size, [region.start for region in regions], [len(region) for region in regions])
 
 
-def _together(born: list[Tensor], firsts: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
-    """Marks as the rows of a table, one for each of so many places; zeros for the rest, and for samples that were bad.
+def _region_probes_op(probes: Tensor, size: int, firsts: list[int], counts: list[int]) -> list[Tensor]:
+    if is_shape_only(probes):
+        return [probes.new_empty(count, size, requires_grad=True) for count in counts]
+    return [*_SplitRegions.apply(probes, size, firsts, counts, call_probes(probes, size).cell)]  # pyright: ignore[reportGeneralTypeIssues]
 
-    No index is put on the device for it: under CUDA graphs, what is kept must not come from their memory.
+
+_REGION_PROBES = define(
+    "region_probes(Tensor probes, SymInt size, int[] firsts, int[] counts) -> Tensor[]", _region_probes_op
+)
+
+
+def _merged(received: dict[int, Tensor], ctx: Any) -> Tensor:
+    """The gradient of the probes of a call, from gradients by the first location of each, in order."""
+    origins, (count, width), grads = ctx.cell.origins, ctx.shape, [*received.values()]
+    if not is_traced(grads[0]):
+        return _merge_probes(grads, [*received], origins, count, width)
+    if origins is None and is_surely(width == grads[0].shape[-1]):
+        if grads[0].ndim == 2 and len(grads[0]) == count:  # first, since a row of it is as long as the batch
+            return grads[0]
+        if count == len(grads) <= _MAX_STACKED and grads[0].ndim == 1:  # one for every location
+            return torch.stack(grads)
+    return _call_merge_probes(grads, [*received], origins, count, width)  # would take long to compile
+
+
+def _call_merge_probes(
+    grads: list[Tensor], firsts: list[int], origins: Tensor | None, count: int, width: int
+) -> Tensor:
+    """Call the operator `merge_probes`."""
+    return _MERGE_PROBES(grads, firsts, origins, count, width)
+
+
+def _merge_probes(grads: list[Tensor], firsts: list[int], origins: Tensor | None, count: int, width: int) -> Tensor:
+    """Gradients of probes as rows of one tensor `(count, width)`; zeros for all others, and for samples with an origin.
+
+    It puts no index on the device: under CUDA graphs, the result must not use memory of theirs.
 
     Args:
-        born: marks of one place, or of several that follow each other.
-        firsts: the first place of each, in order.
+        grads: gradients of the probe of one location, `(batch,)`, or of several consecutive ones, `(locations, batch)`.
+        firsts: the first location of each, in order.
     """
-    tables = [torch.atleast_2d(one) for one in born]
+    tables = [torch.atleast_2d(grad) for grad in grads]
     nothing, rows, end = tables[0].new_zeros(1, tables[0].shape[1]), [], 0
     for first, table in zip([*firsts, count], [*tables, nothing], strict=True):
         if first > end:
             rows.append(nothing.expand(first - end, -1))
         rows.append(table)
         end = first + len(table)
-    found = torch.cat(rows[:-1])
-    found = found if told is None else found[:, : told.shape[1]] * (told[0] < 0).to(found.device)
-    return F.pad(found, (0, width - found.shape[1]))
+    merged = torch.cat(rows[:-1])
+    merged = merged if origins is None else merged[:, : origins.shape[1]] * (origins[0] < 0).to(merged.device)
+    return F.pad(merged, (0, width - merged.shape[1]))
 
 
-def _parts_op(marks: Tensor, size: int, firsts: list[int], counts: list[int]) -> list[Tensor]:
-    if is_shape_only(marks):
-        return [marks.new_empty(count, size, requires_grad=True) for count in counts]
-    return [*_Parts.apply(marks, size, firsts, counts, marked(marks, size).came_to)]  # pyright: ignore[reportGeneralTypeIssues]
-
-
-def _shape(born: list[Tensor], firsts: list[int], told: Tensor | None, count: int, width: int) -> Tensor:
-    return born[0].new_empty(count, width)
-
-
-def _no_marks(places: int, size: int, device: torch.device) -> Tensor:
-    return torch.zeros(2, places, size, device=device)
-
-
-def _empty(places: int, size: int, device: torch.device) -> Tensor:
-    return torch.empty(2, places, size, device=device)
-
-
-_NO_MARKS = define_whole("no_marks(int places, SymInt size, Device device) -> Tensor", _no_marks, _empty)
-PARTS = define("parts(Tensor marks, SymInt size, int[] firsts, int[] counts) -> Tensor[]", _parts_op)
-_TOGETHER = define_whole(
-    "together(Tensor[] born, int[] firsts, Tensor? told, int count, SymInt width) -> Tensor", _together, _shape
+_MERGE_PROBES = define_whole(
+    "merge_probes(Tensor[] grads, int[] firsts, Tensor? origins, int count, SymInt width) -> Tensor",
+    _merge_probes,
+    lambda grads, firsts, origins, count, width: grads[0].new_empty(count, width),
 )
 
 
-# So many numbers of a sample the kernel cannot count.
-LONGEST = 2**31 - 2**20
+# Gradient masks.
 
 
-def stopped(
-    grad: Tensor, batch: Batch, dim: int | None, table: Table | None, place: int
+def masked_gradient(
+    grad: Tensor, batch: Batch, dim: int | None, table: ProbeTable | None, location: int
 ) -> tuple[Tensor, Tensor | None]:
-    """A gradient with zeros in every sample that has something bad.
+    """A gradient with zeros in every sample that is not finite, and the probe's gradient, `(batch,)`.
 
-    And a mark for each sample, 0 for one that is fine; None if they were left in the table.
+    The latter is None if it was written into the table.
 
     Args:
-        dim: along which the samples lie, if that is known.
-        table: where to leave the marks, if the gradient is where the table is.
+        dim: the dim along which the samples lie, if it is known.
+        table: where to write the probe's gradient, if the table is on the device of `grad`.
     """
     along = batch.dim if dim is None else dim
-    if is_traced(grad) and along == 0 and batch.has_rows(grad.shape, 0) and not _is_beyond_operators(grad):
-        finite = grad.clone()  # which Inductor leaves out where nobody else reads it
+    if is_traced(grad) and along == 0 and batch.has_samples(grad.shape, 0) and not _needs_traced_mask(grad):
+        finite = grad.clone()  # Inductor leaves the copy out if nothing else reads `grad`
         if table is not None and table.device == grad.device:
-            _STOP_(finite, table.open(), place, batch.size)
+            _call_mask_gradient_(finite, table.open(), location, batch.size)
             return finite, None
-        rows = new_rows(1, batch.size, grad.device)
-        _STOP_(finite, rows, 0, batch.size)
-        return finite, rows[0, 0]
-    return _stopped(grad, batch, along)
+        own = _new_table(1, batch.size, grad.device)
+        _call_mask_gradient_(finite, own, 0, batch.size)
+        return finite, own[0, 0]
+    return _masked_gradient(grad, batch, along)
 
 
-def _is_beyond_operators(grad: Tensor) -> bool:
-    """If there is to be a derivative of this; and what is complex, Inductor refuses."""
+def _needs_traced_mask(grad: Tensor) -> bool:
+    """Whether the operator is no option: it has no derivative, and Inductor refuses complex tensors in it."""
     return grad.is_complex() or torch.is_grad_enabled()
 
 
-def _stopped(grad: Tensor, batch: Batch, along: int) -> tuple[Tensor, Tensor]:
-    if can_read(grad) and are_finite(floats_of(grad)):
+def _masked_gradient(grad: Tensor, batch: Batch, along: int) -> tuple[Tensor, Tensor]:
+    if can_read(grad) and all_finite(floats_of(grad)):
         return grad, torch.zeros(batch.size, device=batch.device)
-    born = evidence(grad)
-    rows = rows_of(born, along, batch)
-    if rows is None:  # about no sample in particular: about all
-        worst = born.amax().expand(batch.size)
-        return only(is_fine(born), grad), _mark(worst).to(batch.device)
-    worst = rows.amax(tuple(range(1, rows.ndim)))
-    over = batch.over(is_fine(worst).to(grad.device), grad, along)
-    assert over is not None
-    return torch.where(over, grad, 0).to(grad.dtype), _mark(worst)
+    status = row_status(grad)
+    by_sample = batch.status_by_sample(status, along)
+    if by_sample is None:  # an unbatched gradient counts for all samples
+        worst = status.amax().expand(batch.size)
+        return zero_vectors(is_finite(status), grad), _probe_gradient(worst).to(batch.device)
+    worst = by_sample.amax(tuple(range(1, by_sample.ndim)))
+    keep = batch.broadcast(is_finite(worst).to(grad.device), grad, along)
+    assert keep is not None
+    return torch.where(keep, grad, 0).to(grad.dtype), _probe_gradient(worst)
 
 
-def _mark(worst: Tensor) -> Tensor:
-    return torch.where(is_nan(worst), NAN_MARK, torch.where(is_fine(worst), 0.0, INF_MARK))
+def _probe_gradient(worst: Tensor) -> Tensor:
+    return torch.where(is_nan(worst), PROBE_NAN, torch.where(is_finite(worst), 0.0, PROBE_INF))
 
 
-def _stop_(grad: Tensor, table: Tensor, place: int, rows: int) -> None:
-    """In place, in so many equal parts. Mostly nothing is bad, and to see that takes one pass that writes nothing."""
-    if has_kernel(grad) and grad.numel() // rows < LONGEST:
-        from torchguard._watch.kernels import stop
+def _call_mask_gradient_(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
+    """Call the operator `mask_gradient_`."""
+    _MASK_GRADIENT_(grad, table, location, samples)
 
-        stop(grad, table, place, rows)
+
+def _mask_gradient_op(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
+    """In place, for samples of equal size. Mostly all is finite: then one pass reads it, and nothing is written."""
+    if has_kernel(grad) and grad.numel() // samples < MAX_SAMPLE_SIZE:
+        from torchguard._watch.kernels import mask_gradient
+
+        mask_gradient(grad, table, location, samples)
         return
-    batch = Batch(rows, (grad.shape[0] // rows,) if rows else (), 0, grad.device)
-    finite, mark = _stopped(grad, batch, 0)
+    batch = Batch(samples, (grad.shape[0] // samples,) if samples else (), 0, grad.device)
+    finite, probe = _masked_gradient(grad, batch, 0)
     if finite is not grad:
         grad.copy_(finite)
-        table[0, place] = torch.maximum(table[0, place], mark)
+        table[0, location] = torch.maximum(table[0, location], probe)
 
 
-_STOP_ = define_whole("stop_(Tensor(a!) grad, Tensor(b!) table, int place, SymInt rows) -> ()", _stop_, lambda *_: None)
+_MASK_GRADIENT_ = define_whole(
+    "mask_gradient_(Tensor(a!) grad, Tensor(b!) table, int location, SymInt samples) -> ()",
+    _mask_gradient_op,
+    lambda *_: None,
+)

@@ -1,4 +1,26 @@
-"""What a look at a tensor finds: for every vector along its last dim, the worst thing it holds."""
+"""Checking a tensor: a row status for every vector along its last dim, by one reduction.
+
+The status of a vector is the largest magnitude in it, or the bits of that magnitude. Inf is larger than all finite
+magnitudes and NaN counts as larger than Inf, so one number tells "finite", "Inf" and "NaN" apart. (Checks of indices
+have an int8 status instead: the fault itself.) The statuses have the shape of the tensor, with the pieces of a vector
+as their last dim: one piece, or on a GPU several of a long vector.
+
+Checking must cost next to nothing in compiled code, so this file works around four properties of torch:
+
+- **Bits on a GPU.** The CPU vectorises `amax` over magnitudes. A GPU is faster with their bits, read as integers:
+  without the sign bit they are ordered as the magnitudes are, and the bits of NaN come after those of Inf. float16 is
+  excluded: its bits would be int16 as well, indistinguishable from bfloat16's.
+- **A `split` that does nothing.** For inference, Inductor moves a call to where its result is used. All statuses are
+  used at the end of the graph, so `amax` would run there, unfused, and read the tensor again. Inductor does not move a
+  call with several results: `split` into one part keeps the reduction where it is. It can go when Inductor fuses a
+  reduction with the kernel that made its input, wherever the result is used.
+- **Deferred scans.** Compiled for the CPU, a scan that can be fused with nothing (the model's input and output) takes
+  longer to compile than it ever saves. The tensor is therefore saved on its status as `_torchguard_source`, and the
+  summary of the call, which is not compiled, scans the tensor itself. The status is then dead code.
+- **An operator.** Dynamo takes long over each traced call, and a large model has hundreds of checks. It sees one call
+  of the operator `row_status`; AOTAutograd runs the body. The checksum of this package's source is an argument, since
+  torch's caches of compiled graphs know an operator by its name and arguments alone.
+"""
 
 import math
 import struct
@@ -13,55 +35,57 @@ from torchguard._torch.tensors import mutation_count
 from torchguard._torch.tracing import is_shape_only, is_surely, is_traced
 from torchguard.checks import floats_of
 
-# From fine to worst: where a vector holds several, the last one counts.
-CODES = (ErrorCode.OK, ErrorCode.OUT_OF_BOUNDS, ErrorCode.NEGATIVE_IDX, ErrorCode.INF, ErrorCode.NAN)
-FINE, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(CODES))
-# Whole numbers of the same size; and by these, the bits of Inf. Half is left out: of two bytes, there can be but one.
+# Faults in order of rank: where a vector has several, the last one counts.
+FAULT_CODES = (ErrorCode.OK, ErrorCode.OUT_OF_BOUNDS, ErrorCode.NEGATIVE_IDX, ErrorCode.INF, ErrorCode.NAN)
+OK, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(FAULT_CODES))
+# The integer dtype of the same size, and the bits of Inf in it.
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
-_LEAST = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF0000000000000}
-# What is remembered on evidence: which tensor it is about.
-_UNREAD = "_torchguard_unread"
-# A GPU keeps so many numbers in its registers while it looks at them, and need not read them again to replace them.
-_LONGEST, _SHORTEST = 1_024, 256
+_INF_BITS = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF0000000000000}
+# Attribute of a row status: the tensor it was computed from, and the number of in-place changes at that time.
+_SOURCE = "_torchguard_source"
+# A GPU holds a piece of this many numbers in registers, and need not read it again to replace it.
+_LONGEST_PIECE, _SHORTEST_PIECE = 1_024, 256
 REVISION = revision_of(Path(__file__).parent)
-# How a sample is marked: one NaN outweighs any number of Infs.
-INF_MARK, NAN_MARK = 1.0, 2.0**20
+# What a gradient probe receives for a sample. Gradients may be added up: one NaN outweighs any number of Infs.
+PROBE_INF, PROBE_NAN = 1.0, 2.0**20
 
 
-def evidence(z: Tensor, alone: bool = False) -> Tensor:
-    """One number for each vector of `z`, by a reduction that fuses with whatever else reads the vector.
-
-    They have the shape of `z`, and as the last dim the pieces of a vector: one, on a GPU several of a long one.
-
-    It is the largest magnitude, or its bits, of which NaN has the largest. The CPU vectorises the one, a GPU is faster
-    with the other.
+def row_status(z: Tensor, alone: bool = False) -> Tensor:
+    """The row status of `z`, by a reduction that fuses with what else reads the vectors.
 
     Args:
-        alone: whether nothing else reads the vectors in the same pass. Compiled for the CPU, such a look takes longer
-            to compile than it ever saves: it is left to the one who reads the evidence, see `unread`.
+        alone: whether nothing else reads the vectors in the same pass, so that the scan may be deferred.
     """
-    return EVIDENCE(z, alone, REVISION) if are_kept_whole() else look(z)
+    return call_row_status(z, alone) if are_kept_whole() else scan(z)
 
 
-def _evidence_op(z: Tensor, alone: bool, revision: int) -> Tensor:
+def call_row_status(z: Tensor, alone: bool) -> Tensor:
+    """Call the operator `row_status`."""
+    return _ROW_STATUS(z, alone, REVISION)
+
+
+def _row_status_op(z: Tensor, alone: bool, revision: int) -> Tensor:
     if is_shape_only(z):
-        return shape_of_evidence(z)
-    found = look(z)
-    if alone and z.is_cpu and is_traced(z) and not z.is_inference():  # of these nobody counts the changes
-        setattr(found, _UNREAD, (z.detach(), mutation_count(z)))
-    return found
+        return empty_status(z)
+    status = scan(z)
+    if alone and z.is_cpu and is_traced(z) and not z.is_inference():  # inference tensors do not count their changes
+        setattr(status, _SOURCE, (z.detach(), mutation_count(z)))
+    return status
 
 
-def unread(found: Tensor) -> Tensor | None:
-    """The tensor that evidence is about, if that might as well be looked at now: the evidence is then left out."""
-    z, changes = getattr(found, _UNREAD, (None, 0))
+_ROW_STATUS = define("row_status(Tensor z, bool alone, int revision) -> Tensor", _row_status_op)
+
+
+def deferred_source(status: Tensor) -> Tensor | None:
+    """The tensor to scan instead of using its status, if the scan was deferred and the tensor did not change since."""
+    z, changes = getattr(status, _SOURCE, (None, 0))
     return z if z is not None and mutation_count(z) == changes else None
 
 
-def look(z: Tensor) -> Tensor:
-    """The evidence, by operations that a backend sees."""
+def scan(z: Tensor) -> Tensor:
+    """The row status of `z`, by operations that a backend can fuse."""
     ndim, is_complex = z.ndim, z.is_complex()
-    z = floats_of(z) if z.is_cpu or z.dtype not in _BITS else z  # bits have no history
+    z = floats_of(z) if z.is_cpu or z.dtype not in _BITS else z  # bits need no detach: integers have no gradient
     if ndim == 0:
         z = z.reshape(-1)
     elif z.ndim == 1 or z.shape[-1] == 0:
@@ -69,75 +93,74 @@ def look(z: Tensor) -> Tensor:
     if z.is_cpu:
         return _largest(z.abs())
     pieces = _pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
-    return bits_of_largest(z.unflatten(-1, (pieces, -1))).squeeze(-1) if pieces > 1 else bits_of_largest(z)
+    return largest_bits(z.unflatten(-1, (pieces, -1))).squeeze(-1) if pieces > 1 else largest_bits(z)
 
 
-def are_bits(dtype: torch.dtype) -> bool:
-    """Whether evidence about such numbers on a GPU has their bits."""
+def has_bit_status(dtype: torch.dtype) -> bool:
+    """Whether the status of a tensor of that dtype consists of bits on a GPU."""
     return dtype in _BITS
 
 
-def bits_of_largest(z: Tensor) -> Tensor:
-    """The bits of the largest magnitude in each vector, without the sign; of half, the magnitude."""
+def largest_bits(z: Tensor) -> Tensor:
+    """The bits of the largest magnitude in each vector, without the sign; for float16, the magnitude itself."""
     bits = _BITS.get(z.dtype)
     return _largest(z.abs() if bits is None else z.view(bits) & torch.iinfo(bits).max)
 
 
-def shape_of_evidence(z: Tensor) -> Tensor:
-    """Something of the shape and dtype of the evidence, for one whose values nobody will see."""
+def empty_status(z: Tensor) -> Tensor:
+    """A tensor with the shape and dtype of the status of `z`, for tracers that need no values."""
     if z.ndim < 2 or z.is_complex() or z.element_size() == 1 or z.shape[-1] == 0:
-        return look(z)
+        return scan(z)
     pieces = 1 if z.is_cpu or z.ndim > 3 else _pieces(z.shape[-1])
     return z.new_empty([*z.shape[:-1], pieces], dtype=z.dtype if z.is_cpu else _BITS.get(z.dtype, z.dtype))
 
 
 def _largest(z: Tensor) -> Tensor:
     largest = z.amax(-1, keepdim=True)
-    # For inference, Inductor moves a call to where its result is used: `amax` would be far from what else reads `z`,
-    # and not be fused with it. A call with several results stays where it is; this one does nothing.
-    return largest.split(1, -1)[0] if is_traced(z) else largest
+    return largest.split(1, -1)[0] if is_traced(z) else largest  # keeps Inductor from moving it: see the top
 
 
 def _pieces(width: int) -> int:
-    """In how many equal pieces to look at a vector."""
-    if not isinstance(width, int) or width <= _LONGEST:
+    """The number of equal pieces in which to scan a vector."""
+    if not isinstance(width, int) or width <= _LONGEST_PIECE:
         return 1
-    fewest, most = -(-width // _LONGEST), width // _SHORTEST
+    fewest, most = -(-width // _LONGEST_PIECE), width // _SHORTEST_PIECE
     return next((pieces for pieces in range(fewest, most + 1) if width % pieces == 0), 1)
 
 
-EVIDENCE = define("evidence(Tensor z, bool alone, int revision) -> Tensor", _evidence_op)
+def skipped_status(like: Tensor) -> Tensor:
+    """The status of a tensor that is not checked, such as one that was checked just before: it has no entries."""
+    return like.new_empty(0)
 
 
-def nothing_like(found: Tensor) -> Tensor:
-    """Evidence that speaks against nothing, and is known to: there is none."""
-    return found.new_empty(0)
+def is_skipped(status: Tensor) -> bool:
+    return status.ndim == 1 and is_surely(status.shape[0] == 0)
 
 
-def says_nothing(found: Tensor) -> bool:
-    return found.ndim == 1 and is_surely(found.shape[0] == 0)
+def index_status(ids: Tensor, size: int) -> Tensor:
+    """The row status of indices into a table of that size."""
+    faults = torch.where(ids < 0, NEGATIVE, torch.where(ids >= size, OUT_OF_BOUNDS, OK)).to(torch.int8)
+    return faults.amax(-1, keepdim=True) if faults.ndim > 1 else faults.unsqueeze(-1)
 
 
-def index_evidence(ids: Tensor, size: int) -> Tensor:
-    """The same for indices into a table of that size."""
-    kinds = torch.where(ids < 0, NEGATIVE, torch.where(ids >= size, OUT_OF_BOUNDS, FINE)).to(torch.int8)
-    return kinds.amax(-1, keepdim=True) if kinds.ndim > 1 else kinds.unsqueeze(-1)
+def faults_of(status: Tensor) -> Tensor:
+    """The fault that each entry of a status stands for, `OK` to `NAN`, as int8."""
+    if status.dtype == torch.int8:
+        return status
+    return torch.where(is_nan(status), NAN, torch.where(is_finite(status), OK, INF)).to(torch.int8)
 
 
-def kinds_of(found: Tensor) -> Tensor:
-    """The kind that each piece of evidence speaks of."""
-    if found.dtype == torch.int8:
-        return found
-    return torch.where(is_nan(found), NAN, torch.where(is_fine(found), FINE, INF)).to(torch.int8)
+def is_finite(status: Tensor) -> Tensor:
+    """Whether each vector is finite. One operation, since it runs at every module."""
+    return status < (math.inf if status.is_floating_point() else _INF_BITS[status.dtype])
 
 
-def is_fine(found: Tensor) -> Tensor:
-    """Whether evidence speaks not against numbers: one operation, since it is asked at every module."""
-    return found < (math.inf if found.is_floating_point() else _LEAST[found.dtype])
+def is_nan(status: Tensor) -> Tensor:
+    return status != status if status.is_floating_point() else status > _INF_BITS[status.dtype]
 
 
-def are_finite(z: Tensor) -> bool:
-    """Whether all numbers are. By few calls, each of which takes long when it is rare; and it reads a value."""
+def all_finite(z: Tensor) -> bool:
+    """Whether all numbers are finite. Reads a value, by few calls: it runs rarely, so each call is slow."""
     z = z.detach()
     if math.isfinite(z.sum().item()) or z.numel() == 0:
         return True
@@ -145,15 +168,11 @@ def are_finite(z: Tensor) -> bool:
     return low.item() > -math.inf and high.item() < math.inf
 
 
-def is_nan(found: Tensor) -> Tensor:
-    return found != found if found.is_floating_point() else found > _LEAST[found.dtype]
-
-
-def raised(found: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
-    """The evidence, of which what reaches a limit counts as Inf."""
-    if found.is_floating_point():
-        return torch.where(found >= limit, math.inf, found)
-    return torch.where(found >= _bits_of(limit, dtype), torch.clamp(found, min=_LEAST[found.dtype]), found)
+def inf_from(status: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
+    """The status, in which magnitudes from `limit` on count as Inf. `dtype` is that of the tensor that was checked."""
+    if status.is_floating_point():
+        return torch.where(status >= limit, math.inf, status)
+    return torch.where(status >= _bits_of(limit, dtype), torch.clamp(status, min=_INF_BITS[status.dtype]), status)
 
 
 def _bits_of(number: float, dtype: torch.dtype) -> int:
@@ -163,7 +182,7 @@ def _bits_of(number: float, dtype: torch.dtype) -> int:
     return bits if dtype == torch.float32 else bits >> 16
 
 
-def narrowed(found: Tensor, kind: int) -> Tensor:
-    """The evidence, as far as it speaks of one kind."""
-    kinds = kinds_of(found)
-    return torch.where(kinds == kind, kinds, FINE)
+def only_fault(status: Tensor, fault: int) -> Tensor:
+    """The status as faults, of which all but one count as OK."""
+    faults = faults_of(status)
+    return torch.where(faults == fault, faults, OK)

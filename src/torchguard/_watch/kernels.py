@@ -1,4 +1,4 @@
-"""The kernels of `stopping` and `mending`. Loads Triton, which comes with torch for a GPU."""
+"""The Triton kernels of `backward` and `replace`. Importing this loads Triton, which comes with torch for a GPU."""
 
 from typing import Any
 
@@ -8,93 +8,96 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.library import wrap_triton
 
-from torchguard._watch.detect import INF_MARK, NAN_MARK
+from torchguard._watch.detect import PROBE_INF, PROBE_NAN
 
-# Up to so many programs share a sample, and look at so many of its numbers at a time, by so many warps.
-_PARTS, _BLOCK, _WARPS = 128, tl.constexpr(4_096), 8
-# So many pieces of vectors a program mends at once.
-_AT_ONCE = tl.constexpr(2)
-_INF, _NAN = tl.constexpr(INF_MARK), tl.constexpr(NAN_MARK)
-# As compiled for lengths and addresses that are multiples of 16, by dtype and device: Triton takes three times as long
-# to find it. (ROCm compiles for more than that.)
+# At most this many programs share a sample. Each reads a block of this many numbers at a time, by this many warps.
+_PROGRAMS, _BLOCK, _WARPS = 128, tl.constexpr(4_096), 8
+# The number of vector pieces that one program of `_zero_nonfinite_kernel` handles.
+_PIECES = tl.constexpr(2)
+_INF, _NAN = tl.constexpr(PROBE_INF), tl.constexpr(PROBE_NAN)
+# `_mask_gradient_kernel` as compiled for lengths and addresses that are multiples of 16, by dtype and device: Triton's
+# own lookup takes three times as long. (Not used on ROCm, where Triton specialises on more than that.)
 _KERNELS: dict[tuple[Any, ...], Any] = {}
 
 
 @triton.jit
-def _magnitudes(x):
-    """Bits as whole numbers: without the sign they are in the order of the magnitudes; behind Inf comes NaN."""
+def _magnitude_bits(x):
+    """Bits as integers: without the sign bit they are ordered as the magnitudes are, and NaN comes after Inf."""
     width: tl.constexpr = x.dtype.primitive_bitwidth
     bits: tl.constexpr = tl.int16 if width == 16 else (tl.int32 if width == 32 else tl.int64)
     most: tl.constexpr = (1 << (width - 1)) - 1
     return x.to(bits, bitcast=True) & most
 
 
-@triton.jit(do_not_specialize=["first", "behind", "parts"])
-def _stop(z, table, first, behind, length, parts):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+@triton.jit(do_not_specialize=["first", "counts_offset", "programs"])
+def _mask_gradient_kernel(grad, table, first, counts_offset, length, programs):
+    sample, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     within = tl.arange(0, _BLOCK)
-    largest = _magnitudes(tl.zeros([_BLOCK], dtype=z.dtype.element_ty))
-    for start in range(part * _BLOCK, length, parts * _BLOCK):
-        there = start + within
-        largest = tl.maximum(largest, _magnitudes(tl.load(z + row * length + there, mask=there < length, other=0.0)))
-    inf = _magnitudes(tl.full([_BLOCK], float("inf"), dtype=z.dtype.element_ty))
+    largest = _magnitude_bits(tl.zeros([_BLOCK], dtype=grad.dtype.element_ty))
+    for start in range(program * _BLOCK, length, programs * _BLOCK):
+        at = start + within
+        numbers = tl.load(grad + sample * length + at, mask=at < length, other=0.0)
+        largest = tl.maximum(largest, _magnitude_bits(numbers))
+    inf = _magnitude_bits(tl.full([_BLOCK], float("inf"), dtype=grad.dtype.element_ty))
     worst = tl.max(tl.where(largest > inf, 2, tl.where(largest == inf, 1, 0)), 0)
-    # What is counted: the programs that are done, that saw Inf, that saw NaN. The last to be done knows of all.
-    mark = table + first + row
-    counts = (mark + behind).to(tl.pointer_type(tl.int32))
+    # The counter holds how many programs are done, how many saw Inf, and how many saw NaN (10 bits each). The program
+    # that is done last therefore knows what all of them saw, and writes.
+    probe = table + first + sample
+    counter = (probe + counts_offset).to(tl.pointer_type(tl.int32))
     count = 1 + tl.where(worst == 1, 1 << 10, 0) + tl.where(worst == 2, 1 << 20, 0)
-    total = tl.atomic_add(counts, count) + count
-    if (total & 1023) == parts:
-        tl.store(counts, 0)
+    total = tl.atomic_add(counter, count) + count
+    if (total & 1023) == programs:
+        tl.store(counter, 0)
         if total >= 1 << 10:
-            tl.store(mark, tl.maximum(tl.load(mark), tl.where(total >= 1 << 20, _NAN, _INF)))
+            tl.store(probe, tl.maximum(tl.load(probe), tl.where(total >= 1 << 20, _NAN, _INF)))
             for start in range(0, length, _BLOCK):
-                there = start + within
-                tl.store(z + row * length + there, tl.zeros([_BLOCK], dtype=z.dtype.element_ty), mask=there < length)
+                at = start + within
+                tl.store(grad + sample * length + at, tl.zeros([_BLOCK], dtype=grad.dtype.element_ty), mask=at < length)
 
 
-def stop(z: Tensor, table: Tensor, place: int, rows: int) -> None:
-    """Zeros in each of the equal parts of `z`, one behind another in memory, that is not finite; and their marks.
+def mask_gradient(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
+    """Write zeros into each non-finite sample of `grad`, and record it in the table of probe gradients.
 
-    A part has fewer than `stopping.LONGEST` numbers.
+    The samples of `grad` have the same size, lie one behind another in memory, and have fewer than
+    `backward.MAX_SAMPLE_SIZE` numbers each.
 
     Args:
-        table: `(2, places, rows)`, the marks of places, and zeros to count in, which are zeros again afterwards.
+        table: `(2, locations, samples)`: the gradients of the probes, and counters, which are zero before and after.
     """
-    length, behind = z.numel() // rows, table.shape[1] * table.shape[2]
-    grid = (rows, min(_PARTS, -(-length // _BLOCK.value)), 1)
-    given = (z, table, place * table.shape[2], behind, length, grid[1])
-    if length % 16 or z.data_ptr() % 16 or table.data_ptr() % 16 or torch.version.cuda is None:
-        _stop[grid](*given, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
+    length, counts_offset = grad.numel() // samples, table.shape[1] * table.shape[2]
+    grid = (samples, min(_PROGRAMS, -(-length // _BLOCK.value)), 1)
+    arguments = (grad, table, location * table.shape[2], counts_offset, length, grid[1])
+    if length % 16 or grad.data_ptr() % 16 or table.data_ptr() % 16 or torch.version.cuda is None:
+        _mask_gradient_kernel[grid](*arguments, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
         return
-    known = (z.dtype, z.get_device())
-    kernel = _KERNELS.get(known)
+    key = (grad.dtype, grad.get_device())
+    kernel = _KERNELS.get(key)
     if kernel is None:
-        _KERNELS[known] = _stop[grid](*given, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
+        _KERNELS[key] = _mask_gradient_kernel[grid](*arguments, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
     else:
-        kernel[grid](*given)
+        kernel[grid](*arguments)
 
 
-@triton.jit(do_not_specialize=["many"])
-def _mend(z, found, length, many, block: tl.constexpr):
-    piece, there = tl.program_id(0).to(tl.int64) * _AT_ONCE + tl.arange(0, _AT_ONCE), tl.arange(0, block)
-    numbers = z + piece[:, None] * length + there[None, :]
-    is_there = (piece[:, None] < many) & (there[None, :] < length)
-    largest = tl.max(_magnitudes(tl.load(numbers, mask=is_there, other=0.0)), 1)
-    tl.store(found + piece, largest, mask=piece < many)
-    is_bad = largest >= tl.max(_magnitudes(tl.full([1], float("inf"), dtype=z.dtype.element_ty)), 0)
+@triton.jit(do_not_specialize=["count"])
+def _zero_nonfinite_kernel(z, status, length, count, block: tl.constexpr):
+    piece, at = tl.program_id(0).to(tl.int64) * _PIECES + tl.arange(0, _PIECES), tl.arange(0, block)
+    numbers = z + piece[:, None] * length + at[None, :]
+    is_inside = (piece[:, None] < count) & (at[None, :] < length)
+    largest = tl.max(_magnitude_bits(tl.load(numbers, mask=is_inside, other=0.0)), 1)
+    tl.store(status + piece, largest, mask=piece < count)
+    is_bad = largest >= tl.max(_magnitude_bits(tl.full([1], float("inf"), dtype=z.dtype.element_ty)), 0)
     if tl.max(is_bad.to(tl.int32), 0) > 0:
-        zeros = tl.zeros([_AT_ONCE, block], dtype=z.dtype.element_ty)
-        tl.store(numbers, zeros, mask=is_there & is_bad[:, None])
+        zeros = tl.zeros([_PIECES, block], dtype=z.dtype.element_ty)
+        tl.store(numbers, zeros, mask=is_inside & is_bad[:, None])
 
 
-def mend(z: Tensor, found: Tensor) -> None:
-    """Zeros in each of the equal pieces of `z`, one behind another in memory, that is not finite.
+def zero_nonfinite(z: Tensor, status: Tensor) -> None:
+    """Write zeros into each non-finite piece of `z`. The pieces have the same size and lie one behind another.
 
     Args:
-        found: is given the bits of the largest magnitude of each piece.
+        status: receives the bits of the largest magnitude of each piece.
     """
-    many = found.numel()
-    length = z.numel() // many
-    grid = (-(-many // _AT_ONCE.value), 1, 1)
-    wrap_triton(_mend)[grid](z, found, length, many, triton.next_power_of_2(length), num_warps=4)
+    count = status.numel()
+    length = z.numel() // count
+    grid = (-(-count // _PIECES.value), 1, 1)
+    wrap_triton(_zero_nonfinite_kernel)[grid](z, status, length, count, triton.next_power_of_2(length), num_warps=4)

@@ -1,4 +1,28 @@
-"""Replacing what is bad, so that nothing beside it is touched: not a value, not a gradient."""
+"""Quarantine of one tensor: zeros in place of its non-finite vectors, and a mask on the gradient that comes back.
+
+`torch.where(finite, z, 0)` alone is not enough. Its derivative is zero where a value was replaced, but it passes on a
+gradient that is itself non-finite: from a later step such as `sqrt` at 0, or from 0 * Inf in a sample that was replaced
+further on. One such gradient makes the gradient of every weight before it NaN. So the replacement is an
+`autograd.Function` (`_Replace`) whose backward masks the gradient by sample (`backward.py`) and returns, as the
+gradient of the probe of its location, which samples it masked.
+
+What is surprising about it:
+
+- **It is an operator.** Dynamo takes long over an `autograd.Function`, and a large model has hundreds of them. It sees
+  one call of `replace_nonfinite`; AOTAutograd runs the body, and traces the `autograd.Function` as it traces any other.
+  Where Dynamo traces an export or a `torch.func` transform, there are only standard operations, without probes and
+  without the memory below.
+- **It remembers on the tensor.** Most tensors leave one module and enter the next, unchanged. The replaced tensor
+  carries its status and its number of in-place changes as `_torchguard_clean`; the next check that meets it does
+  nothing. The note is on the tensor because `torch.utils.checkpoint` passes the tensor in again much later, when the
+  call is over.
+- **An operator may not return its input**, so a tensor that is left alone is returned as a view of itself, and the
+  status of a check that was not needed has no entries (`detect.skipped_status`).
+- **In place on a GPU.** `where` fuses with the kernel that reads the tensor next, unless that is attention, with which
+  Inductor fuses nothing. There `_ReplaceInPlace` uses a kernel that writes only where something is non-finite.
+
+The operator can go when Dynamo traces an `autograd.Function` as quickly as a call, and lets it attach attributes.
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,28 +34,26 @@ from torch import Tensor
 from torchguard._operators import are_kept_whole, define
 from torchguard._torch.tensors import mutation_count
 from torchguard._torch.tracing import in_transform, is_shape_only, is_traced
-from torchguard._watch.backward import Table, marked, stopped
-from torchguard._watch.batch import Batch, as_numbers
-from torchguard._watch.detect import REVISION, evidence, is_fine, nothing_like, raised, shape_of_evidence
-from torchguard._watch.replace import can_be_mended, mended, only
+from torchguard._watch.backward import ProbeTable, call_probes, masked_gradient
+from torchguard._watch.batch import Batch
+from torchguard._watch.detect import REVISION, empty_status, inf_from, is_finite, row_status, skipped_status
+from torchguard._watch.replace import can_zero_in_place, zero_in_place, zero_vectors
 
-# The largest square that does not overflow; of half it never does.
-_LARGEST = {
+# The largest square that does not overflow in the dtype that squares are summed in. A square of a float16 never does.
+_LARGEST_SQUARE = {
     torch.bfloat16: torch.finfo(torch.float32).max,
     torch.float32: torch.finfo(torch.float32).max,
     torch.float64: torch.finfo(torch.float64).max,
 }
-# What is remembered on a tensor: how it was just repaired.
+# Attribute of a replaced tensor: its number of in-place changes, whether its gradient is masked, and its status.
 _CLEAN = "_torchguard_clean"
 
 
-class _Repair(torch.autograd.Function):
-    """Zeros in the place of every vector that the evidence speaks against.
+class _Replace(torch.autograd.Function):
+    """Zeros in every vector whose status is not finite.
 
-    The gradient passes, since that of a sample that went bad is zero already. If it `stops`, the gradient of a sample
-    that is not finite becomes zeros: it comes from a step behind this one, such as the square root of 0, or from
-    0 * Inf in a sample that was replaced further on. `mark` has an entry for each sample and no influence: its gradient
-    tells which samples that happened to. Where the batch is not known, only the vectors that are bad become zeros.
+    `probe` has an entry for each sample and takes no part in the value: its gradient records the samples that
+    `mask_gradient` found non-finite. Without a batch, only the non-finite vectors of the gradient become zeros.
     """
 
     generate_vmap_rule = True
@@ -39,179 +61,202 @@ class _Repair(torch.autograd.Function):
     @staticmethod
     def forward(
         z: Tensor,
-        found: Tensor,
-        mark: Tensor | None,
-        stops: bool,
+        status: Tensor,
+        probe: Tensor | None,
+        mask_gradient: bool,
         batch: Batch | None,
         dim: int | None,
-        table: Table | None,
-        place: int,
+        table: ProbeTable | None,
+        location: int,
     ) -> Tensor:
-        return only(is_fine(found), z)
+        return zero_vectors(is_finite(status), z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, found, _, *ctx.about = inputs
-        ctx.save_for_forward(found)
+        _, status, _, *ctx.how = inputs
+        ctx.save_for_forward(status)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (found,) = ctx.saved_tensors
-        return only(is_fine(found), tangent)
+        (status,) = ctx.saved_tensors
+        return zero_vectors(is_finite(status), tangent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad, mark = _sent_back(grad, *ctx.about)
-        return grad, None, mark, None, None, None, None, None
+        # Where a value was replaced the gradient is zero already: that sample's output was replaced, too.
+        grad, probe = _backward(grad, *ctx.how)
+        return grad, None, probe, None, None, None, None, None
 
 
-class _Mend(torch.autograd.Function):
-    """The same in place, which looks as well: the evidence is the second result. For graphs alone."""
+class _ReplaceInPlace(torch.autograd.Function):
+    """The same by a kernel that checks as well: the status is the second result. For graphs alone."""
 
     @staticmethod
     def forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return mended(z)
+        return zero_in_place(z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, _, *ctx.about = inputs
+        _, _, *ctx.how = inputs
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad, mark = _sent_back(grad, *ctx.about)
-        return grad, mark, None, None, None, None, None
+        grad, probe = _backward(grad, *ctx.how)
+        return grad, probe, None, None, None, None, None
 
 
-def _sent_back(
-    grad: Tensor, stops: bool, batch: Batch | None, dim: int | None, table: Table | None, place: int
+def _backward(
+    grad: Tensor, mask_gradient: bool, batch: Batch | None, dim: int | None, table: ProbeTable | None, location: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of what was repaired, and that of its mark, if it has one: those have a table."""
-    if not stops:
+    """The masked gradient, and that of the probe, if there is one: then there is a table."""
+    if not mask_gradient:
         return grad, None
     if batch is None:
-        return only(is_fine(evidence(grad)), grad), None
-    grad, born = stopped(grad, batch, dim, table, place)
-    return grad, None if born is None or table is None else born.to(table.device)
+        return zero_vectors(is_finite(row_status(grad)), grad), None
+    grad, probe = masked_gradient(grad, batch, dim, table, location)
+    return grad, None if probe is None or table is None else probe.to(table.device)
 
 
-def repaired(
+def replace_nonfinite(
     z: Tensor,
     batch: Batch | None,
-    marks: Tensor | None,
-    place: int,
+    probes: Tensor | None,
+    location: int,
     dim: int | None,
-    stops: bool,
-    squares: int = 0,
+    mask_gradient: bool,
+    num_squares: int = 0,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`z` with zeros in the place of every bad vector, and the evidence; None if `z` was repaired just before.
+    """`z` with zeros in non-finite vectors, and its row status; None if `z` was replaced just before.
 
     Args:
-        batch: None where the batch is not known: a checkpoint runs its part again.
-        marks: `(places, many)`, leaves whose gradient tells of faults born in the backward pass.
-        stops: whether to have a look at the gradient too.
-        squares: of how many numbers the squares will be summed: one whose squares overflow counts as bad.
-        in_place: whether to mend it so where that can be: no kernel that could replace something as well reads `z`.
+        batch: None where it is not known: when a checkpoint recomputes a part of the model.
+        probes: `(locations, MAX_PROBED_BATCH)`, the gradient probes of the call, if it has any.
+        dim: the dim along which the samples lie, if it is known.
+        mask_gradient: whether to mask the gradient as well.
+        num_squares: how many squares the module will sum: a number of which so many squares overflow counts as Inf.
+        in_place: whether to use the in-place kernel, where there is one: no kernel that could fuse a `where` reads `z`.
     """
     if are_kept_whole():
-        # Dynamo takes long over an autograd.Function, and a large model has hundreds.
-        samples, about = as_numbers(batch), (dim, stops, squares, False, in_place, REVISION)
-        return REPAIR(z, marks, place, *samples, *about)
-    if torch.compiler.is_compiling():  # for an export or a transform, where marks and clearing have no place
-        found = _found(z, _limit(z.dtype, squares))
-        if in_transform():  # where Dynamo traces no autograd.Function; what is replaced has no gradient all the same
-            return only(is_fine(found), z), found
-        return _Repair.apply(z, found, None, stops, None, None, None, place), found  # pyright: ignore[reportReturnType]
-    return _repair(z, batch, marks, place, dim, stops, squares, in_place)
+        return call_replace_nonfinite(z, batch, probes, location, dim, mask_gradient, num_squares, False, in_place)
+    if torch.compiler.is_compiling():  # an export or a transform, where there are no probes and no notes on tensors
+        status = _status(z, _limit(z.dtype, num_squares))
+        if in_transform():  # Dynamo traces no autograd.Function there; what is replaced has no gradient all the same
+            return zero_vectors(is_finite(status), z), status
+        return _Replace.apply(z, status, None, mask_gradient, None, None, None, location), status  # pyright: ignore[reportReturnType]
+    return _replace(z, batch, probes, location, dim, mask_gradient, num_squares, in_place)
 
 
-def _repair(
+def _replace(
     z: Tensor,
     batch: Batch | None,
-    marks: Tensor | None,
-    place: int,
+    probes: Tensor | None,
+    location: int,
     dim: int | None,
-    stops: bool,
-    squares: int,
+    mask_gradient: bool,
+    num_squares: int,
     in_place: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    if not stops or not z.requires_grad:
+    if not mask_gradient or not z.requires_grad:
         batch = None
-    limit = _limit(z.dtype, squares)
-    before = _evidence_before(z, stops)
+    limit = _limit(z.dtype, num_squares)
+    before = _status_before(z, mask_gradient)
     if before is not None and limit == math.inf:
         return z, None
-    mark = table = None
-    if marks is not None and batch is not None:
-        call = marked(marks, batch.size)
-        mark, table = call.each[place], call.table
-    about = (mark, stops, batch, dim, table, place)
-    if in_place and before is None and limit == math.inf and is_traced(z) and can_be_mended(z):
-        fine, found = _Mend.apply(z, *about)  # pyright: ignore[reportGeneralTypeIssues]
+    probe = table = None
+    if probes is not None and batch is not None:
+        split = call_probes(probes, batch.size)
+        probe, table = split.each[location], split.table
+    how = (probe, mask_gradient, batch, dim, table, location)
+    if in_place and before is None and limit == math.inf and is_traced(z) and can_zero_in_place(z):
+        replaced, status = _ReplaceInPlace.apply(z, *how)  # pyright: ignore[reportGeneralTypeIssues]
     else:
-        found = _found(z, limit) if before is None else raised(torch.where(is_fine(before), before, 0), limit, z.dtype)
-        fine: Tensor = _Repair.apply(z, found, *about)  # pyright: ignore[reportAssignmentType]
-    _note_clean(fine, stops, found)
-    return fine, found
+        if before is None:
+            status = _status(z, limit)
+        else:
+            status = inf_from(torch.where(is_finite(before), before, 0), limit, z.dtype)
+        replaced: Tensor = _Replace.apply(z, status, *how)  # pyright: ignore[reportAssignmentType]
+    _remember(replaced, mask_gradient, status)
+    return replaced, status
 
 
-def _found(z: Tensor, limit: float) -> Tensor:
-    found = evidence(z)
-    return found if limit == math.inf else raised(found, limit, z.dtype)
+def _status(z: Tensor, limit: float) -> Tensor:
+    status = row_status(z)
+    return status if limit == math.inf else inf_from(status, limit, z.dtype)
 
 
-def _limit(dtype: torch.dtype, squares: int) -> float:
-    """The largest number of which so many squares can be summed; they are summed in single precision at least."""
-    if not squares or dtype not in _LARGEST:
+def _limit(dtype: torch.dtype, num_squares: int) -> float:
+    """The largest number of which that many squares can be summed. They are summed in float32 at least."""
+    if not num_squares or dtype not in _LARGEST_SQUARE:
         return math.inf
-    return math.sqrt(_LARGEST[dtype] / squares)
+    return math.sqrt(_LARGEST_SQUARE[dtype] / num_squares)
 
 
-def _note_clean(z: Tensor, stops: bool, found: Tensor) -> None:
-    # On the tensor: a checkpoint hands it in again, much later. Of inference tensors nobody counts the changes.
-    if not z.is_inference():
-        setattr(z, _CLEAN, (mutation_count(z), stops, found))
+def _remember(z: Tensor, mask_gradient: bool, status: Tensor) -> None:
+    if not z.is_inference():  # inference tensors do not count their changes
+        setattr(z, _CLEAN, (mutation_count(z), mask_gradient, status))
 
 
-def _evidence_before(z: Tensor, stops: bool) -> Tensor | None:
-    """The evidence by which a tensor was repaired, if it was and did not change since."""
-    changes, stopped, found = getattr(z, _CLEAN, (None, False, None))
-    return found if changes is not None and changes == mutation_count(z) and (stopped or not stops) else None
+def _status_before(z: Tensor, mask_gradient: bool) -> Tensor | None:
+    """The status by which `z` was replaced, if it was and did not change since."""
+    changes, is_masked, status = getattr(z, _CLEAN, (None, False, None))
+    return status if changes is not None and changes == mutation_count(z) and (is_masked or not mask_gradient) else None
 
 
-def _repair_op(
+def call_replace_nonfinite(
     z: Tensor,
-    marks: Tensor | None,
-    place: int,
+    batch: Batch | None,
+    probes: Tensor | None,
+    location: int,
+    dim: int | None,
+    mask_gradient: bool,
+    num_squares: int,
+    is_argument: bool,
+    in_place: bool,
+) -> tuple[Tensor, Tensor]:
+    """Call the operator `replace_nonfinite`, which does what the function of that name does.
+
+    But a tensor that was replaced just before has a status, too: a skipped one. So has an unbatched argument
+    (`is_argument`), which is left as it is.
+    """
+    size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
+    return _REPLACE_NONFINITE(
+        z, probes, location, size, lengths, along, dim, mask_gradient, num_squares, is_argument, in_place, REVISION
+    )
+
+
+def _replace_nonfinite_op(
+    z: Tensor,
+    probes: Tensor | None,
+    location: int,
     size: int,
     lengths: Sequence[int],
     along: int | None,
     dim: int | None,
-    stops: bool,
-    squares: int,
+    mask_gradient: bool,
+    num_squares: int,
     is_argument: bool,
     in_place: bool,
     revision: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `repaired`; what was repaired just before has evidence, too. An argument without samples is left as it is."""
     if is_shape_only(z):
-        return z.clone(), shape_of_evidence(z)  # a clone needs a gradient where `z` does
+        return z.clone(), empty_status(z)  # a clone requires a gradient where `z` does
     batch = None if along is None else Batch(size, tuple(lengths), along, z.device)
-    if is_argument and batch is not None and not batch.has_rows(z.shape, dim):
-        return z.view_as(z), nothing_like(shape_of_evidence(z))  # an operator may not return what it was given
-    fine, found = _repair(z, batch, marks, place, dim, stops, squares, in_place)
-    if found is not None:
-        return fine, found
+    if is_argument and batch is not None and not batch.has_samples(z.shape, dim):
+        return z.view_as(z), skipped_status(empty_status(z))
+    replaced, status = _replace(z, batch, probes, location, dim, mask_gradient, num_squares, in_place)
+    if status is not None:
+        return replaced, status
     same = z.view_as(z)
-    before = _evidence_before(z, stops)
+    before = _status_before(z, mask_gradient)
     assert before is not None
-    _note_clean(same, stops, before)
-    return same, nothing_like(before)
+    _remember(same, mask_gradient, before)
+    return same, skipped_status(before)
 
 
-REPAIR = define(
-    "repair(Tensor z, Tensor? marks, int place, SymInt size, SymInt[] lengths, int? along, int? dim, bool stops, "
-    "int squares, bool is_argument, bool in_place, int revision) -> (Tensor, Tensor)",
-    _repair_op,
+_REPLACE_NONFINITE = define(
+    "replace_nonfinite(Tensor z, Tensor? probes, int location, SymInt size, SymInt[] lengths, int? along, int? dim, "
+    "bool mask_gradient, int num_squares, bool is_argument, bool in_place, int revision) -> (Tensor, Tensor)",
+    _replace_nonfinite_op,
 )

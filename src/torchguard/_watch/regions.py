@@ -1,4 +1,30 @@
-"""Blocks of a model that are compiled once for all that are alike."""
+"""Regions: blocks of a model that are compiled once for all that are alike.
+
+A large model is mostly one block, many times over, and torch compiles each anew. `torch.compiler.nested_compile_region`
+changes that: Dynamo traces the marked function into a subgraph of its own, compares it with the subgraphs it has, and
+what comes behind Dynamo compiles equal ones once. A `Region` takes the place of a block's `forward` to use it.
+
+A watched block does not simply qualify, and this is what is done about it:
+
+- **Equal subgraphs.** Two blocks differ in their locations, and a location that is a constant in the graph would make
+  every subgraph another. So inside a region locations count from its first, and its gradient probes are a slice of
+  those of the call (`backward.region_probes`). The hooks on the block itself are called by the region, to be part of
+  the subgraph.
+- **Tensors leave a region by being returned.** A list in the call record that the region appends to would leak tensors
+  of the subgraph. The record gets lists of its own for the region (`CallRecord.enter_region`), and the region returns
+  them. The locations are plain integers and stay in the outer record. That the trace has this side effect also keeps
+  Dynamo from reusing an earlier trace of the same function without running it, by which the locations would not be
+  recorded.
+- **A region may not return its input**, which blocks do (a mask, a cache): it is cloned.
+- **Inside `torch.utils.checkpoint`, Dynamo loses track of what a region returns**, but not of what is computed from it.
+  The operator `leave_region` makes a view of each status.
+- **Reference cycles.** What is attached to a leaf that it leads to is never freed (`backward.py`), so the probes of the
+  region are a view, dropped at its end.
+- **Wrong gradients in torch up to 2.13** and slow compilation: `_torch/settings.py` changes settings of torch when a
+  region is traced, and says why.
+
+All but the first two can go when nested regions allow what a function may do.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -10,113 +36,115 @@ from torch import Tensor, nn
 from torchguard._operators import are_kept_whole, define
 from torchguard._pytrees import map_tensors, tensors_in
 from torchguard._torch.settings import describe_regions_once, keep_what_regions_are_given
-from torchguard._watch.state import Watch
-from torchguard._watch.wrapper import Eye
+from torchguard._watch.hooks import ModuleHooks
+from torchguard._watch.state import WatchState
 
 
 class Region:
-    """What stands in the place of a block's `forward`: in a graph, it is a region of its own.
-
-    Dynamo compares regions, and what is behind it compiles those that are alike once. So nothing in one may tell which
-    it is: places count from its first, and its marks are a part of those of the call. The hooks of the block itself are
-    called from here, to be in the region.
+    """Takes the place of a block's `forward`. In a graph, it makes the block a nested region.
 
     Args:
-        eye: that of the block, if it is watched.
-        part: of the places, those of the block and its modules.
+        hooks: those of the block, if it is watched.
+        locations: those of the block and its modules.
     """
 
-    is_region = True  # by which it is known: after a reload, and in a second import, `Region` is another class
+    is_region = True  # not by `isinstance`: a reload or a second import makes another `Region`
 
-    def __init__(self, watch: Watch, block: nn.Module, eye: Eye | None, part: range) -> None:
-        self.watch, self.block, self.eye, self.part = watch, block, eye, part
-        self.number = watch.parts.index(part) if part else None
-        self.own_forward = block.__dict__.get("forward")  # set on the instance, as tools do
+    def __init__(self, watch: WatchState, block: nn.Module, hooks: ModuleHooks | None, locations: range) -> None:
+        self.watch, self.block, self.hooks, self.locations = watch, block, hooks, locations
+        self.number = watch.regions.index(locations) if locations else None
+        self.instance_forward = block.__dict__.get("forward")  # some tools set it on the instance
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.own_forward or type(self.block).forward.__get__(self.block))
+        return inspect.signature(self.instance_forward or type(self.block).forward.__get__(self.block))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        journal = self.watch.journal
-        # Of a block that is compiled alone, the marks were not taken apart.
-        if journal is None or not are_kept_whole() or (journal.marks is not None and not journal.parts):
+        call_record = self.watch.call_record
+        if (
+            call_record is None
+            or not are_kept_whole()
+            or (call_record.probes is not None and not call_record.region_probes)  # the block is compiled alone
+        ):
             return self.run(args, kwargs)
         keep_what_regions_are_given()
         describe_regions_once()
-        marks = journal.parts[self.number] if journal.parts and self.number is not None else None
-        whole = journal.enter(self.part, marks)
-        output, found, remarks = _once(self, *args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
-        if found:
-            found = _OUT_OF_REGION(found)
-        journal.leave(whole, found, remarks)
+        of_regions = call_record.region_probes
+        probes = of_regions[self.number] if of_regions and self.number is not None else None
+        outer = call_record.enter_region(self.locations, probes)
+        output, statuses, warnings = _run_nested(self, *args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
+        if statuses:
+            statuses = _call_leave_region(statuses)
+        call_record.leave_region(outer, statuses, warnings)
         return output
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        eye = self.eye
-        if eye is None:
+        """Call the block, with its hooks."""
+        hooks = self.hooks
+        if hooks is None:
             return self._forward(args, kwargs)
-        if eye.looks_before:
-            args, kwargs = eye.before(self.block, args, kwargs) or (args, kwargs)
+        if hooks.checks_input:
+            args, kwargs = hooks.before(self.block, args, kwargs) or (args, kwargs)
         output = self._forward(args, kwargs)
-        changed = eye.after(self.block, args, output) if eye.looks_after else None
+        changed = hooks.after(self.block, args, output) if hooks.checks_output else None
         return output if changed is None else changed
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.own_forward is not None:
-            return self.own_forward(*args, **kwargs)
+        if self.instance_forward is not None:
+            return self.instance_forward(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
 
 
-def places_within(path: str, paths: Sequence[str]) -> range:
-    """The places of a module and all within it. They follow each other; the input and the output are not among them."""
-    places = [i for i, other in enumerate(paths[1:-1], start=1) if f"{other}.".startswith(f"{path}.")]
-    return range(places[0], places[-1] + 1) if places else range(0)
+@torch.compiler.nested_compile_region
+def _run_nested(region: Region, *args: Any, **kwargs: Any) -> tuple[Any, Sequence[Tensor], Sequence[Tensor]]:
+    """The output of a block, the statuses recorded in it, and the masks of its warnings."""
+    call_record = region.watch.call_record
+    assert call_record is not None
+    if call_record.probes is not None:
+        call_record.probes = call_record.probes.view_as(call_record.probes)
+    output = region.run(args, kwargs)
+    given: list[Tensor] = []
+    for one in (*args, *kwargs.values()):
+        given += [one] if isinstance(one, Tensor) else [z for _, z in tensors_in(one)]
+    output = map_tensors(output, lambda z: z.clone() if any(z is one for one in given) else z)
+    # Emptied, since Dynamo would take what is in the record for further outputs of the region.
+    statuses, call_record.statuses, call_record.probes = call_record.statuses, [], None
+    return output, tuple(statuses), tuple([mask for _, _, mask in call_record.warnings])
 
 
-def remove_region(module: nn.Module, watch: Watch) -> None:
-    """Take off the region of a watched model, which may be within that of another."""
+def _call_leave_region(statuses: Sequence[Tensor]) -> list[Tensor]:
+    """Call the operator `leave_region`."""
+    return _LEAVE_REGION(statuses)
+
+
+def _leave_region_op(statuses: list[Tensor]) -> list[Tensor]:
+    return [status.view_as(status) for status in statuses]
+
+
+_LEAVE_REGION = define("leave_region(Tensor[] statuses) -> Tensor[]", _leave_region_op)
+
+
+def locations_within(path: str, paths: Sequence[str]) -> range:
+    """The locations of a module and all within it: they are consecutive, and exclude the model's input and output."""
+    locations = [i for i, other in enumerate(paths[1:-1], start=1) if f"{other}.".startswith(f"{path}.")]
+    return range(locations[0], locations[-1] + 1) if locations else range(0)
+
+
+def remove_region(module: nn.Module, watch: WatchState) -> None:
+    """Remove the region of a watched model from a module; it may be inside that of another watched model."""
     outer: Any = None
     region: Any = module.__dict__.get("forward")
     while _is_region(region) and region.watch is not watch:
-        outer, region = region, region.own_forward
+        outer, region = region, region.instance_forward
     if not _is_region(region):
         return
     if outer is not None:
-        outer.own_forward = region.own_forward
-    elif region.own_forward is not None:
-        module.__dict__["forward"] = region.own_forward
+        outer.instance_forward = region.instance_forward
+    elif region.instance_forward is not None:
+        module.__dict__["forward"] = region.instance_forward
     else:
         del module.__dict__["forward"]
 
 
 def _is_region(forward: Any) -> bool:
     return getattr(type(forward), "is_region", False)
-
-
-def _out_of_region(found: list[Tensor]) -> list[Tensor]:
-    return [one.view_as(one) for one in found]
-
-
-# What a region returns, Dynamo loses track of inside of a checkpoint; of what is made of it, it does not.
-_OUT_OF_REGION = define("out_of_region(Tensor[] found) -> Tensor[]", _out_of_region)
-
-
-@torch.compiler.nested_compile_region
-def _once(region: Region, *args: Any, **kwargs: Any) -> tuple[Any, Sequence[Tensor], Sequence[Tensor]]:
-    """What a block puts out, the evidence met there, and whom the remarks are about: a region can but return tensors.
-
-    That places are noted in a list beside it keeps Dynamo from taking one call for another without tracing it. And a
-    region may not return what it was given: that is copied.
-    """
-    journal = region.watch.journal
-    assert journal is not None
-    if journal.marks is not None:
-        journal.marks = journal.marks.view_as(journal.marks)  # what hangs on a leaf that it leads to is never freed
-    output = region.run(args, kwargs)
-    given: list[Tensor] = []
-    for one in (*args, *kwargs.values()):
-        given += [one] if isinstance(one, Tensor) else [z for _, z in tensors_in(one)]
-    output = map_tensors(output, lambda z: z.clone() if any(z is one for one in given) else z)
-    found, journal.found, journal.marks = journal.found, [], None  # Dynamo would take them for another way out
-    return output, tuple(found), tuple([rows for _, _, rows in journal.remarks])

@@ -1,101 +1,117 @@
-"""Mending in place: one pass that writes nothing where nothing is bad.
-
-Zeros in the place of what is bad.
-"""
+"""Zeros in place of values: of non-finite vectors, and of whole samples."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.library import triton_op
 
 from torchguard._operators import are_kept_whole, define, define_whole, free_namespace
 from torchguard._torch.tracing import is_shape_only, is_traced
 from torchguard._watch.batch import Batch
-from torchguard._watch.detect import REVISION, are_bits, is_fine, look, shape_of_evidence
+from torchguard._watch.detect import REVISION, empty_status, has_bit_status, is_finite, scan
+
+# The longest piece of a vector that the kernel holds in registers.
+_LONGEST_PIECE = 4_096
 
 
-def only(fine: Tensor, z: Tensor) -> Tensor:
-    """`z` with zeros in the place of vectors that are not fine, or of pieces of them."""
-    if fine.shape[-1] > 1:
-        pieces = z.unflatten(-1, (fine.shape[-1], -1))
-        return torch.where(fine.unsqueeze(-1), pieces, 0).to(z.dtype).flatten(-2)
-    return _only(fine.squeeze(-1) if fine.ndim > z.ndim else fine, z)
+def zero_vectors(finite: Tensor, z: Tensor) -> Tensor:
+    """`z` with zeros in vectors that are not finite; where `finite` has several entries a vector, in those pieces."""
+    if finite.shape[-1] > 1:
+        pieces = z.unflatten(-1, (finite.shape[-1], -1))
+        return torch.where(finite.unsqueeze(-1), pieces, 0).to(z.dtype).flatten(-2)
+    return _where(finite.squeeze(-1) if finite.ndim > z.ndim else finite, z)
 
 
-def without_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) -> Tensor:
-    """`z` with zeros in the place of samples that have an origin (-1: none); as it is if it has no samples."""
-    if are_kept_whole():
-        about = (batch.size, batch.lengths, batch.dim if dim is None else dim)
-        return _WITHOUT_SAMPLES(origin, z, *about, REVISION)
-    over = batch.over((origin < 0).to(z.device), z, dim)
-    return z if over is None else _only(over, z)
-
-
-def _only(fine: Tensor, z: Tensor) -> Tensor:
-    """In eager mode it keeps its strides, by which kernels are chosen."""
+def _where(keep: Tensor, z: Tensor) -> Tensor:
+    """`torch.where(keep, z, 0)`. In eager mode it preserves the strides of `z`, by which kernels are chosen."""
     if z.is_floating_point() and z.element_size() == 1 and is_traced(z):
-        return _only(fine, z.view(torch.uint8)).view(z.dtype)  # Inductor knows no `where` for these
+        return _where(keep, z.view(torch.uint8)).view(z.dtype)  # Inductor has no `where` for float8
     if z.ndim < 4 and (is_traced(z) or z.is_contiguous()):
-        return torch.where(fine, z, 0).to(z.dtype)
-    return z.clone().masked_fill_(~fine, 0)
+        return torch.where(keep, z, 0).to(z.dtype)
+    return z.clone().masked_fill_(~keep, 0)
 
 
-class _Blank(torch.autograd.Function):
-    """The same by a call that is not compiled: `where` would be two more kernels to compile."""
+# Whole samples.
+
+
+def zero_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) -> Tensor:
+    """`z` with zeros in samples that have an origin (-1: none); unchanged if it is unbatched."""
+    if are_kept_whole():
+        return _call_zero_samples(origin, z, batch, batch.dim if dim is None else dim)
+    keep = batch.broadcast((origin < 0).to(z.device), z, dim)
+    return z if keep is None else _where(keep, z)
+
+
+def _call_zero_samples(origin: Tensor, z: Tensor, batch: Batch, along: int) -> Tensor:
+    """Call the operator `zero_samples`."""
+    return _ZERO_SAMPLES(origin, z, batch.size, batch.lengths, along, REVISION)
+
+
+def _zero_samples_op(origin: Tensor, z: Tensor, size: int, lengths: Sequence[int], along: int, revision: int) -> Tensor:
+    batch = Batch(size, tuple(lengths), along, z.device)
+    if not batch.has_samples(z.shape, along):
+        return z.view_as(z)  # an operator may not return its input
+    if is_traced(z) and z.is_cpu and not z.is_complex() and not is_shape_only(z):
+        return _ZeroSamples.apply(z, origin, batch)  # pyright: ignore[reportReturnType]
+    return _zeroed(z, origin, batch)
+
+
+_ZERO_SAMPLES = define(
+    "zero_samples(Tensor origin, Tensor z, SymInt size, SymInt[] lengths, int along, int revision) -> Tensor",
+    _zero_samples_op,
+)
+
+
+class _ZeroSamples(torch.autograd.Function):
+    """By an operator that is not compiled: as `where`, it would be two more kernels to compile."""
 
     @staticmethod
-    def forward(z: Tensor, origin: Tensor, size: int, lengths: tuple[int, ...], along: int) -> Tensor:
-        return _BLANK_SAMPLES(z, origin, size, lengths, along)
+    def forward(z: Tensor, origin: Tensor, batch: Batch) -> Tensor:
+        return _call_zero_samples_eager(z, origin, batch)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, origin, *ctx.about = inputs
+        _, origin, ctx.batch = inputs
         ctx.save_for_backward(origin)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (origin,) = ctx.saved_tensors
-        return _Blank.apply(grad, origin, *ctx.about), None, None, None, None  # pyright: ignore[reportReturnType]
+        return _ZeroSamples.apply(grad, origin, ctx.batch), None, None  # pyright: ignore[reportReturnType]
 
 
-def _without_samples_op(origin: Tensor, z: Tensor, size: int, lengths: list[int], along: int, revision: int) -> Tensor:
-    batch = Batch(size, tuple(lengths), along, z.device)
-    if not batch.has_rows(z.shape, along):
-        return z.view_as(z)  # an operator may not return what it was given
-    if is_traced(z) and z.is_cpu and not z.is_complex() and not is_shape_only(z):
-        return _Blank.apply(z, origin, size, batch.lengths, along)  # pyright: ignore[reportReturnType]
-    return _all_blanked(z, origin, batch)
+def _call_zero_samples_eager(z: Tensor, origin: Tensor, batch: Batch) -> Tensor:
+    """Call the operator `zero_samples_eager`."""
+    return _ZERO_SAMPLES_EAGER(z, origin, batch.size, batch.lengths, batch.dim)
 
 
-def _blank_samples(z: Tensor, origin: Tensor, size: int, lengths: list[int], along: int) -> Tensor:
+def _zero_samples_eager_op(z: Tensor, origin: Tensor, size: int, lengths: Sequence[int], along: int) -> Tensor:
     if (origin < 0).all():
         return z.clone()
-    return _all_blanked(z, origin, Batch(size, tuple(lengths), along, z.device))
+    return _zeroed(z, origin, Batch(size, tuple(lengths), along, z.device))
 
 
-def _all_blanked(z: Tensor, origin: Tensor, batch: Batch) -> Tensor:
-    over = batch.over(origin.to(z.device) < 0, z)
-    assert over is not None
-    return _only(over, z)
-
-
-def _alike(z: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(z)
-
-
-_WITHOUT_SAMPLES = define(
-    "without_samples(Tensor origin, Tensor z, SymInt size, SymInt[] lengths, int along, int revision) -> Tensor",
-    _without_samples_op,
+_ZERO_SAMPLES_EAGER = define_whole(
+    "zero_samples_eager(Tensor z, Tensor origin, SymInt size, SymInt[] lengths, int along) -> Tensor",
+    _zero_samples_eager_op,
+    lambda z, *_: torch.empty_like(z),
 )
-_BLANK_SAMPLES = define_whole(
-    "blank_samples(Tensor z, Tensor origin, SymInt size, SymInt[] lengths, int along) -> Tensor", _blank_samples, _alike
-)
+
+
+def _zeroed(z: Tensor, origin: Tensor, batch: Batch) -> Tensor:
+    keep = batch.broadcast(origin.to(z.device) < 0, z)
+    assert keep is not None
+    return _where(keep, z)
+
+
+# In place, by a kernel that writes nothing where everything is finite.
 
 
 def has_kernel(z: Tensor) -> bool:
-    """Whether there is a kernel for a tensor, whose sizes are numbers."""
+    """Whether the kernels of `kernels.py` take a tensor, whose sizes are plain integers."""
     return (
         z.is_cuda
         and z.is_contiguous()
@@ -116,52 +132,36 @@ def _has_triton() -> bool:
     return True
 
 
-# The longest piece of a vector that a kernel holds in its registers.
-_LONGEST = 4_096
-
-
-def looks_like_qkv(module: nn.Module) -> bool:
-    """Whether a module puts out queries, keys and values side by side, as far as its sizes tell: three times its input.
-
-    Attention is a kernel with which none of Inductor's is fused, and it takes three slices: mended by a `where` as part
-    of the graph, they are written twice over.
-    """
-    if isinstance(module, nn.Linear):
-        return module.out_features == 3 * module.in_features
-    given, put_out = getattr(module, "nx", None), getattr(module, "nf", None)  # the `Conv1D` of transformers
-    return isinstance(given, int) and put_out == 3 * given
-
-
-def can_be_mended(z: Tensor) -> bool:
-    """Whether there is a kernel that mends a tensor, traced or not, in place."""
-    if not all(isinstance(size, int) for size in z.shape) or not has_kernel(z) or not are_bits(z.dtype):
+def can_zero_in_place(z: Tensor) -> bool:
+    """Whether there is a kernel that zeroes the non-finite vectors of a tensor, traced or not, in place."""
+    if not all(isinstance(size, int) for size in z.shape) or not has_kernel(z) or not has_bit_status(z.dtype):
         return False
-    return z.ndim in (2, 3) and z.shape[-1] <= _LONGEST * shape_of_evidence(z).shape[-1]
+    return z.ndim in (2, 3) and z.shape[-1] <= _LONGEST_PIECE * empty_status(z).shape[-1]
 
 
-def mended(z: Tensor) -> tuple[Tensor, Tensor]:
-    """`z` with zeros in the place of bad vectors, or pieces of them, and the evidence."""
-    fine = z.clone()  # which Inductor leaves out where nobody else reads it
-    return fine, _operator()(fine)
+def zero_in_place(z: Tensor) -> tuple[Tensor, Tensor]:
+    """`z` with zeros in non-finite vectors, or pieces of vectors, and its row status, by one pass over the memory."""
+    finite = z.clone()  # Inductor leaves the copy out if nothing else reads `z`
+    return finite, _zero_nonfinite_operator()(finite)
 
 
 @functools.cache
-def _operator() -> Any:
-    """The operator `mend_`: Inductor sees what kernel that is, and calls it as it calls its own.
+def _zero_nonfinite_operator() -> Any:
+    """The operator `zero_nonfinite_`. Inductor sees the Triton kernel in it, and calls that as it calls its own.
 
-    It is made when it is first needed, since to make it loads all of Inductor.
+    The operator is made when it is first needed, since making it loads all of Inductor.
     """
-    return triton_op(f"{free_namespace('mend_')}::mend_", mend_, mutates_args={"z"})
+    return triton_op(f"{free_namespace('zero_nonfinite_')}::zero_nonfinite_", zero_nonfinite_, mutates_args={"z"})
 
 
-def mend_(z: Tensor) -> Tensor:
-    """Zeros in the place of bad vectors, or pieces of them. Returns the evidence."""
-    if not can_be_mended(z):
-        found = look(z)
-        z.copy_(only(is_fine(found), z))
-        return found
-    from torchguard._watch.kernels import mend
+def zero_nonfinite_(z: Tensor) -> Tensor:
+    """Write zeros into non-finite vectors, or pieces of vectors, of `z`. Returns the row status."""
+    if not can_zero_in_place(z):
+        status = scan(z)
+        z.copy_(zero_vectors(is_finite(status), z))
+        return status
+    from torchguard._watch.kernels import zero_nonfinite
 
-    found = shape_of_evidence(z)
-    mend(z, found)
-    return found
+    status = empty_status(z)
+    zero_nonfinite(z, status)
+    return status

@@ -1,8 +1,7 @@
-"""Which modules of a model are watched.
+"""What is watched: which checks run, on which modules, and which arguments are masks that no check touches."""
 
-What is looked for in what a module returns, beside NaN and Inf.
-"""
-
+import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -12,21 +11,25 @@ from torch import Tensor, nn
 
 from torchguard._channel.codes import FREE_CODES, ErrorCode, code_named
 from torchguard._torch.modules import mixes_rows
+from torchguard._torch.tracing import constant_in_graphs
 from torchguard.exceptions import WatchError
 
-DEFAULT = ("nan", "inf", "indices")
+DEFAULT_CHECKS = ("nan", "inf", "indices")
+LEVELS = ("outputs", "blocks", "modules")
+# Names of arguments in which -Inf is no fault.
+_MASK = re.compile("mask|bias", re.IGNORECASE)
 
 
 class Check(NamedTuple):
-    """A look at a sample's values: `(batch, values)` to `(batch,)`, True for a sample to be recorded."""
+    """A check of whole samples: `function` maps `(batch, values)` to a mask, True for a sample to warn about."""
 
     code: int
-    look: Callable[..., Any]
+    function: Callable[..., Any]
     message: str = ""
 
 
 class Checks(NamedTuple):
-    """What is looked for. NaN and Inf are looked for together; `others` take a look of their own each."""
+    """Which checks run. One scan finds both NaN and Inf; each of `others` reads the values once more."""
 
     nan: bool
     inf: bool
@@ -35,7 +38,7 @@ class Checks(NamedTuple):
 
 
 def checks_of(asked: Iterable[Any]) -> Checks:
-    """What `checks=` asks for: names, `("overflow", 0.9)`, or `(name, function, message)` for one of your own."""
+    """The checks that `checks=` asks for: names, `("overflow", 0.9)`, or `(name, function, message)`."""
     names, others = set(), []
     for check in asked:
         match check:
@@ -47,15 +50,15 @@ def checks_of(asked: Iterable[Any]) -> Checks:
                 others.append(_near_overflow(share))
             case str() if check in _QUALITY:
                 others.append(_QUALITY[check])
-            case (str() as name, look) if name and callable(look):
-                others.append(Check(_own_code(name), look))
-            case (str() as name, look, str() as message) if name and callable(look):
-                others.append(Check(_own_code(name), look, message))
+            case (str() as name, function) if name and callable(function):
+                others.append(Check(_own_code(name), function))
+            case (str() as name, function, str() as message) if name and callable(function):
+                others.append(Check(_own_code(name), function, message))
             case _:
-                known = ", ".join((*DEFAULT, "overflow", *_QUALITY))
+                known = ", ".join((*DEFAULT_CHECKS, "overflow", *_QUALITY))
                 raise WatchError(
-                    f"watch: checks has {check!r}. Give one of {known}, ('overflow', share of the largest number), or "
-                    "(name, function) and, if you like, a message."
+                    f"watch: checks has {check!r}. Give one of {known}, ('overflow', share of the largest number), "
+                    "(name, function), or (name, function, message)."
                 )
     return Checks("nan" in names, "inf" in names, "indices" in names, tuple(others))
 
@@ -64,16 +67,19 @@ def _own_code(name: str) -> int:
     code = code_named(name.upper())
     if code is None:
         taken = ", ".join(ErrorCode.name(code) for code in FREE_CODES)
-        raise WatchError(f"watch: no code is left for {name!r}. There are three, for all models: {taken} have them.")
+        raise WatchError(
+            f"watch: no code is left for {name!r}: all models share three codes for their own checks, and {taken} have "
+            "them. Use one of these names, or drop a check."
+        )
     return code
 
 
 def _near_overflow(share: float) -> Check:
-    def look(values: Tensor) -> Tensor:
+    def is_near(values: Tensor) -> Tensor:
         largest = values.abs().amax(-1)
         return (largest >= share * torch.finfo(values.dtype).max) & largest.isfinite()
 
-    return Check(ErrorCode.OVERFLOW, look)
+    return Check(ErrorCode.OVERFLOW, is_near)
 
 
 def _zero(values: Tensor) -> Tensor:
@@ -98,9 +104,6 @@ _QUALITY = {
 }
 
 
-LEVELS = ("outputs", "blocks", "modules")
-
-
 def watched_paths(
     model: nn.Module, level: str, include: Sequence[str] | str | None, exclude: Sequence[str] | str | None
 ) -> list[str]:
@@ -118,11 +121,11 @@ def watched_paths(
 
 
 def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str) -> list[str]:
-    """The paths of the modules that are regions of their own, none of them within another, in the order of the model.
+    """The paths of the modules that become regions, none of them inside another, in the order of the model.
 
-    With True, the items of the lists of modules. Left out are modules that have batch norms, which write to their
-    buffers, or recurrent layers, whose states have the samples elsewhere, and those that hold a module of another part
-    of the model: that is where its place is.
+    With True, the items of the lists of modules. Left out are modules with batch norms, which write to their buffers,
+    with recurrent layers, whose states have the samples along another dim, and with a module that belongs to another
+    part of the model: its location is there.
     """
     if not which:
         return []
@@ -134,23 +137,25 @@ def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str) 
         found = [path for path in modules if path in matching]
     found = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
     known = {module: path for path, module in modules.items()}
-    fit = [path for path in found if all(_fits(part, known[part], path) for part in modules[path].modules())]
-    if not fit and found:
+    suitable = [
+        path for path in found if all(_is_suitable(part, known[part], path) for part in modules[path].modules())
+    ]
+    if not suitable and found:
         raise WatchError(
             f"watch: there is nothing to compile once: all blocks ({found[0]!r} is one) have batch norms or recurrent "
-            "layers, or hold modules of other parts of the model. Give patterns of other paths."
+            "layers, or hold modules of other parts of the model. Give compile_once patterns of other paths."
         )
-    if not fit:
+    if not suitable:
         raise WatchError("watch: compile_once=True, but the model has no list of modules. Give patterns of paths.")
-    return fit
+    return suitable
 
 
-def _fits(part: nn.Module, known_as: str, block: str) -> bool:
-    return not mixes_rows(part) and not isinstance(part, nn.RNNBase) and f"{known_as}.".startswith(f"{block}.")
+def _is_suitable(part: nn.Module, path: str, block: str) -> bool:
+    return not mixes_rows(part) and not isinstance(part, nn.RNNBase) and f"{path}.".startswith(f"{block}.")
 
 
 def other_embeddings(model: nn.Module, chosen: Sequence[str], exclude: Sequence[str] | str | None) -> list[str]:
-    """The paths of embeddings that are not watched otherwise: their indices are looked at all the same."""
+    """The paths of embeddings that are not watched otherwise: their indices are checked all the same."""
     modules = dict(model.named_modules())
     left_out = _matching(modules, exclude, "exclude") if exclude is not None else set()
     embeddings = [path for path, module in modules.items() if path and isinstance(module, nn.Embedding)]
@@ -172,7 +177,7 @@ def _blocks(model: nn.Module) -> list[str]:
 
 
 def _in_lists(model: nn.Module) -> list[str]:
-    """The items of the outermost lists; of one that is never called, its items in turn. Each by its first path."""
+    """The items of the outermost lists, each by its first path. An item that is itself a list stands for its items."""
     modules = dict(model.named_modules())
     lists = [path for path, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     outermost = [
@@ -203,3 +208,18 @@ def _matching(modules: Iterable[str], patterns: Sequence[str] | str, name: str) 
                 f"watch: {name} has {pattern!r}, which matches no module. Paths look like 'encoder.0.attn'."
             )
     return {path for path in modules if any(fnmatchcase(path, pattern) for pattern in patterns)}
+
+
+def mask_positions(module: nn.Module) -> tuple[int, ...]:
+    """Which positional arguments of a module are masks, by their names."""
+    try:
+        names = list(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):  # not every callable has a signature
+        return ()
+    return tuple(i for i, name in enumerate(names) if _MASK.search(name))
+
+
+@constant_in_graphs
+def is_mask(name: str) -> bool:
+    """Whether a keyword argument is a mask, by its name."""
+    return _MASK.search(name) is not None

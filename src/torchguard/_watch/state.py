@@ -1,4 +1,4 @@
-"""How a model is watched, and what is known of its calls."""
+"""The state of a watched model: how it is watched, the call that is running, and the summary of the last one."""
 
 import weakref
 from typing import Any
@@ -10,21 +10,26 @@ from torchguard._operators import are_kept_whole
 from torchguard._torch.dynamo import keep_static
 from torchguard._torch.tracing import holds, in_transform, is_in_backward
 from torchguard._watch import report
-from torchguard._watch.backward import PARTS
+from torchguard._watch.backward import region_probes
 from torchguard._watch.batch import Batch
-from torchguard._watch.call import Journal, Step
+from torchguard._watch.call import CallRecord
 from torchguard._watch.select import Checks
+from torchguard._watch.summarize import CallSummary
 from torchguard.exceptions import WatchError
 from torchguard.locations._tracked import LocationTable
 
-# In batches of up to so many samples it is told when a fault is born in the backward pass.
-MARKED = 4_096
+# The largest batch for which faults created in backward are recorded.
+MAX_PROBED_BATCH = 4_096
 
 
-class Watch:
-    """How a model is watched, the journal of the call under way, and what the last call came to.
+class WatchState:
+    """How a model is watched, the record of the call that is running, and the summary of the last one.
 
-    Places are numbered: the input, the watched modules in the order of the model, the output.
+    Args:
+        paths: the locations: "input", the paths of the watched modules in the order of the model, and "" for the
+            output. Everywhere else a location is given by its index in it.
+        masks: which positional arguments of the model are masks.
+        regions: the locations of each block that is compiled once.
     """
 
     def __init__(
@@ -36,90 +41,89 @@ class Watch:
         returns: str,
         batch_dim: int,
         masks: tuple[int, ...],
-        parts: tuple[range, ...],
+        regions: tuple[range, ...],
     ) -> None:
         self.model, self.paths, self.checks, self.masks = model, paths, checks, masks
         self.quarantine, self.returns, self.batch_dim = quarantine, returns, batch_dim
-        self.table = LocationTable(type(model).__name__, paths, ())
+        self.location_table = LocationTable(type(model).__name__, paths, ())
         messages = {check.code: check.message for check in checks.others}
-        self.names = report.Names(tuple(path or type(model).__name__ for path in paths), messages)
-        self.own_forward = model.__dict__.get("forward")  # set on the instance, as tools do
-        self.journal: Journal | None = None
-        self.parts = parts  # of the places, those of each region
-        self.was_called = False  # by the watched model, not by the plain one
-        self.step: Step | None = None
-        self.is_step_lost = False
+        self.labels = report.Labels(tuple(path or type(model).__name__ for path in paths), messages)
+        self.instance_forward = model.__dict__.get("forward")  # some tools set it on the instance
+        self.call_record: CallRecord | None = None
+        self.regions = regions
+        self.was_called = False  # whether the last call was one of the watched model, not of the plain one
+        self.summary: CallSummary | None = None
+        self.is_summary_lost = False
         self.poll = report.Poll()
-        self.place(self.device)
+        self.allocate(self.device)
 
     @property
     def device(self) -> torch.device:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
-    def journal_again(self) -> Journal | None:
-        """When no call is under way, but a checkpoint runs a part of one again in backward: one that nobody reads."""
+    def record_for_recompute(self) -> CallRecord | None:
+        """A record that is never read, if no call is running but a checkpoint recomputes a part of one in backward."""
         if self.quarantine and self.was_called and is_in_backward():
-            return Journal(None, self.checks, True, len(self.paths))
+            return CallRecord(None, self.checks, True, len(self.paths))
         return None
 
-    def place(self, device: torch.device) -> None:
+    def allocate(self, device: torch.device) -> None:
         """Make the tensors that a call needs, on a device.
 
-        `locations` are the ids of the places, and 0: a tensor, since ids as constants would be compiled anew for every
-        model. `marks` are leaves, one for each place and sample, whose gradient tells of faults born in the backward
-        pass.
+        `location_ids` has the id of each location, and 0. It is a tensor: with ids as constants, every model would be
+        compiled anew. `probes` are the gradient probes, see `backward.py`.
         """
-        self.ids = tuple(self.table.locate(path).id for path in self.paths)
-        self.locations = keep_static(torch.tensor([*self.ids, 0], device=device))
-        self.marks: Tensor | None = None
-        self.born: Tensor | None = None
+        self.ids = tuple(self.location_table.locate(path).id for path in self.paths)
+        self.location_ids = keep_static(torch.tensor([*self.ids, 0], device=device))
+        self.probes: Tensor | None = None
+        self.backward_faults: Tensor | None = None  # the gradients of the probes since they were read last
         if self.quarantine:
-            self.marks = keep_static(torch.zeros(len(self.paths), MARKED, device=device, requires_grad=True))
-            me = weakref.ref(self)
-            self.marks.register_post_accumulate_grad_hook(lambda marks: _gather(me(), marks))
+            self.probes = keep_static(torch.zeros(len(self.paths), MAX_PROBED_BATCH, device=device, requires_grad=True))
+            state = weakref.ref(self)
+            self.probes.register_post_accumulate_grad_hook(lambda probes: _save_probe_gradient(state(), probes))
 
-    def open(self, batch: Batch) -> Journal:
-        # The model may have been moved by its plain twin. A leaf cannot be made in a graph: there it does without.
-        if self.locations.device != batch.device and not torch.compiler.is_compiling():
-            self.place(batch.device)
-        marks = self.marks if torch.is_grad_enabled() and holds(batch.size <= MARKED) else None
-        if marks is not None:
-            marks = marks.view_as(marks) if marks.device == batch.device else None  # for this call alone
-        journal = Journal(batch, self.checks, self.quarantine, len(self.paths), marks)
-        if self.parts and marks is not None and are_kept_whole():
-            firsts, counts = [part.start for part in self.parts], [len(part) for part in self.parts]
-            journal.parts = PARTS(marks, batch.size, firsts, counts)
-        return journal
+    def new_record(self, batch: Batch) -> CallRecord:
+        # The plain model may have been moved. A leaf cannot be made in a graph: there the call goes without probes.
+        if self.location_ids.device != batch.device and not torch.compiler.is_compiling():
+            self.allocate(batch.device)
+        probes = self.probes if torch.is_grad_enabled() and holds(batch.size <= MAX_PROBED_BATCH) else None
+        if probes is not None:
+            probes = probes.view_as(probes) if probes.device == batch.device else None  # a view for this call alone
+        record = CallRecord(batch, self.checks, self.quarantine, len(self.paths), probes)
+        if self.regions and probes is not None and are_kept_whole():
+            record.region_probes = region_probes(probes, batch.size, self.regions)
+        return record
 
-    def keep(self, step: Step) -> None:
-        """What a call came to. The tensors of a `torch.func` transform have no values outside of it."""
-        self.is_step_lost = in_transform()
-        self.step = None if self.is_step_lost else step
+    def save(self, summary: CallSummary) -> None:
+        """Save the summary of a call, unless a `torch.func` transform made it: its tensors have no values outside."""
+        self.is_summary_lost = in_transform()
+        self.summary = None if self.is_summary_lost else summary
 
-    def last_step(self) -> Step | None:
-        if self.is_step_lost:
+    def last_summary(self) -> CallSummary | None:
+        if self.is_summary_lost:
             raise WatchError(
                 "watch: the last call was made under a torch.func transform, and nothing of it can be read outside. "
                 "Have the transformed function return the flags, with returns='both', the default."
             )
-        return self.step
+        return self.summary
 
     def __getstate__(self) -> dict[str, Any]:
-        new = {"journal": None, "step": None, "is_step_lost": False, "poll": report.Poll()}
-        state = {**self.__dict__, **new, "device": self.locations.device}
-        for name in ("ids", "locations", "marks", "born"):
+        new = {"call_record": None, "summary": None, "is_summary_lost": False, "poll": report.Poll()}
+        state = {**self.__dict__, **new, "device": self.location_ids.device}
+        for name in ("ids", "location_ids", "probes", "backward_faults"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        device = state.pop("device")  # of the model itself nothing may be there yet
+        device = state.pop("device")  # the model may have no parameters yet
         self.__dict__.update(state)
-        self.place(device)
+        self.allocate(device)
 
 
-def _gather(watch: Watch | None, marks: Tensor) -> None:
-    """A backward pass has reached the marks: keep what was born in it."""
-    grad, marks.grad = marks.grad, None
-    if watch is not None and grad is not None:
+def _save_probe_gradient(state: WatchState | None, probes: Tensor) -> None:
+    """Save the gradient that a backward pass left on the probes, for `backward_flags`."""
+    grad, probes.grad = probes.grad, None
+    if state is not None and grad is not None:
         # A copy: the memory may be that of a CUDA graph.
-        watch.born = grad.clone() if watch.born is None else torch.maximum(watch.born, grad)
+        faults = state.backward_faults
+        state.backward_faults = grad.clone() if faults is None else torch.maximum(faults, grad)

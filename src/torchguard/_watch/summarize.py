@@ -1,10 +1,13 @@
-"""What all the evidence of a call comes to, sample by sample.
+"""The summary of a call: row statuses to flags, and the earliest fault of each sample.
 
-Tables to look numbers up in.
+Every check of a call leaves a row status. `origins.py` finds the earliest fault of each sample, its origin. Without
+quarantine, later faults of the sample count as propagated from it. With quarantine each fault was replaced when it was
+met, so a later one is a fault of its own, and is recorded as well.
 
-Much evidence, put side by side.
-
-Which of all the evidence of a call is the earliest, sample by sample.
+In a compiled call the statuses come from hundreds of kernels. Dynamo sees one operator, `summarize_call`, since asking
+something of each status takes it long. AOTAutograd runs its body. For a GPU the body is traced and compiled. For the
+CPU it stacks what is alike and calls a second operator, `summarize_call_eager`, which is not compiled: it would take
+long to compile, and mostly finds that all is finite and ends at once.
 """
 
 import functools
@@ -13,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode, Severity
@@ -21,234 +23,129 @@ from torchguard._channel.config import ErrorConfig
 from torchguard._channel.layout import LOCATION_SHIFT, pack_slot
 from torchguard._channel.slots import Flags, capacity, pack, zero_flags
 from torchguard._operators import are_kept_whole, define, define_whole
-from torchguard._torch.tracing import can_read, in_transform, is_shape_only, is_surely, is_traced, surely_equal
-from torchguard._watch.backward import tell
-from torchguard._watch.batch import Batch, rows_of
-from torchguard._watch.detect import CODES, FINE, REVISION, are_finite, kinds_of, look, says_nothing, unread
+from torchguard._torch.tracing import can_read, is_shape_only, is_traced
+from torchguard._watch.backward import set_origins
+from torchguard._watch.batch import Batch
+from torchguard._watch.detect import FAULT_CODES, OK, REVISION, all_finite, deferred_source, is_skipped, scan
+from torchguard._watch.origins import RowStatuses, earliest_faults, grouped, lookup
 from torchguard.checks import floats_of
 
-
-def at(index: Tensor, values: Sequence[int]) -> Tensor:
-    """The value at each index."""
-    return constant(values, index)[index]
-
-
-def constant(values: Sequence[int], like: Tensor) -> Tensor:
-    """Whole numbers where a tensor is, put there once: copying them from the host would wait for the device.
-
-    In a graph, Inductor does so by itself. Under a `torch.func` transform, what is made is of no use outside of it.
-    """
-    if torch.compiler.is_compiling() or is_traced(like) or in_transform():
-        return torch.tensor(values, device=like.device)
-    return _placed(tuple(values), like.device)
-
-
-@functools.lru_cache(256)
-def _placed(values: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(values, device=device)
-
-
-def side_by_side(evidence: Sequence[Tensor]) -> Tensor:
-    """`torch.stack`, so that every kernel that makes one of them stays as it is.
-
-    In a graph for the CPU, where vectors have one piece, each is written to where it belongs, and no memory is asked
-    for between two layers: that would have the next layer write to where nothing is cached. For a GPU, Inductor would
-    not fuse such kernels with what else reads a tensor, so it is a call that is not compiled.
-    """
-    if not is_traced(evidence[0]):
-        return torch.stack([*evidence])
-    if evidence[0].is_cpu:
-        return torch.cat([*evidence], -1).movedim(-1, 0).unsqueeze(-1)
-    return _SIDE_BY_SIDE(evidence)
-
-
-def _shape(evidence: Sequence[Tensor]) -> Tensor:
-    return evidence[0].new_empty(len(evidence), *evidence[0].shape)
-
-
-_SIDE_BY_SIDE = define_whole("side_by_side(Tensor[] evidence) -> Tensor", torch.stack, _shape)
-
-
-# A key, from the right: kind, position (counted down), order (counted down).
-KIND, POSITION, LAST, ORDER = 0xFF, 8, (1 << 31) - 1, 40
-# In the place of a dim along which samples lie: that is to be found out.
-UNTOLD = -1
-
-
-class Group(NamedTuple):
-    """Evidence of one shape and dtype: `(evidence, batch, ..., pieces)`, and the number of each."""
-
-    several: Tensor
-    numbers: list[int]
-
-
-def earliest(found: list[Tensor], dims: list[int], batch: Batch, most: int) -> tuple[Tensor, Tensor]:
-    """The keys of the earliest evidence against each sample, so many, and how much there is in all.
-
-    A key holds the order of the evidence, the first bad vector in it, and its kind. The larger it is the earlier the
-    evidence was met; 0 stands for none.
-
-    Args:
-        dims: along which the samples of each piece of evidence lie, or `UNTOLD`.
-    """
-    keys = _keys(found, dims, batch)
-    if most == 1:
-        return keys.amax(0, keepdim=True), (keys > 0).sum(0)
-    missing = max(0, most - keys.shape[0])
-    return F.pad(keys, (0, 0, 0, missing)).topk(most, dim=0).values, (keys > 0).sum(0)
-
-
-def _keys(found: list[Tensor], dims: Sequence[int], batch: Batch) -> Tensor:
-    """A key for every piece of evidence and sample."""
-    groups, strays = ([], []) if is_surely(batch.size == 0) else grouped(found, dims, batch)
-    parts, numbers = [], []
-    for group in groups:
-        kinds = kinds_of(group.several.amax(-1)).to(torch.int64)
-        kinds = kinds.flatten(2) if kinds.ndim > 2 else kinds.unsqueeze(-1)
-        position = (LAST - torch.arange(kinds.shape[-1], device=kinds.device)).to(torch.int64) << POSITION
-        parts.append(torch.where(kinds == FINE, 0, position | kinds).amax(-1))
-        numbers += group.numbers
-    if parts:
-        keys = torch.cat(parts)
-        parts = [torch.where(keys == 0, 0, keys | _early(len(found), numbers, keys))]
-    if strays:
-        # About no sample in particular: about all, unless one went bad before. Then it is an echo of that.
-        kinds = torch.stack([kinds_of(found[i]).amax().to(batch.device, torch.int64) for i in strays]).unsqueeze(-1)
-        keys = torch.where(kinds == FINE, 0, _early(len(found), strays, kinds) | (LAST << POSITION) | kinds)
-        earlier = torch.cat(parts).amax() if parts else torch.zeros_like(keys)
-        parts.append(torch.where(keys > earlier, keys, 0).expand(-1, batch.size))
-    return torch.cat(parts) if parts else torch.zeros(1, batch.size, dtype=torch.int64, device=batch.device)
-
-
-def _early(n: int, numbers: list[int], like: Tensor) -> Tensor:
-    """The part of a key that tells the order, for evidence of these numbers, of `n`."""
-    return constant([(n - i) << ORDER for i in numbers], like).unsqueeze(-1)
-
-
-def grouped(found: list[Tensor], dims: Sequence[int], batch: Batch) -> tuple[list[Group], list[int]]:
-    """The evidence in groups, and the numbers of what is about no sample."""
-    alike: list[dict[int, Tensor]] = []
-    strays = []
-    for i, (one, dim) in enumerate(zip(found, dims, strict=True)):
-        rows = rows_of(one, None if dim == UNTOLD else dim, batch)
-        if any(is_surely(size == 0) for size in (one.shape if rows is None else rows.shape[1:])):
-            continue  # nothing is there that could be bad
-        if rows is None:
-            strays.append(i)
-            continue
-        for group in alike:
-            first = next(iter(group.values()))
-            if first.dtype == rows.dtype and surely_equal(first.shape, rows.shape):
-                group[i] = rows
-                break
-        else:
-            alike.append({i: rows})
-    return [Group(side_by_side([*group.values()]), [*group]) for group in alike], strays
-
-
-# What a slot holds of a kind, beside the location; and so for each code that is no fault.
-_FAULTS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY[code]) for code in CODES)
-_REMARKS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY.get(code, Severity.WARN)) for code in range(16))
+# The slot of each fault, and of each code that a warning may have, without the location.
+_FAULT_SLOTS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY[code]) for code in FAULT_CODES)
+_WARNING_SLOTS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY.get(code, Severity.WARN)) for code in range(16))
 _FALLBACK = pack_slot(ErrorCode.FALLBACK_VALUE, 0, Severity.WARN)
 _CPU = torch.device("cpu")
 
 
-class Verdict(NamedTuple):
-    """The flags, and what is told of each sample: `(3, batch)`, -1 for one that is fine.
+class CallSummary(NamedTuple):
+    """One call, sample by sample. Locations are given by their index in `WatchState.paths`.
 
-    The place where it went bad first, in how many more it was seen bad, and which vector of the first was the first bad
-    one.
+    Args:
+        origins: `(3, batch)`: the location where the sample went bad first, at how many further locations it was bad,
+            and the position of the first bad vector at the origin, counted over the dims between batch and last. All
+            three are -1 for a sample that is finite everywhere.
+        warnings: `(codes, batch)`, if there are any: 16 times the location where the warning came up first, plus its
+            code; -1 for none.
     """
 
     flags: Flags
-    told: Tensor
+    origins: Tensor
+    warnings: Tensor | None
 
 
-class Evidence(NamedTuple):
-    """Evidence in the order in which it was met: where, and along which dim its samples lie, or `UNTOLD`."""
-
-    found: list[Tensor]
-    places: list[int]
-    dims: list[int]
-
-
-def verdict(
-    evidence: Evidence,
-    remarks: Tensor | None,
-    locations: Tensor,
+def summarize(
+    checked: RowStatuses,
+    warnings: Tensor | None,
+    location_ids: Tensor,
     batch: Batch,
-    repairs: bool,
+    quarantine: bool,
     config: ErrorConfig,
-    marks: Tensor | None,
-) -> Verdict:
-    """What the evidence comes to.
+    probes: Tensor | None,
+) -> CallSummary:
+    """The summary of a call.
 
     Args:
-        remarks: `(remarks, batch)`, the place times 16, plus the code, of what is no fault (-1: none), if there is any.
-        locations: the location id of each place, and 0 behind them.
-        repairs: whether each fault was repaired when it was met, so that the next is another, and no echo.
-        marks: those of the call, if it has any. They are told.
+        warnings: see `CallSummary`.
+        location_ids: the id of each location, and 0 behind them.
+        quarantine: whether each fault was replaced when it was met, so that the next is a fault of its own.
+        probes: the gradient probes of the call, if it has any. Their backward pass is given the origins.
     """
-    about = (remarks, locations, batch, repairs, config)
     if are_kept_whole():
-        # What is asked of every piece of evidence takes Dynamo long, and a large model has hundreds.
-        return Verdict(*_VERDICT(*evidence, marks, *_flat(*about)))
-    found = _verdict(evidence, *about)
-    tell(marks, found.told)
-    return found
+        found = _call_summarize(checked, probes, warnings, location_ids, batch, quarantine, config)
+    else:
+        found = _summarize(checked, warnings, location_ids, batch, quarantine, config)
+        set_origins(probes, found[1])
+    return CallSummary(*found, warnings)
 
 
-def _verdict(
-    evidence: Evidence, remarks: Tensor | None, locations: Tensor, batch: Batch, repairs: bool, config: ErrorConfig
-) -> Verdict:
-    found, places, dims = evidence
-    if remarks is None and _is_clean(found):
+def _summarize(
+    checked: RowStatuses,
+    warnings: Tensor | None,
+    location_ids: Tensor,
+    batch: Batch,
+    quarantine: bool,
+    config: ErrorConfig,
+) -> tuple[Flags, Tensor]:
+    """Flags and origins."""
+    if warnings is None and _all_ok(checked.statuses):
         return _clean(batch, config)
     f = zero_flags(batch.size, batch.device, config.flag_dtype, config)
     room = capacity(f, config)
-    first, times = earliest(found, dims, batch, max(1, min(room // 2, len(found))) if repairs else 1)
-    kind = first & KIND
-    place = at(len(places) - (first >> ORDER), [*places, -1])  # one more, for samples that nothing was found about
-    location = locations.to(place.device)[place] << LOCATION_SHIFT
-    slots = torch.where(kind == FINE, 0, location | at(kind, _FAULTS))
-    if repairs:
-        slots = torch.stack([slots, torch.where(kind == FINE, 0, location | _FALLBACK)], 1).flatten(0, 1)
-    if remarks is not None:
-        slots = _moved_up(torch.cat([slots, _slots_of(remarks, locations)]))
-    position = torch.where(kind[0] == FINE, -1, LAST - ((first[0] >> POSITION) & LAST))
-    return Verdict(pack(slots[:room].t(), f), torch.stack([place[0], times - 1, position]))
+    most = max(1, min(room // 2, len(checked.statuses))) if quarantine else 1
+    fault, check, position, times = earliest_faults(checked, batch, most)
+    location = lookup(check, [*checked.locations, -1])
+    location_bits = location_ids.to(location.device)[location] << LOCATION_SHIFT
+    slots = torch.where(fault == OK, 0, location_bits | lookup(fault, _FAULT_SLOTS))
+    if quarantine:
+        slots = torch.stack([slots, torch.where(fault == OK, 0, location_bits | _FALLBACK)], 1).flatten(0, 1)
+    if warnings is not None:
+        slots = _empty_last(torch.cat([slots, _warning_slots(warnings, location_ids)]))
+    return pack(slots[:room].t(), f), torch.stack([location[0], times - 1, position])
 
 
-def _is_clean(found: list[Tensor]) -> bool:
-    """Whether nothing speaks against anything, where asking waits for nobody."""
-    if not found:
+def _all_ok(statuses: list[Tensor]) -> bool:
+    """Whether there is no fault, as far as that can be read without waiting for a device."""
+    if not statuses:
         return True
-    if not can_read(found[0]) or not all(one.is_cpu for one in found):
+    if not can_read(statuses[0]) or not all(status.is_cpu for status in statuses):
         return False
-    dtypes = {one.dtype for one in found}
-    return all(_is_fine(torch.cat([one.flatten() for one in found if one.dtype == dtype])) for dtype in dtypes)
+    dtypes = {status.dtype for status in statuses}
+    return all(_is_ok(torch.cat([one.flatten() for one in statuses if one.dtype == dtype])) for dtype in dtypes)
 
 
-def _is_fine(found: Tensor) -> bool:
-    if found.dtype == torch.int8:
-        return found.numel() == 0 or found.amax().item() <= FINE
-    return are_finite(found)
+def _is_ok(status: Tensor) -> bool:
+    if status.dtype == torch.int8:
+        return status.numel() == 0 or status.amax().item() <= OK
+    return all_finite(status)
 
 
-def _clean(batch: Batch, config: ErrorConfig) -> Verdict:
+def _clean(batch: Batch, config: ErrorConfig) -> tuple[Flags, Tensor]:
+    """Flags and origins of a call without faults."""
     f = zero_flags(batch.size, batch.device, config.flag_dtype, config)
-    return Verdict(f, torch.full((3, batch.size), -1, dtype=torch.int64, device=batch.device))
+    return f, torch.full((3, batch.size), -1, dtype=torch.int64, device=batch.device)
 
 
-def _slots_of(remarks: Tensor, locations: Tensor) -> Tensor:
-    place, code = remarks >> 4, remarks & 0xF
-    location = locations.to(place.device)[place] << LOCATION_SHIFT
-    return torch.where(remarks < 0, 0, location | at(code, _REMARKS))
+def first_warnings(recorded: Sequence[tuple[int, int, Tensor]]) -> Tensor | None:
+    """`CallSummary.warnings`, from the location, the code and the `(batch,)` mask of each warning of a call.
+
+    A warning counts where it comes up first: a layer that passes on zeros is no second cause.
+    """
+    firsts = []
+    for code in sorted({code for _, code, _ in recorded}):
+        masks = torch.stack([mask for _, other, mask in recorded if other == code])
+        packed = [location * 16 + code for location, other, _ in recorded if other == code]
+        first = lookup(masks.to(torch.int8).argmax(0), packed)
+        firsts.append(torch.where(masks.any(0), first, -1))
+    return torch.stack(firsts) if firsts else None
 
 
-def _moved_up(slots: Tensor) -> Tensor:
-    """Slots with the empty ones last."""
+def _warning_slots(warnings: Tensor, location_ids: Tensor) -> Tensor:
+    location, code = warnings >> 4, warnings & 0xF
+    location_bits = location_ids.to(location.device)[location] << LOCATION_SHIFT
+    return torch.where(warnings < 0, 0, location_bits | lookup(code, _WARNING_SLOTS))
+
+
+def _empty_last(slots: Tensor) -> Tensor:
     order = (slots == 0).to(torch.int8).sort(dim=0, stable=True).indices
     return slots.gather(0, order)
 
@@ -256,13 +153,10 @@ def _moved_up(slots: Tensor) -> Tensor:
 # The operators.
 
 
-def _flat(
-    remarks: Tensor | None, locations: Tensor, batch: Batch, repairs: bool, config: ErrorConfig
-) -> tuple[Any, ...]:
-    """What a verdict is made of beside evidence, as an operator takes it."""
+def _layout(config: ErrorConfig) -> tuple[torch.dtype, int, int | None]:
+    """What a summary needs of a configuration, as an operator takes it."""
     transposes_from = config.transpose_threshold if config.use_transposed_layout else None
-    layout = (config.flag_dtype, config.num_slots, transposes_from)
-    return remarks, locations, batch.size, batch.lengths, batch.dim, batch.device, repairs, *layout, REVISION
+    return config.flag_dtype, config.num_slots, transposes_from
 
 
 @functools.lru_cache(64)
@@ -272,110 +166,149 @@ def _config(dtype: torch.dtype, slots: int, transposes_from: int | None) -> Erro
     return config
 
 
-def _verdict_op(found: list[Tensor], places: list[int], dims: list[int], marks: Tensor | None, *about: Any) -> Verdict:
-    came_to = _traced_verdict(found, places, dims, *about)
-    tell(marks, came_to.told)
-    return came_to
+def _call_summarize(
+    checked: RowStatuses,
+    probes: Tensor | None,
+    warnings: Tensor | None,
+    location_ids: Tensor,
+    batch: Batch,
+    quarantine: bool,
+    config: ErrorConfig,
+) -> tuple[Flags, Tensor]:
+    """Call the operator `summarize_call`."""
+    samples = (batch.size, batch.lengths, batch.dim, batch.device)
+    return _SUMMARIZE_CALL(*checked, probes, warnings, location_ids, *samples, quarantine, *_layout(config), REVISION)
 
 
-def _traced_verdict(
-    found: list[Tensor],
-    places: list[int],
+def _summarize_call_op(
+    statuses: list[Tensor],
+    locations: list[int],
     dims: list[int],
-    remarks: Tensor | None,
-    locations: Tensor,
+    probes: Tensor | None,
+    warnings: Tensor | None,
+    location_ids: Tensor,
     size: int,
     lengths: list[int],
     dim: int,
     device: torch.device,
-    repairs: bool,
+    quarantine: bool,
     dtype: torch.dtype,
     slots: int,
     transposes_from: int | None,
     revision: int,
-) -> Verdict:
-    batch, config = Batch(size, tuple(lengths), dim, device), _config(dtype, slots, transposes_from)
-    if is_shape_only(found[0]):
+) -> tuple[Flags, Tensor]:
+    checked, batch = RowStatuses(statuses, locations, dims), Batch(size, tuple(lengths), dim, device)
+    config = _config(dtype, slots, transposes_from)
+    found = _summarize_traced(checked, warnings, location_ids, batch, quarantine, config)
+    set_origins(probes, found[1])
+    return found
+
+
+def _summarize_traced(
+    checked: RowStatuses,
+    warnings: Tensor | None,
+    location_ids: Tensor,
+    batch: Batch,
+    quarantine: bool,
+    config: ErrorConfig,
+) -> tuple[Flags, Tensor]:
+    if is_shape_only(checked.statuses[0]):
         return _clean(batch, config)
-    heard = [i for i, one in enumerate(found) if not says_nothing(one)]
-    found, places, dims = [found[i] for i in heard], [places[i] for i in heard], [dims[i] for i in heard]
-    if not found or batch.device.type != "cpu" or not is_traced(found[0]):
-        return _verdict(Evidence(found, places, dims), remarks, locations, batch, repairs, config)
-    # It mostly finds nothing and ends at once, but would take long to compile.
-    whole = {i: z for i, z in enumerate(map(unread, found)) if z is not None}
-    rest = [i for i in range(len(found)) if i not in whole]
-    groups, strays = grouped([found[i] for i in rest], [dims[i] for i in rest], batch)
+    checked = checked.only([i for i, status in enumerate(checked.statuses) if not is_skipped(status)])
+    statuses, locations, dims = checked
+    if not statuses or batch.device.type != "cpu" or not is_traced(statuses[0]):
+        return _summarize(checked, warnings, location_ids, batch, quarantine, config)
+    sources = {i: z for i, z in enumerate(map(deferred_source, statuses)) if z is not None}
+    rest = [i for i in range(len(statuses)) if i not in sources]
+    groups, unbatched = grouped([statuses[i] for i in rest], [dims[i] for i in rest], batch)
     in_groups = [rest[i] for group in groups for i in group.numbers]
-    alone = [rest[i] for i in strays]
-    dims = [0 if i in in_groups else told for i, told in enumerate(dims)]
-    numbers = json.dumps([in_groups, alone, [*whole], places, dims])  # lists take longer to hand over than all the rest
-    return Verdict(
-        *_VERDICT_AT_ONCE(
-            [group.several for group in groups],
-            [found[i] for i in alone],
-            [*whole.values()],
-            numbers,
-            remarks,
-            locations,
-            size,
-            lengths,
-            dim,
-            repairs,
-            dtype,
-            slots,
-            transposes_from,
-        )
+    alone = [rest[i] for i in unbatched]
+    dims = [0 if i in in_groups else dim for i, dim in enumerate(dims)]
+    return _call_summarize_eager(
+        [group.stacked for group in groups],
+        [statuses[i] for i in alone],
+        [*sources.values()],
+        json.dumps([in_groups, alone, [*sources], locations, dims]),
+        warnings,
+        location_ids,
+        batch,
+        quarantine,
+        config,
     )
 
 
-def _at_once(
+_SUMMARIZE_CALL = define(
+    "summarize_call(Tensor[] statuses, int[] locations, int[] dims, Tensor? probes, Tensor? warnings, "
+    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, Device device, bool quarantine, ScalarType dtype, "
+    "int slots, int? transposes_from, int revision) -> (Tensor, Tensor)",
+    _summarize_call_op,
+)
+
+
+def _call_summarize_eager(
     groups: list[Tensor],
     alone: list[Tensor],
-    whole: list[Tensor],
+    sources: list[Tensor],
     numbers: str,
-    remarks: Tensor | None,
-    locations: Tensor,
+    warnings: Tensor | None,
+    location_ids: Tensor,
+    batch: Batch,
+    quarantine: bool,
+    config: ErrorConfig,
+) -> tuple[Flags, Tensor]:
+    """Call the operator `summarize_call_eager`.
+
+    Args:
+        groups: stacked statuses.
+        alone: the statuses of unbatched tensors.
+        sources: tensors whose scan was deferred.
+        numbers: JSON, since an operator takes longer to receive lists of integers than for all else that it does. Five
+            lists: the numbers of the checks in `groups`, `alone` and `sources`; and for every check its location and
+            the dim of its samples.
+    """
+    samples = (batch.size, batch.lengths, batch.dim)
+    return _SUMMARIZE_CALL_EAGER(
+        groups, alone, sources, numbers, warnings, location_ids, *samples, quarantine, *_layout(config)
+    )
+
+
+def _summarize_call_eager_op(
+    groups: list[Tensor],
+    alone: list[Tensor],
+    sources: list[Tensor],
+    numbers: str,
+    warnings: Tensor | None,
+    location_ids: Tensor,
     size: int,
     lengths: list[int],
     dim: int,
-    repairs: bool,
+    quarantine: bool,
     dtype: torch.dtype,
     slots: int,
     transposes_from: int | None,
-) -> Verdict:
-    """The verdict, by evidence side by side, by evidence alone, and by tensors that are yet to be looked at.
-
-    Args:
-        numbers: of each of these, in the order in which they were met; then all their places, and their dims.
-    """
+) -> tuple[Flags, Tensor]:
     batch, config = Batch(size, tuple(lengths), dim, _CPU), _config(dtype, slots, transposes_from)
-    is_fine = all(map(_is_fine, groups)) and all(map(_is_fine, alone)) and all(are_finite(floats_of(z)) for z in whole)
-    if remarks is None and is_fine:
+    is_ok = all(map(_is_ok, groups)) and all(map(_is_ok, alone)) and all(all_finite(floats_of(z)) for z in sources)
+    if warnings is None and is_ok:
         return _clean(batch, config)
-    in_groups, their, of_whole, places, dims = json.loads(numbers)
-    found = dict(zip(in_groups, (one for group in groups for one in group), strict=True))
-    found |= zip(their, alone, strict=True)
-    found |= zip(of_whole, map(look, whole), strict=True)
-    met = sorted(found)
-    evidence = Evidence([found[i] for i in met], [places[i] for i in met], [dims[i] for i in met])
-    return _verdict(evidence, remarks, locations, batch, repairs, config)
+    in_groups, in_alone, in_sources, locations, dims = json.loads(numbers)
+    statuses = dict(zip(in_groups, (one for group in groups for one in group), strict=True))
+    statuses |= zip(in_alone, alone, strict=True)
+    statuses |= zip(in_sources, map(scan, sources), strict=True)
+    order = sorted(statuses)
+    checked = RowStatuses([statuses[i] for i in order], [locations[i] for i in order], [dims[i] for i in order])
+    return _summarize(checked, warnings, location_ids, batch, quarantine, config)
 
 
-def _shapes(*given: Any) -> Verdict:
-    size, lengths, dim, _, *layout = given[6:]
+def _summarize_call_eager_shapes(*arguments: Any) -> tuple[Flags, Tensor]:
+    size, lengths, dim, _, *layout = arguments[6:]
     return _clean(Batch(size, tuple(lengths), dim, _CPU), _config(*layout))
 
 
-_VERDICT = define(
-    "verdict(Tensor[] found, int[] places, int[] dims, Tensor? marks, Tensor? remarks, Tensor locations, SymInt size, "
-    "SymInt[] lengths, int dim, Device device, bool repairs, ScalarType dtype, int slots, int? transposes_from, "
-    "int revision) -> (Tensor, Tensor)",
-    _verdict_op,
-)
-_VERDICT_AT_ONCE = define_whole(
-    "verdict_at_once(Tensor[] groups, Tensor[] alone, Tensor[] whole, str numbers, Tensor? remarks, Tensor locations, "
-    "SymInt size, SymInt[] lengths, int dim, bool repairs, ScalarType dtype, int slots, int? transposes_from) "
-    "-> (Tensor, Tensor)",
-    _at_once,
-    _shapes,
+_SUMMARIZE_CALL_EAGER = define_whole(
+    "summarize_call_eager(Tensor[] groups, Tensor[] alone, Tensor[] sources, str numbers, Tensor? warnings, "
+    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, bool quarantine, ScalarType dtype, int slots, "
+    "int? transposes_from) -> (Tensor, Tensor)",
+    _summarize_call_eager_op,
+    _summarize_call_eager_shapes,
 )

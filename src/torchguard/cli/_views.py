@@ -28,7 +28,7 @@ Data = Mapping[str, Any]
 _PACKAGE = str(Path(__file__).parent.parent / "_")[:-1]
 _WATCHED_FORWARD = "forward_of_"
 # Sources of guards on torchguard's state in a watched model.
-_WATCH_SOURCE = re.compile(r"_hooks\[.*\.watch\b|\._watch\b|L\['journal'\]|L\['watch'\]")
+_WATCH_SOURCE = re.compile(r"_hooks\[.*\.watch\b|\._watch\b|L\['call_record'\]|L\['watch'\]")
 
 _LIMIT = 30  # compilations, recompiles, graph breaks and violations
 _GUARD_TYPES, _COSTLIEST, _COUNTED = 8, 10, 10

@@ -1,4 +1,4 @@
-"""What a look at a tensor finds, against looking at every number."""
+"""Row statuses, against a check of every number."""
 
 import math
 
@@ -8,53 +8,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchguard._watch.detect import (
-    FINE,
     INF,
     NAN,
-    are_finite,
-    bits_of_largest,
-    evidence,
-    is_fine,
+    OK,
+    all_finite,
+    faults_of,
+    inf_from,
+    is_finite,
     is_nan,
-    kinds_of,
-    raised,
+    largest_bits,
+    row_status,
 )
 
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -2.5, 6e4, -1e-7, math.inf, -math.inf, math.nan])
 
 
-def kind_of(row):
+def fault_of(row):
     if any(math.isnan(number) for number in row):
         return NAN
-    return INF if any(math.isinf(number) for number in row) else FINE
+    return INF if any(math.isinf(number) for number in row) else OK
 
 
-@pytest.mark.parametrize("look", [evidence, bits_of_largest])
+@pytest.mark.parametrize("check", [row_status, largest_bits])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @given(rows=st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=5))
-def test_the_worst_of_each_vector(look, dtype, rows):
-    found = look(torch.tensor(rows, dtype=dtype)).squeeze(-1)
-    kinds = [kind_of(row) for row in rows]
-    assert kinds_of(found).tolist() == kinds
-    assert is_fine(found).tolist() == [kind == FINE for kind in kinds]
-    assert is_nan(found).tolist() == [kind == NAN for kind in kinds]
+def test_the_status_of_a_vector_is_its_worst_fault(check, dtype, rows):
+    status = check(torch.tensor(rows, dtype=dtype)).squeeze(-1)
+    faults = [fault_of(row) for row in rows]
+    assert faults_of(status).tolist() == faults
+    assert is_finite(status).tolist() == [fault == OK for fault in faults]
+    assert is_nan(status).tolist() == [fault == NAN for fault in faults]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_largest_numbers_are_fine(dtype):
+def test_the_largest_numbers_are_finite(dtype):
     largest = torch.finfo(dtype).max
     z = torch.tensor([[largest, -largest], [-math.inf, 0.0], [-math.nan, 0.0]], dtype=dtype)
-    assert kinds_of(bits_of_largest(z)).flatten().tolist() == [FINE, INF, NAN]
-    assert kinds_of(evidence(z)).flatten().tolist() == [FINE, INF, NAN]
+    assert faults_of(largest_bits(z)).flatten().tolist() == [OK, INF, NAN]
+    assert faults_of(row_status(z)).flatten().tolist() == [OK, INF, NAN]
 
 
-@pytest.mark.parametrize("look", [evidence, bits_of_largest])
+@pytest.mark.parametrize("check", [row_status, largest_bits])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @given(rows=st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=5))
-def test_what_reaches_a_limit_counts_as_inf(look, dtype, rows):
-    found = raised(look(torch.tensor(rows, dtype=dtype)).squeeze(-1), 2.0, dtype)
-    kinds = [max(kind_of(row), INF if any(abs(number) >= 2 for number in row) else FINE) for row in rows]
-    assert kinds_of(found).tolist() == kinds
+def test_magnitudes_from_a_limit_on_count_as_inf(check, dtype, rows):
+    status = inf_from(check(torch.tensor(rows, dtype=dtype)).squeeze(-1), 2.0, dtype)
+    faults = [max(fault_of(row), INF if any(abs(number) >= 2 for number in row) else OK) for row in rows]
+    assert faults_of(status).tolist() == faults
 
 
 @given(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]), st.data())
@@ -62,4 +62,4 @@ def test_all_are_finite_or_not(dtype, data):
     most = torch.finfo(dtype).max
     number = st.sampled_from([0.0, 1.0, most, -most, float("inf"), float("-inf"), float("nan")])
     z = torch.tensor(data.draw(st.lists(number, max_size=4)), dtype=dtype)
-    assert are_finite(z) is bool(z.isfinite().all())
+    assert all_finite(z) is bool(z.isfinite().all())

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 from torchguard import err, flags
 from torchguard._watch import unwatch, watch
-from torchguard._watch.backward import CameTo, Marked
+from torchguard._watch.backward import CallOrigins, CallProbes
 from torchguard.exceptions import WatchError
 
 NAN = float("nan")
@@ -30,7 +30,7 @@ class Made(nn.Module):
         return self.call(self, *args, **kwargs)
 
 
-def told(guarded):
+def reported(guarded):
     return [str(incident) for incident in guarded.report()]
 
 
@@ -110,7 +110,7 @@ class TestSamplesAlongOtherDims:
         assert not c[:, 1].any()
         assert torch.equal(h[:, [0, 2]], want[1][0][:, [0, 2]])
 
-    def test_flattened_and_whole_number_outputs(self, run_light):
+    def test_flattened_and_integer_outputs(self, run_light):
         def call(self, x):
             h = self.layer(x)
             return h.view(-1, 4), h.flatten(1).argmax(-1) + 1
@@ -171,7 +171,7 @@ class TestCalls:
         model = Made(lambda self, ids: self.table(input=ids).sum(1), table=nn.Embedding(4, 4))
         guarded = watch(model)
         guarded(torch.tensor([[1, 2], [3, 9]]))
-        assert told(guarded) == ["sample 1: OUT_OF_BOUNDS at table, position 0"]
+        assert reported(guarded) == ["sample 1: OUT_OF_BOUNDS at table, position 0"]
 
     def test_a_model_that_calls_itself(self):
         def call(self, x, again=True):
@@ -217,7 +217,7 @@ class TestCalls:
         guarded = watch(Made(call, layer=nn.Linear(4, 4), gate=Gate()), quarantine=True)
         with torch.inference_mode():
             guarded(torch.randn(3, 4))
-        assert told(guarded) == ["sample 1: NAN at gate, position 0"]
+        assert reported(guarded) == ["sample 1: NAN at gate, position 0"]
 
     def test_the_signature_is_the_models(self):
         model = encoder()
@@ -231,7 +231,7 @@ class TestCalls:
         guarded(torch.randn(1, 4))
         assert guarded.report()[0].path == "0"
 
-    def test_names_of_its_own_are_told_of(self):
+    def test_a_model_with_an_attribute_of_the_same_name_is_refused(self):
         model = nn.Linear(2, 2)
         model.flags = 3
         with pytest.raises(WatchError, match="has a 'flags' of its own"):
@@ -250,7 +250,7 @@ class TestBackward:
         out, f = guarded(x)
         err.mean_ok(f, out.sum(-1)).backward()
 
-    def test_what_was_bad_before_is_not_born_in_a_later_pass(self):
+    def test_a_sample_that_was_bad_before_is_not_reported_for_a_later_pass(self):
         guarded, x = self.model(), torch.rand(3, 4) + 1
         x[0] = -1.0
         self.step(guarded, x)
@@ -266,11 +266,11 @@ class TestBackward:
         assert err.all_ok(guarded.backward_flags)
 
     def test_two_calls_and_one_pass_over_both(self, run_light):
-        """What is bad in one call does not hide what is born in the other, nor is it taken for that."""
+        """A bad sample of one call neither hides a fault created in the other, nor is taken for one."""
         guarded = self.model()
         real, made = torch.rand(4, 4) + 1, torch.rand(2, 4) + 1
         real[0] = -1.0  # bad on the way forward
-        real[3], made[0] = 0.0, 0.0  # born on the way back
+        real[3], made[0] = 0.0, 0.0  # goes bad on the way back
         call = run_light(guarded)
         (one, f), (two, g) = call(real), call(made)
         assert err.is_err(f).tolist() == [True, False, False, False]
@@ -293,16 +293,16 @@ class TestBackward:
                 out.sum().backward()
         del out, f
         gc.collect()
-        assert not [one for one in gc.get_objects() if isinstance(one, (Marked, CameTo))]
+        assert not [one for one in gc.get_objects() if isinstance(one, (CallProbes, CallOrigins))]
 
-    def test_of_a_batch_that_is_too_large_nothing_is_told(self):
+    def test_for_a_batch_that_is_too_large_there_are_no_backward_flags(self):
         guarded, x = self.model(), torch.rand(4097, 4) + 1
         x[3] = 0.0
         self.step(guarded, x)
         assert guarded.a.weight.grad.isfinite().all()
         assert guarded.backward_flags is None
 
-    def test_a_container_of_ones_own_modules_stops_gradients(self):
+    def test_a_container_of_ones_own_modules_masks_gradients(self):
         class Norm(nn.Module):
             def __init__(self):
                 super().__init__()

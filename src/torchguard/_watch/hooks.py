@@ -1,0 +1,152 @@
+"""The hooks on one module: they check what goes into it and what it returns."""
+
+import math
+import re
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchguard._pytrees import map_tensors, tensors_in
+from torchguard._torch.modules import is_of_torch
+from torchguard._watch.call import CallRecord
+from torchguard._watch.detect import index_status
+from torchguard._watch.select import is_mask, mask_positions
+from torchguard._watch.state import WatchState
+from torchguard.checks import can_be_looked_at, floats_of
+
+# Names of modules that square their input, and the number of squares they are taken to sum if they do not say.
+_SQUARING, _NUM_SQUARES = re.compile("norm", re.IGNORECASE), 2**20
+
+
+class ModuleHooks:
+    """The hooks on one watched module. They do nothing unless the watched model is being called.
+
+    Args:
+        location: of the module.
+        checks_output: whether the output is checked. Of an embedding that is not watched, only the indices are.
+    """
+
+    def __init__(self, watch: WatchState, location: int, module: nn.Module, checks_output: bool) -> None:
+        self.watch, self.location, self.masks = watch, location, mask_positions(module)
+        self.num_squares = num_squares_of(module)
+        self.is_embedding = isinstance(module, nn.Embedding)
+        self.checks_output = checks_output
+        self.checks_input = watch.checks.indices if self.is_embedding else watch.quarantine
+        # A non-finite gradient that one of torch's own modules makes is masked at the output of the module before it.
+        self.mask_gradient = not is_of_torch(module)
+        self.in_place = is_qkv_projection(module)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call_record = self.watch.call_record
+        if call_record is None:
+            call_record = self.watch.record_for_recompute()
+            if call_record is None:
+                return None
+        if self.is_embedding:
+            if args:
+                return (_clamped(args[0], module, call_record, self.location), *args[1:]), kwargs
+            return args, {**kwargs, "input": _clamped(kwargs["input"], module, call_record, self.location)}
+        if not call_record.quarantine:
+            return None
+        if len(args) == 1 and not kwargs and not self.masks and isinstance(args[0], Tensor):  # the most frequent case
+            return (call_record.check(args[0], self.location, self.mask_gradient, True, self.num_squares),), kwargs
+        return checked_arguments(
+            args, kwargs, call_record, self.location, self.masks, self.mask_gradient, self.num_squares
+        )
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        call_record = self.watch.call_record
+        if call_record is None:
+            call_record = self.watch.record_for_recompute()
+            if call_record is None:
+                return None
+        if isinstance(output, Tensor):
+            output = call_record.check(output, self.location, in_place=self.in_place)
+        else:
+            output = checked_output(module, output, call_record, self.location)
+        if call_record.checks.others:
+            for _, z in tensors_in(output):
+                _run_other_checks(z, call_record, self.location)
+        return output
+
+
+def num_squares_of(module: nn.Module) -> int:
+    """How many squares of its input a module sums: if they overflow, the fault is in the module's own gradient."""
+    if not _SQUARING.search(type(module).__name__):
+        return 0
+    return math.prod(getattr(module, "normalized_shape", (_NUM_SQUARES,)))
+
+
+def is_qkv_projection(module: nn.Module) -> bool:
+    """Whether a module returns queries, keys and values side by side: its output is three times as wide as its input.
+
+    Attention is a kernel with which Inductor fuses none of its own, and it takes three slices: replaced by a `where` in
+    the graph, each would be written twice.
+    """
+    if isinstance(module, nn.Linear):
+        return module.out_features == 3 * module.in_features
+    inputs, outputs = getattr(module, "nx", None), getattr(module, "nf", None)  # the `Conv1D` of transformers
+    return isinstance(inputs, int) and outputs == 3 * inputs
+
+
+def checked_arguments(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call_record: CallRecord,
+    location: int,
+    masks: tuple[int, ...],
+    mask_gradient: bool,
+    num_squares: int = 0,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module, checked, and in quarantine replaced. Masks are left as they are."""
+    how = (call_record, location, mask_gradient, True, num_squares)
+    checked = tuple(value if i in masks else _checked(value, *how) for i, value in enumerate(args))
+    named = {name: value if is_mask(name) else _checked(value, *how) for name, value in kwargs.items()}
+    return checked, named
+
+
+def checked_output(module: Any, output: Any, call_record: CallRecord, location: int) -> Any:
+    """The output of a module, checked, and in quarantine replaced."""
+    if not isinstance(output, Tensor) and isinstance(module, nn.RNNBase):
+        states = _checked(output[1], call_record, location, dim=1)  # (layers, batch, width)
+        return _checked(output[0], call_record, location), states
+    return _checked(output, call_record, location)
+
+
+def _checked(
+    value: Any,
+    call_record: CallRecord,
+    location: int,
+    mask_gradient: bool = True,
+    is_argument: bool = False,
+    num_squares: int = 0,
+    dim: int | None = None,
+) -> Any:
+    """A pytree of which every tensor was checked."""
+    if isinstance(value, Tensor):
+        return call_record.check(value, location, mask_gradient, is_argument, num_squares, dim)
+    if call_record.quarantine:
+        return map_tensors(
+            value, lambda z: call_record.check(z, location, mask_gradient, is_argument, num_squares, dim)
+        )
+    for _, z in tensors_in(value):
+        call_record.check(z, location, mask_gradient, is_argument, num_squares, dim)
+    return value
+
+
+def _run_other_checks(z: Tensor, call_record: CallRecord, location: int) -> None:
+    if not can_be_looked_at(z) or call_record.batch is None:
+        return
+    samples = call_record.batch.samples_first(floats_of(z), call_record.dim_of(z, None))
+    if samples is None or samples.ndim < 2:
+        return
+    for check in call_record.checks.others:
+        mask = check.function(samples.flatten(1))
+        call_record.warn(location, check.code, mask.flatten(1).any(-1) if mask.ndim > 1 else mask)
+
+
+def _clamped(ids: Any, embedding: Any, call_record: CallRecord, location: int) -> Any:
+    if not isinstance(ids, Tensor):
+        return ids
+    call_record.record(location, index_status(ids, embedding.num_embeddings))
+    return ids.clamp(0, embedding.num_embeddings - 1)

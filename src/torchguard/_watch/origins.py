@@ -1,0 +1,173 @@
+"""The origin of each sample: the earliest fault among the row statuses of a call.
+
+A key orders the faults. From its lowest bit it holds the fault, the position of the vector (counted down), and the
+number of the check (counted down). So the largest key is the earliest fault; 0 stands for none.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchguard._operators import define_whole
+from torchguard._torch.tracing import in_transform, is_surely, is_traced, surely_equal
+from torchguard._watch.batch import Batch
+from torchguard._watch.detect import OK, faults_of
+
+# In place of the dim along which samples lie: it is that of the batch.
+UNKNOWN_DIM = -1
+_FAULT_MASK, _POSITION_SHIFT, _MAX_POSITION, _ORDER_SHIFT = 0xFF, 8, (1 << 31) - 1, 40
+
+
+class RowStatuses(NamedTuple):
+    """The statuses of a call in the order of its checks: each with its location, and the dim of its samples.
+
+    The dim is `UNKNOWN_DIM` where it is that of the batch.
+    """
+
+    statuses: list[Tensor]
+    locations: list[int]
+    dims: list[int]
+
+    def only(self, numbers: list[int]) -> "RowStatuses":
+        """Those of the checks of these numbers."""
+        statuses, locations, dims = self
+        return RowStatuses([statuses[i] for i in numbers], [locations[i] for i in numbers], [dims[i] for i in numbers])
+
+
+class StatusGroup(NamedTuple):
+    """Statuses of one shape and dtype, `(statuses, batch, ..., pieces)`, and the number of the check of each."""
+
+    stacked: Tensor
+    numbers: list[int]
+
+
+class Faults(NamedTuple):
+    """The earliest faults of each sample, earliest first.
+
+    Args:
+        fault: `(most, batch)`, `detect.OK` where there is none.
+        check: `(most, batch)`, the number of the check that found it; the number of all checks where there is none.
+        position: `(batch,)`, the first bad vector of the first fault, -1 where there is none.
+        times: `(batch,)`, how many checks found a fault.
+    """
+
+    fault: Tensor
+    check: Tensor
+    position: Tensor
+    times: Tensor
+
+
+def earliest_faults(checked: RowStatuses, batch: Batch, most: int) -> Faults:
+    keys = _keys(checked.statuses, checked.dims, batch)
+    times = (keys > 0).sum(0)
+    if most == 1:
+        keys = keys.amax(0, keepdim=True)
+    else:
+        missing = max(0, most - keys.shape[0])
+        keys = F.pad(keys, (0, 0, 0, missing)).topk(most, dim=0).values
+    fault = keys & _FAULT_MASK
+    check = len(checked.statuses) - (keys >> _ORDER_SHIFT)
+    position = torch.where(fault[0] == OK, -1, _MAX_POSITION - ((keys[0] >> _POSITION_SHIFT) & _MAX_POSITION))
+    return Faults(fault, check, position, times)
+
+
+def _keys(statuses: list[Tensor], dims: Sequence[int], batch: Batch) -> Tensor:
+    """A key for every check and sample."""
+    groups, unbatched = ([], []) if is_surely(batch.size == 0) else grouped(statuses, dims, batch)
+    parts, numbers = [], []
+    for group in groups:
+        faults = faults_of(group.stacked.amax(-1)).to(torch.int64)
+        faults = faults.flatten(2) if faults.ndim > 2 else faults.unsqueeze(-1)
+        positions = torch.arange(faults.shape[-1], device=faults.device)
+        position = (_MAX_POSITION - positions).to(torch.int64) << _POSITION_SHIFT
+        parts.append(torch.where(faults == OK, 0, position | faults).amax(-1))
+        numbers += group.numbers
+    if parts:
+        keys = torch.cat(parts)
+        parts = [torch.where(keys == 0, 0, keys | _order_bits(len(statuses), numbers, keys))]
+    if unbatched:
+        # A fault of an unbatched tensor counts for all samples, unless one went bad before and may be its cause.
+        faults = torch.stack([faults_of(statuses[i]).amax().to(batch.device, torch.int64) for i in unbatched])
+        faults = faults.unsqueeze(-1)
+        first = _order_bits(len(statuses), unbatched, faults) | (_MAX_POSITION << _POSITION_SHIFT) | faults
+        keys = torch.where(faults == OK, 0, first)
+        earlier = torch.cat(parts).amax() if parts else torch.zeros_like(keys)
+        parts.append(torch.where(keys > earlier, keys, 0).expand(-1, batch.size))
+    return torch.cat(parts) if parts else torch.zeros(1, batch.size, dtype=torch.int64, device=batch.device)
+
+
+def _order_bits(checks: int, numbers: list[int], like: Tensor) -> Tensor:
+    """The bits of a key that hold the order, for the checks of these numbers."""
+    return _constant([(checks - i) << _ORDER_SHIFT for i in numbers], like).unsqueeze(-1)
+
+
+def grouped(statuses: list[Tensor], dims: Sequence[int], batch: Batch) -> tuple[list[StatusGroup], list[int]]:
+    """The statuses in groups, and the numbers of those of unbatched tensors."""
+    groups: list[dict[int, Tensor]] = []
+    unbatched = []
+    for i, (status, dim) in enumerate(zip(statuses, dims, strict=True)):
+        by_sample = batch.status_by_sample(status, None if dim == UNKNOWN_DIM else dim)
+        if any(is_surely(size == 0) for size in (status.shape if by_sample is None else by_sample.shape[1:])):
+            continue  # the tensor that was checked is empty
+        if by_sample is None:
+            unbatched.append(i)
+            continue
+        for group in groups:
+            first = next(iter(group.values()))
+            if first.dtype == by_sample.dtype and surely_equal(first.shape, by_sample.shape):
+                group[i] = by_sample
+                break
+        else:
+            groups.append({i: by_sample})
+    return [StatusGroup(_stacked([*group.values()]), [*group]) for group in groups], unbatched
+
+
+def _stacked(statuses: list[Tensor]) -> Tensor:
+    """`torch.stack`, in a way that leaves every kernel that makes a status as it is.
+
+    In a graph for the CPU, where vectors have one piece, `cat` has each kernel write to where its status belongs, and
+    no memory is allocated between two layers: the next layer would then write to memory that is not in the cache. For
+    a GPU, Inductor would not fuse such kernels with others that read the tensor, so stacking is an opaque call.
+    """
+    if not is_traced(statuses[0]):
+        return torch.stack(statuses)
+    if statuses[0].is_cpu:
+        return torch.cat(statuses, -1).movedim(-1, 0).unsqueeze(-1)
+    return _call_stack_statuses(statuses)
+
+
+def _call_stack_statuses(statuses: list[Tensor]) -> Tensor:
+    """Call the operator `stack_statuses`."""
+    return _STACK_STATUSES(statuses)
+
+
+_STACK_STATUSES = define_whole(
+    "stack_statuses(Tensor[] statuses) -> Tensor",
+    torch.stack,
+    lambda statuses: statuses[0].new_empty(len(statuses), *statuses[0].shape),
+)
+
+
+def lookup(index: Tensor, values: Sequence[int]) -> Tensor:
+    """The value at each index."""
+    return _constant(values, index)[index]
+
+
+def _constant(values: Sequence[int], like: Tensor) -> Tensor:
+    """Integers on the device of a tensor, copied there once: a copy from the host waits for the device.
+
+    In a graph, Inductor does so by itself. A tensor made under a `torch.func` transform is of no use outside of it.
+    """
+    if torch.compiler.is_compiling() or is_traced(like) or in_transform():
+        return torch.tensor(values, device=like.device)
+    return _cached_constant(tuple(values), like.device)
+
+
+@functools.lru_cache(256)
+def _cached_constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device)
