@@ -422,7 +422,7 @@ def an_audit_outlives_the_reload_of_what_it_hears_by():
 
 @reloaded
 def an_inspection_and_a_capture_outlive_the_reload_of_what_they_hear_by():
-    modules = ("torchguard._torch.events", "torchguard._torch.compilations", "torchguard.artifacts._capture")
+    modules = ("torchguard._torch.events", "torchguard.artifacts._capture")
     for emptied in (False, True):
         with (
             tempfile.TemporaryDirectory() as folder,

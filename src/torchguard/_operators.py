@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import library as operators
 
-from torchguard._torch.process import of_this_process, tell_copies_apart
+from torchguard._torch.process import process_state, separate_copies_in_dynamo
 from torchguard._torch.tracing import constant_in_graphs, in_transform, is_exporting
 
 Operator = Callable[..., Any]
 
 # Kept for the process, with the operators in it: a library that is collected takes its operators with it, and compiled
 # functions go on calling them when this module is gone, or was reloaded.
-_LIBRARIES: dict[str, operators.Library] = of_this_process("libraries", dict)
+_LIBRARIES: dict[str, operators.Library] = process_state("libraries", dict)
 if _LIBRARIES:
-    tell_copies_apart()
+    separate_copies_in_dynamo()
 
 
 def define(schema: str, body: Callable[..., Any]) -> Operator:

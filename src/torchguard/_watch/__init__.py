@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from torchguard._torch.modules import is_compiled_module, mixes_rows, remove_forward_hooks
-from torchguard._torch.settings import keep_side_effects_under_checkpoint
+from torchguard._torch.modules import is_compiled_or_scripted, mixes_samples, remove_forward_hooks
+from torchguard._torch.settings import allow_side_effects_under_checkpoint, release_settings
 from torchguard._watch import regions, state, wrapper  # whose classes are looked up there: they may be reloaded
 from torchguard._watch.report import Incident
 from torchguard._watch.select import DEFAULT, blocks_to_compile_once, checks_of, other_embeddings, watched_paths
@@ -69,7 +69,7 @@ def watch(
     how = state.Watch(model, paths, looked_for, *about)
     if quarantine:
         _warn_of_mixed_rows(model)
-    keep_side_effects_under_checkpoint()
+    allow_side_effects_under_checkpoint(how)
     model.register_forward_pre_hook(wrapper.Root(how))
     eyes = {path: wrapper.Eye(how, i, modules[path], path in chosen) for i, path in enumerate(watched, start=1)}
     for path, part in parts.items():
@@ -87,13 +87,18 @@ def watch(
 
 
 def unwatch(guarded: Any) -> nn.Module:
-    """The plain model, without a trace of having been watched."""
+    """The plain model, without a trace of having been watched.
+
+    The setting of torch that `watch` changes, `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, is put
+    back when no watched model is left, unless somebody else has changed it since.
+    """
     if not wrapper.is_watched(guarded):
         raise WatchError(f"unwatch: this {type(guarded).__name__} is not watched.")
     how = guarded.__dict__.pop(_STATE)
     for module in guarded.modules():  # pyright: ignore[reportAttributeAccessIssue]
         remove_forward_hooks(module, lambda hook: getattr(hook, "watch", None) is how)
         regions.remove_region(module, how)
+    release_settings(how)
     object.__setattr__(how.model, "__dict__", guarded.__dict__)
     return how.model
 
@@ -101,7 +106,7 @@ def unwatch(guarded: Any) -> nn.Module:
 def _require_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise WatchError(f"watch: got a {type(model).__name__}. Give an nn.Module.")
-    if is_compiled_module(model):
+    if is_compiled_or_scripted(model):
         raise WatchError("watch: this model is compiled already. Watch first: torch.compile(watch(model)).")
     if _STATE in model.__dict__:
         raise WatchError(f"watch: this {type(model).__name__} is watched already. unwatch it first.")
@@ -112,7 +117,7 @@ def _require_model(model: Any) -> None:
 
 
 def _warn_of_mixed_rows(model: nn.Module) -> None:
-    mixing = [path for path, module in model.named_modules() if mixes_rows(module)]
+    mixing = [path for path, module in model.named_modules() if mixes_samples(module)]
     if mixing:
         warnings.warn(
             f"watch: {', '.join(mixing[:5])} mix samples while training: a repaired sample goes into their mean and "

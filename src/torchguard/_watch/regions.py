@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchguard._operators import are_kept_whole, define
 from torchguard._pytrees import mapped, tensors_in
-from torchguard._torch.settings import describe_regions_once, keep_what_regions_are_given
+from torchguard._torch.settings import protect_regions
 from torchguard._watch.state import Watch
 from torchguard._watch.wrapper import Eye
 
@@ -42,8 +42,8 @@ class Region:
         # Of a block that is compiled alone, the marks were not taken apart.
         if journal is None or not are_kept_whole() or (journal.marks is not None and not journal.parts):
             return self.run(args, kwargs)
-        keep_what_regions_are_given()
-        describe_regions_once()
+        if not protect_regions():  # gradients of a region could be wrong
+            return self.run(args, kwargs)
         marks = journal.parts[self.number] if journal.parts and self.number is not None else None
         whole = journal.enter(self.part, marks)
         output, found, remarks = _once(self, *args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._channel.codes import FREE_CODES, ErrorCode, code_named
-from torchguard._torch.modules import mixes_rows
+from torchguard._torch.modules import mixes_samples
 from torchguard.exceptions import WatchError
 
 DEFAULT = ("nan", "inf", "indices")
@@ -146,7 +146,7 @@ def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str) 
 
 
 def _fits(part: nn.Module, known_as: str, block: str) -> bool:
-    return not mixes_rows(part) and not isinstance(part, nn.RNNBase) and f"{known_as}.".startswith(f"{block}.")
+    return not mixes_samples(part) and not isinstance(part, nn.RNNBase) and f"{known_as}.".startswith(f"{block}.")
 
 
 def other_embeddings(model: nn.Module, chosen: Sequence[str], exclude: Sequence[str] | str | None) -> list[str]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchguard._operators import are_kept_whole
 from torchguard._torch.dynamo import keep_static
+from torchguard._torch.settings import allow_side_effects_under_checkpoint
 from torchguard._torch.tracing import holds, in_transform, is_in_backward
 from torchguard._watch import report
 from torchguard._watch.backward import PARTS
@@ -115,6 +116,7 @@ class Watch:
         device = state.pop("device")  # of the model itself nothing may be there yet
         self.__dict__.update(state)
         self.place(device)
+        allow_side_effects_under_checkpoint(self)
 
 
 def _gather(watch: Watch | None, marks: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.record import push
 from torchguard._pytrees import mapped, tensors_in
-from torchguard._torch.modules import is_of_torch
+from torchguard._torch.modules import is_torch_leaf
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard._watch.backward import NAN_MARK
 from torchguard._watch.batch import batch_of
@@ -141,7 +141,7 @@ class Eye:
         self.looks_after = looks_after
         self.looks_before = watch.checks.indices if self.is_table else watch.quarantine
         # A gradient that goes bad in one of torch's own is stopped where it returns to what the module before put out.
-        self.stops = not is_of_torch(module)
+        self.stops = not is_torch_leaf(module)
         self.in_place = looks_like_qkv(module)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

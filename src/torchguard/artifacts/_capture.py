@@ -17,11 +17,16 @@ from typing import Any
 from torch import fx
 
 from torchguard._sizes import bytes_of
-from torchguard._torch import compilations
-from torchguard._torch import events as events_of_torch
-from torchguard._torch.compilations import Begun
-from torchguard._torch.events import Built
-from torchguard._torch.process import kept_through_reloads, of_this_process
+from torchguard._torch.dynamo import is_restart
+from torchguard._torch.events import (
+    CompilationStart,
+    GuardsBuiltEvent,
+    add_listener,
+    missing_for_capture,
+    remove_listener,
+    set_compilation_listener,
+)
+from torchguard._torch.process import module_state, process_state
 from torchguard.artifacts._artifact import Artifact
 from torchguard.artifacts._record import WRITING, Graphs, Recording
 from torchguard.artifacts._safe_io import in_a_line
@@ -66,7 +71,7 @@ class Listening:
             self._sessions = (*self._sessions, session)
             if len(self._sessions) == 1:
                 self._inspect()
-                compilations.listen(self)
+                set_compilation_listener(self)
 
     def remove(self, session: Session) -> None:
         with WRITING:
@@ -75,24 +80,24 @@ class Listening:
                 recording.leave(session)
             session.is_open = False
             if not self._sessions:
-                compilations.listen(None)
+                set_compilation_listener(None)
                 self._inspecting.close()
-                events_of_torch.forget(self._on_built)
+                remove_listener(self._on_built)
                 self._open.clear()
 
     def _inspect(self) -> None:
         """Look at guards anew, so that those of long ago are not kept."""
         try:
             self._inspecting.close()
-            events_of_torch.forget(self._on_built)
+            remove_listener(self._on_built)
             self._why_no_guards = ""
             self._seen = self._inspecting.enter_context(inspect())
-            events_of_torch.on_built(self._on_built)  # after the inspection, which has the frame by then
+            add_listener(GuardsBuiltEvent, self._on_built)  # after the inspection, which has the frame by then
         except Exception as error:
             self._why_no_guards = in_a_line(f"guards could not be captured: {error}")
 
     @contextlib.contextmanager
-    def compiling(self, begun: Begun, graph: fx.GraphModule) -> Iterator[None]:
+    def compiling(self, begun: CompilationStart, graph: fx.GraphModule) -> Iterator[None]:
         recording = self._begin(begun)
         recording.is_compiling = True
         stack().append((recording, ""))
@@ -101,7 +106,7 @@ class Listening:
             yield
         except BaseException as error:
             self._ended(recording)
-            if compilations.is_restart(error):
+            if is_restart(error):
                 recording.drop()
             else:
                 recording.note(f"the backend failed: {type(error).__name__}: {error}")
@@ -128,7 +133,7 @@ class Listening:
             recording, graph = stack()[-1]
             recording.add_code(graph, code)
 
-    def _begin(self, begun: Begun) -> Recording:
+    def _begin(self, begun: CompilationStart) -> Recording:
         mine = self._open.setdefault(threading.get_ident(), [])
         for left in [one for one in mine if not one.is_compiling]:
             mine.remove(left)
@@ -146,21 +151,21 @@ class Listening:
         if recording in mine:
             mine.remove(recording)
 
-    def _on_built(self, built: Built) -> None:
+    def _on_built(self, built: GuardsBuiltEvent) -> None:
         try:
             self._add_guards(built)
         except Exception as error:  # a fault of ours, and no reason to fail what is compiled
             for session in self._sessions:
                 session.report(in_a_line(f"guards could not be captured: {type(error).__name__}: {error}"))
 
-    def _add_guards(self, built: Built) -> None:
+    def _add_guards(self, built: GuardsBuiltEvent) -> None:
         mine = self._open.get(threading.get_ident(), [])
         fitting = (one for one in mine if one.begun.compile_id == built.compile_id and not one.is_compiling)
         recording = next(fitting, None)
         if recording is None:  # a frame without a graph
             code = built.code
             where = (code.co_qualname, code.co_filename, code.co_firstlineno)
-            recording = self._begin(Begun(built.compile_id, *where, backend=""))
+            recording = self._begin(CompilationStart(built.compile_id, *where, backend=""))
         self._ended(recording)
         frame = next((one for one in reversed(self._seen.frames) if one.compile_id == built.compile_id), None)
         recording.add_frame(frame, [one for one in self._seen.graph_breaks if built.compile_id in one.compile_ids])
@@ -191,10 +196,10 @@ DEFAULT_LIMIT = "2GiB"
 _OFF = ("", "0", "false", "no", "off")
 _ON = ("1", "true", "yes", "on")
 _log = logging.getLogger("torchguard.artifacts")
-_listening = kept_through_reloads(globals(), "_listening", Listening)  # for a capture that is open then
+_listening = module_state(globals(), "_listening", Listening)  # for a capture that is open then
 # The capture of the process, and who listens for it. Where this package is imported twice, that is the later copy: with
 # both, each compilation would be captured twice.
-_of_process = of_this_process("capture", lambda: SimpleNamespace(open=contextlib.ExitStack(), by=None))
+_of_process = process_state("capture", lambda: SimpleNamespace(open=contextlib.ExitStack(), by=None))
 
 
 class Captured:
@@ -240,7 +245,7 @@ def capture(
     store = Store(dir)
     _require_writable(store.root)
     session = Session(
-        store.root, None if limit is None else bytes_of(limit), on_graphs, exported, compilations.missing()
+        store.root, None if limit is None else bytes_of(limit), on_graphs, exported, missing_for_capture()
     )
     store.clean()
     _listening.add(session)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torchguard._torch.nodes import copy_source, position_of, source_of
 from torchguard._torch.nodes import hint as hint_of
-from torchguard._torch.nodes import keep_source, position_of, source_of
 from torchguard.artifacts._schema import SCHEMA_VERSION
 
 _LONGEST = 500
@@ -47,7 +47,7 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     copy.output(copy.graph_copy(graph.graph, copies))
     for node in graph.graph.find_nodes(op="placeholder"):
-        keep_source(node, copies[node])
+        copy_source(node, copies[node])
     return fx.GraphModule(graph, copy)
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import fx
 
 from torchguard._torch import settings
-from torchguard._torch.compilations import Begun
-from torchguard._torch.process import kept_through_reloads
+from torchguard._torch.events import CompilationStart
+from torchguard._torch.process import module_state
 from torchguard.artifacts._export import data_to_dot
 from torchguard.artifacts._nodes import copy_of, graph_to_data
 from torchguard.artifacts._safe_io import in_a_line
@@ -164,7 +164,7 @@ def _public_settings() -> dict[str, str]:
 
 P = ParamSpec("P")
 # Graphs are compiled in one thread at a time, but for backward graphs: one lock for all of them holds up nobody.
-WRITING = kept_through_reloads(globals(), "WRITING", threading.RLock)
+WRITING = module_state(globals(), "WRITING", threading.RLock)
 
 
 def _never_raising(method: Callable[Concatenate["Recording", P], None]) -> Callable[Concatenate["Recording", P], None]:
@@ -200,7 +200,7 @@ class Graphs:
 class Recording:
     """One compilation, for all that capture it."""
 
-    def __init__(self, begun: Begun, sessions: "Sequence[Session]") -> None:
+    def __init__(self, begun: CompilationStart, sessions: "Sequence[Session]") -> None:
         self.begun, self.is_compiling, self.is_published = begun, False, False
         self.sessions = tuple(sessions)
         self._writers: list[tuple[Session, Writer]] = []

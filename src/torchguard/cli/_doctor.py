@@ -121,11 +121,11 @@ def _devices() -> Iterator[Finding]:
 
 def _seams() -> Iterator[Finding]:
     """Whether the private names of torch are there that torchguard hooks into."""
-    from torchguard._torch import compilations, events
+    from torchguard._torch.events import missing_for_capture, missing_for_guards
 
-    lacking = events.missing()
+    lacking = missing_for_guards()
     yield _seam("guards", [lacking] if lacking else [])
-    yield _seam("artifacts", list(compilations.missing()))
+    yield _seam("artifacts", list(missing_for_capture()))
 
 
 def _seam(name: str, lacking: list[str]) -> Finding:

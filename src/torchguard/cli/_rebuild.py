@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 import torchguard._watch  # noqa: F401  # its operators stand in graphs of watched models
 from torchguard._torch.fakes import fake_tensors
-from torchguard._torch.nodes import note_position, note_source
+from torchguard._torch.nodes import set_position, set_source
 from torchguard._torch.ops import is_view, op_named
 from torchguard.cli._symbols import note_symbols
 from torchguard.cli._terminal import CommandError
@@ -110,7 +110,7 @@ def inputs_again(data: Mapping[str, Any]) -> fx.GraphModule:
         if one["op"] == "placeholder" and "." not in one["name"]:  # and not of a graph within it
             node = graph.placeholder(_identifier(one["name"]))
             if "origin" in one:
-                note_source(node, one["origin"])
+                set_source(node, one["origin"])
     graph.output(())
     return fx.GraphModule({}, graph)
 
@@ -142,7 +142,7 @@ def _node(graph: fx.Graph, one: Node, nodes: Mapping[str, fx.Node]) -> fx.Node:
     if one["op"] == "placeholder":
         node = graph.placeholder(_identifier(one["name"]))
         if "position" in one:
-            note_position(node, one["position"])
+            set_position(node, one["position"])
         return node
     if one["op"] == "get_attr" and any("tensor" in value for value in one["values"]):  # and no graph within the graph
         return graph.create_node("get_attr", _identifier(one["target"]), name=one["name"])

@@ -83,9 +83,9 @@ class Target:
 
     @property
     def is_compiled(self) -> bool:
-        from torchguard._torch.modules import is_compiled_already, is_compiled_function
+        from torchguard._torch.modules import is_compiled_function, is_compiled_module
 
-        return is_compiled_already(self.model) or is_compiled_function(self.model)
+        return is_compiled_module(self.model) or is_compiled_function(self.model)
 
     def try_out(self) -> None:
         """Call the model as it is: what is wrong with it is told in plainer words than Dynamo has.

@@ -127,7 +127,7 @@ def _own_outputs(graph: Graph) -> None:
     output.args = (owned,)
 
 
-def is_view(node: Node) -> bool:
+def shares_input_storage(node: Node) -> bool:
     """Whether a node gives its input in another shape, without computing anything."""
     if (
         node.target is operator.getitem

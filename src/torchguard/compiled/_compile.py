@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchguard._torch.fakes import one_at_a_time
-from torchguard._torch.pytrees import flatten
+from torchguard._torch.fakes import with_tracing_lock
+from torchguard._torch.tensors import flatten
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
 from torchguard.compiled._leaves import names_to_flags, type_of, with_dynamic
 from torchguard.compiled._nesting import Nest, leaf_names, nest_of
@@ -152,7 +152,7 @@ def compile_scalar(
     return _compiled(CompiledScalar, f, example, dynamic, nondiff, backend, lift_rng, probe)
 
 
-@one_at_a_time
+@with_tracing_lock
 def _compiled(
     kind: type[Made],
     f: Callable[..., Any],

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
-from torchguard._torch import fakes, pytrees
-from torchguard._torch.fakes import SymbolicSizes, one_at_a_time
+from torchguard._torch import fakes
+from torchguard._torch.fakes import SymbolicSizes, with_tracing_lock
+from torchguard._torch.tensors import flatten
 from torchguard.compiled._executables import Code, Executables, Graphs, Run
 from torchguard.compiled._leaves import sized
 from torchguard.compiled._nesting import Nest
@@ -34,9 +35,9 @@ def shared(graphs: Graphs, sizes: Mapping[str, int], nest: Callable[[], Nest], b
         return None
     try:
         symbols = SymbolicSizes(sizes)
-        with symbols.in_use(), symbols.shown_as_numbers():
+        with symbols.active(), symbols.printed_as_numbers():
             graph = forward_graph(_sized(program, symbols.symbols)).graph
-        fakes.refuse_loose_symbols(graph)
+        fakes.require_no_symbol_constants(graph)
         made = Shared(program_of(graph, program.name, program.leaves), symbols, sizes, backend)
         # A function may ask whether a size is a number, and nothing tells of that but what it then does.
         is_same = nest() == before and _steps(Graphs(made.at(sizes)).forward) == _steps(graphs.forward)
@@ -55,13 +56,13 @@ class Shared:
         self.trusted: set[Code] = set()
 
     def holds_at(self, sizes: Mapping[str, int]) -> bool:
-        return min(sizes.values()) >= _LEAST and self._symbols.hold_at(sizes)
+        return min(sizes.values()) >= _LEAST and self._symbols.satisfied_by(sizes)
 
     def at(self, sizes: Mapping[str, int]) -> Program:
         """The program at some sizes it holds for."""
         return _sized(self._program, sizes)
 
-    @one_at_a_time
+    @with_tracing_lock
     def code(self, kind: str, sizes: Mapping[str, int], outputs: Sequence[Tensor]) -> Code | None:
         """Code of a kind for sizes the graph holds for, if it holds too, and lays out its outputs as it should."""
         if kind not in self._pieces:
@@ -86,18 +87,18 @@ class _Piece:
 
     def __init__(self, program: Program, example: Mapping[str, int], backend: str, kind: str) -> None:
         self._symbols = SymbolicSizes(example)
-        with self._symbols.in_use():
+        with self._symbols.active():
             graphs = Graphs(_sized(program, self._symbols.symbols))
-            fakes.refuse_loose_symbols(graphs[kind.partition("_")[0]])
+            fakes.require_no_symbol_constants(graphs[kind.partition("_")[0]])
             self.code = Executables(graphs, backend).code(kind)
         self._outputs = graphs.outputs
-        if self.code.split and not fakes.is_told_its_sizes(self.code.split.second):
+        if self.code.split and not fakes.inputs_have_all_symbols(self.code.split.second):
             raise CompileError(f"{program.name}: the second part of {kind} is not told all sizes.")
 
     def serves(self, sizes: Mapping[str, int], outputs: Sequence[Tensor]) -> bool:
-        if not self._symbols.hold_at(sizes):
+        if not self._symbols.satisfied_by(sizes):
             return False
-        at = lambda parts: tuple(self._symbols.number_at(part, sizes) for part in parts)  # noqa: E731
+        at = lambda parts: tuple(self._symbols.evaluate(part, sizes) for part in parts)  # noqa: E731
         found = [(at(out.shape), at(out.stride()), out.dtype, out.device) for out in self._outputs]
         return found == [_layout(out) for out in outputs]
 
@@ -139,7 +140,7 @@ def _steps(graph: GraphModule) -> list[str]:
 
 def _step(node: Node, place: Mapping[Node, int]) -> str:
     args, kwargs = map_arg((node.args, node.kwargs), lambda part: f"%{place[part]}")
-    values = [_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in pytrees.flatten(node.meta.get("val"))[0]]
+    values = [_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flatten(node.meta.get("val"))[0]]
     return repr((node.op, str(node.target) if node.op == "call_function" else "", args, kwargs, values))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from torchguard._torch import ops, pytrees
+from torchguard._torch import ops
+from torchguard._torch.tensors import unflatten
 from torchguard.compiled._leaves import LeafType
 from torchguard.compiled._listing import type_text
 from torchguard.compiled._nesting import Nest
@@ -88,7 +89,7 @@ def encoded_nest(nest: Nest) -> Any:
     leaves: list[Any] = [None] * nest.count
     for number, place in enumerate(nest.places):
         leaves[place] = number
-    return _encoded_part(pytrees.unflatten(leaves, nest.structure))
+    return _encoded_part(unflatten(leaves, nest.structure))
 
 
 def _encoded_part(value: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 from torchguard._torch import tensors
-from torchguard._torch.fakes import ONE_AT_A_TIME, one_at_a_time
+from torchguard._torch.fakes import TRACING_LOCK, with_tracing_lock
 from torchguard.compiled._dynamic_shapes import Shared, SharingExecutables, shared
 from torchguard.compiled._executables import SAFER, Code, Executables, Graphs
 from torchguard.compiled._leaves import LeafType, check_all, fits, short_name, sized, sizes_of
@@ -96,7 +96,7 @@ class CompiledOut:
 
     kind = "out"  # in files
 
-    @one_at_a_time
+    @with_tracing_lock
     def __init__(
         self,
         program: Program,
@@ -302,7 +302,7 @@ class CompiledOut:
         sizes = sizes_of(self.leaves, x)
         return self._by_size.get(tuple(sizes.values())) or self._of_size(sizes), x, close
 
-    @one_at_a_time
+    @with_tracing_lock
     def _of_size(self, sizes: dict[str, int]) -> "CompiledOut":
         """This function for other sizes of its dynamic dims: of the graph, where it holds, or else traced for them."""
         key = tuple(sizes.values())
@@ -354,7 +354,7 @@ class CompiledOut:
 
     def _prepare(self, kind: str, leaves: Sequence[Tensor]) -> Code:
         """Code for a derivative, probed where it is first used, and made again in another way where it is wrong."""
-        with ONE_AT_A_TIME:
+        with TRACING_LOCK:
             return self._ready.get(kind) or self._probed(kind, leaves)
 
     def _probed(self, kind: str, leaves: Sequence[Tensor]) -> Code:

@@ -46,7 +46,7 @@ def load(path: str | Path, *, backend: str = "inductor", probe: bool = True) -> 
         raise SavedGraphError(f"load: {path} does not hold a graph: {type(error).__name__}: {said}") from error
 
 
-@fakes.one_at_a_time
+@fakes.with_tracing_lock
 def _decoded(read: Any, backend: str, probe: bool) -> CompiledOut:
     if not isinstance(read, dict) or read.get("format") != FORMAT:
         raise SavedGraphError("load: the file was not written by save().")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchguard._torch import pytrees
+from torchguard._torch.tensors import Structure, flatten, leaf_paths, unflatten
 from torchguard.exceptions import CompileError, LeafTypeError
 
 
@@ -15,7 +15,7 @@ from torchguard.exceptions import CompileError, LeafTypeError
 class Nest:
     """The shape of a value that holds tensors, at some `places` among its leaves, and None at the others."""
 
-    structure: pytrees.Structure
+    structure: Structure
     places: tuple[int, ...]
     count: int
     is_tensor: bool
@@ -23,7 +23,7 @@ class Nest:
 
     def take_apart(self, value: Any, what: str) -> list[Any]:
         """The tensors in a value nested as this one."""
-        leaves, structure = pytrees.flatten(value)
+        leaves, structure = flatten(value)
         if structure != self.structure:
             raise LeafTypeError(f"{what}: got {_shape_of(value)}, which is not nested as what was compiled for.")
         return [leaves[place] for place in self.places]
@@ -36,13 +36,13 @@ class Nest:
         leaves: list[Any] = [None] * self.count
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
-        return pytrees.unflatten(leaves, self.structure)
+        return unflatten(leaves, self.structure)
 
 
 def nest_of(value: Any, what: str, advice: str) -> tuple[Nest, list[Tensor]]:
     """How a value is nested, and the tensors in it. Anything else in it is refused."""
-    leaves, structure = pytrees.flatten(value)
-    names = pytrees.paths(value)
+    leaves, structure = flatten(value)
+    names = leaf_paths(value)
     for leaf, name in zip(leaves, names, strict=True):
         if leaf is not None and not isinstance(leaf, Tensor):
             raise CompileError(f"{what}{name} is a {type(leaf).__name__}. {advice}")
@@ -58,8 +58,8 @@ def leaf_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     parameters = _parameter_names(f.forward if is_module else f, len(args) - is_module)
     names: list[str] = list(args[0]) if is_module else []
     for parameter, arg in zip(parameters, args[is_module:], strict=True):
-        found, _ = pytrees.flatten(arg)
-        paths = pytrees.paths(arg)
+        found, _ = flatten(arg)
+        paths = leaf_paths(arg)
         names += [f"{parameter}{path}" for path, leaf in zip(paths, found, strict=True) if leaf is not None]
     return _told_apart(names)
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.traceback import set_stack_trace
 
-from torchguard._torch import fakes, nodes, ops, pytrees
-from torchguard._torch import tensors as tensors_of_torch
+from torchguard._torch import fakes, nodes, ops
+from torchguard._torch.tensors import detached, flatten, storage_of
 from torchguard.exceptions import ImpureFunctionError
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
@@ -92,7 +91,7 @@ class Watch(fakes.DispatchMode):
             result = func(*args, **kwargs)
         except fakes.dynamic_shape_errors() as error:
             raise self._of_values(func, where) from error
-        if any(free_unbacked_symbols(size) for out in _tensors(result) for size in out.shape):
+        if any(map(fakes.has_unbacked_size, _tensors(result))):
             raise self._of_values(func, where)
         if not has_own_rule and func.namespace not in ("aten", "prims") and _tensors(result):
             self.foreign.append((func, where))
@@ -121,7 +120,7 @@ class Watch(fakes.DispatchMode):
             for declared in schema.arguments:
                 written = declared.alias_info is not None and declared.alias_info.is_write
                 given = _argument(func, args, kwargs, declared.name)
-                if written and any(tensors_of_torch.storage_of(tensor) in self._own for tensor in _tensors(given)):
+                if written and any(storage_of(tensor) in self._own for tensor in _tensors(given)):
                     raise self.error(
                         where, f"{name_of(func)} changes an argument in place", "Use the out-of-place form"
                     )
@@ -175,7 +174,7 @@ class _Calls(fakes.TorchFunctionMode):
         if not (self._watch.pushes and self._watch.grad_is_off and _tensors(result)):
             return result
         is_inside = in_autograd_function() and not ops.runs_autograd_function(func)
-        return result if is_inside else pytrees.detached(result)
+        return result if is_inside else detached(result)
 
 
 def branches_on_values(name: str, where: str) -> ImpureFunctionError:
@@ -245,4 +244,4 @@ def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytrees.flatten(value)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]

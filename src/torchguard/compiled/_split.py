@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from torchguard._torch import tensors
-from torchguard.compiled._cleanup import is_view
+from torchguard.compiled._cleanup import shares_input_storage
 from torchguard.compiled._nodes import OF_SHAPES, op_name
 
 # Where a residual is found: among the leaves, among the outputs, or among what the first part returns besides.
@@ -78,7 +78,7 @@ def _closure(results: Sequence[Node], linear: set[Node]) -> tuple[set[Node], lis
     todo = list(results)
     while todo:
         node = todo.pop()
-        again = node.op == "call_function" and (not node.all_input_nodes or is_view(node))
+        again = node.op == "call_function" and (not node.all_input_nodes or shares_input_storage(node))
         if node in run or node in given:
             continue
         if (node in linear or again) and node.op != "placeholder":

@@ -62,18 +62,18 @@ class MockBackend:
 
         def partition(joint: fx.GraphModule, values: Sequence[Any], **options: Any) -> Any:
             # Both halves are there and nothing has run; the backward is compiled when it is first called.
-            halves = aot.split(joint, values, **options)
+            halves = aot.split_joint(joint, values, **options)
             look(*halves)
             return halves
 
         def inference(module: fx.GraphModule, values: Sequence[Any]) -> Callable[..., Any]:
             look(module)
-            return aot.run_as_it_is(module, values)
+            return aot.compile_boxed(module, values)
 
         if settings.run == "eager":
-            return aot.run_eagerly(dynamo, inputs, partition, inference)
-        aot.only_traced(dynamo, inputs, partition, inference)
-        return inductor.run_by_inductor(dynamo, inputs)
+            return aot.compile_aot_eager(dynamo, inputs, partition, inference)
+        aot.trace_only(dynamo, inputs, partition, inference)
+        return inductor.compile_dynamo_graph(dynamo, inputs)
 
     def _settings(self, given: Mapping[str, Any]) -> "_Settings":
         """What torch.compile was told, else what this was made with, else what the environment says."""
@@ -156,4 +156,4 @@ def _is_set(value: str) -> bool:
 
 
 mock_backend = UnconfiguredBackend()
-aot.take_over_name("torchguard_mock", mock_backend)
+aot.replace_registered_backend("torchguard_mock", mock_backend)

@@ -55,11 +55,11 @@ def table_of(device: Device, is_trained: bool) -> Mapping[Any, Callable[..., Any
     which = device.decompositions
     if isinstance(which, str):
         whole = {} if which == "none" else aot.decompositions(which)
-        return {op: made for op, made in whole.items() if not (is_trained and op is aot.NOT_FOR_TRAINING)}
+        return {op: made for op, made in whole.items() if not (is_trained and op is aot.NOT_DECOMPOSED_IN_TRAINING)}
     known = aot.decompositions("all")
-    chosen = {op: made for op, made in known.items() if any(ops.fits(str(op), pattern) for pattern in which)}
+    chosen = {op: made for op, made in known.items() if any(ops.matches(str(op), pattern) for pattern in which)}
     for pattern in which:
-        if not any(ops.fits(str(op), pattern) for op in chosen):
+        if not any(ops.matches(str(op), pattern) for op in chosen):
             raise DeviceError(f"Device.decompositions: torch cannot take apart {pattern!r}. Leave it out.")
     return chosen
 
@@ -72,7 +72,7 @@ def _at_level_of(module: fx.GraphModule, table: Mapping[Any, Callable[..., Any]]
 
 def _report(graph: Graph, device: Device, strict: bool) -> GraphReport:
     # A rule may ask for a size: what is looked at is not what runs, so nothing is to hold for the answer.
-    with aot.without_guards([node.meta.get("val") for node in graph.module.graph.nodes]):
+    with aot.suppress_guards([node.meta.get("val") for node in graph.module.graph.nodes]):
         found = [violation for rule in rules_of(device) for violation in _broken(rule, graph, device, strict)]
     return GraphReport(graph, device, merged(found))
 

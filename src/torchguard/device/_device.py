@@ -159,7 +159,7 @@ def _read_bytes(value: object) -> int:
 def _read_ops(value: object) -> tuple[str, ...]:
     patterns = tuple(_normal(item) for item in _items(value))
     for pattern in patterns:
-        if pattern.startswith("aten.") and not ops.names_an_op(pattern):
+        if pattern.startswith("aten.") and not ops.matches_an_op(pattern):
             names = {name.rpartition(".")[0] if pattern.count(".") == 1 else name for name in ops.op_names()}
             raise ValueError(f"No op is called {pattern!r}.{like(pattern, names)}")
     return patterns

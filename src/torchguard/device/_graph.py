@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from torchguard._torch import nodes
-from torchguard._torch import ops as ops_of_torch
-from torchguard._torch.nodes import Input
+from torchguard._torch.nodes import GraphInput
+from torchguard._torch.ops import is_op, is_view
 from torchguard.device._memory import MemoryPlan
 from torchguard.device._values import tensors_of
 
@@ -55,7 +55,7 @@ class Graph:
     @cached_property
     def ops(self) -> tuple[fx.Node, ...]:
         """The calls that compute something."""
-        return tuple(node for node in self.calls if not ops_of_torch.is_view(node.target))
+        return tuple(node for node in self.calls if not is_view(node.target))
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
@@ -103,7 +103,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def labels_of(
-    module: fx.GraphModule, inputs: Sequence[Input], traced_again: fx.GraphModule
+    module: fx.GraphModule, inputs: Sequence[GraphInput], traced_again: fx.GraphModule
 ) -> tuple[dict[fx.Node, str], frozenset[fx.Node]]:
     """What the placeholders of a graph traced again are called, and which of them are parameters and buffers."""
     names, state = {}, []
@@ -112,13 +112,13 @@ def labels_of(
         position = nodes.position_of(node)
         known = inputs[position] if position is not None and position < len(inputs) else None
         names[again] = known.name if known is not None else node.name
-        if (known is not None and known.is_state) or nodes.is_state_by_itself(node):
+        if (known is not None and known.is_state) or nodes.is_lifted_state(node):
             state.append(again)
     return names, frozenset(state)
 
 
 def _is_call(node: fx.Node) -> bool:
-    return ops_of_torch.is_op(node.target) and node.target not in _SIZE_OPS
+    return is_op(node.target) and node.target not in _SIZE_OPS
 
 
 def _source_of(node: fx.Node) -> fx.Node:
@@ -128,9 +128,7 @@ def _source_of(node: fx.Node) -> fx.Node:
 
 def _before_views(node: fx.Node) -> Iterable[fx.Node]:
     """What a node is a view of, and what that is a view of, down to what was made."""
-    while ops_of_torch.is_view(node.target) or (
-        node.target is operator.getitem and ops_of_torch.is_view(node.all_input_nodes[0].target)
-    ):
+    while is_view(node.target) or (node.target is operator.getitem and is_view(node.all_input_nodes[0].target)):
         node = node.all_input_nodes[0]
         yield node
 

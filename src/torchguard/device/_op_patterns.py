@@ -2,7 +2,7 @@
 
 import functools
 
-from torchguard._torch import ops as ops_of_torch
+from torchguard._torch.ops import is_decomposed, matches, op_name_set, op_names
 
 _CONVOLUTION = ("convolution",)
 _PRODUCTS = ("mm", "bmm", "mv", "dot")
@@ -139,12 +139,8 @@ def in_graphs(pattern: str) -> tuple[str, ...]:
 
     A glob that ops of graphs go by stands for these alone: `aten.linalg_*` is no word against `aten.mm`.
     """
-    fitting = (
-        [name for name in ops_of_torch.op_names() if ops_of_torch.fits(name, pattern)]
-        if pattern.startswith("aten.")
-        else []
-    )
-    if any(letter in pattern for letter in "*?[") and not all(map(ops_of_torch.is_taken_apart, fitting)):
+    fitting = [name for name in op_names() if matches(name, pattern)] if pattern.startswith("aten.") else []
+    if any(letter in pattern for letter in "*?[") and not all(map(is_decomposed, fitting)):
         return (pattern,)
     return tuple(dict.fromkeys([pattern, *(made for name in fitting for made in _made_of(name))]))
 
@@ -152,26 +148,20 @@ def in_graphs(pattern: str) -> tuple[str, ...]:
 @functools.cache
 def matched_by(name: str, patterns: tuple[str, ...]) -> str | None:
     """The first of these patterns, as it was written, that an op of a graph goes by."""
-    return next((p for p in patterns if any(ops_of_torch.fits(name, one) for one in in_graphs(p))), None)
+    return next((p for p in patterns if any(matches(name, one) for one in in_graphs(p))), None)
 
 
 @functools.cache
 def reaches_graphs(pattern: str) -> bool:
     """Whether an op can be in a graph that AOTAutograd makes, by one of the names for it."""
-    names = (
-        name for name in ops_of_torch.op_names() if any(ops_of_torch.fits(name, one) for one in in_graphs(pattern))
-    )
-    return any(not ops_of_torch.is_taken_apart(name) for name in names)
+    names = (name for name in op_names() if any(matches(name, one) for one in in_graphs(pattern)))
+    return any(not is_decomposed(name) for name in names)
 
 
 def similar_in_graphs(pattern: str) -> list[str]:
     """Ops that can be in a graph, and that have this name in theirs."""
     bare = pattern.split(".")[1].strip("_*")
-    ops = {
-        name.rpartition(".")[0]
-        for name in ops_of_torch.op_names()
-        if bare and bare in name and not ops_of_torch.is_taken_apart(name)
-    }
+    ops = {name.rpartition(".")[0] for name in op_names() if bare and bare in name and not is_decomposed(name)}
     return sorted(ops)
 
 
@@ -185,4 +175,4 @@ def _made_of(name: str) -> tuple[str, ...]:
         return ()
     # In place, it is what it is not in place: of the same overload, if there is such a one.
     same = f"aten.{plain}.{overload}"
-    return (same if same in ops_of_torch.op_name_set() else f"aten.{plain}", *_made_of(f"aten.{plain}.{overload}"))
+    return (same if same in op_name_set() else f"aten.{plain}", *_made_of(f"aten.{plain}.{overload}"))

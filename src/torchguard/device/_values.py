@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torchguard._torch import nodes, ops
-from torchguard._torch import tensors as tensors_of_torch
+from torchguard._torch.tensors import storage_bytes, storage_of
+from torchguard._torch.tracing import is_surely
 
 Size = int | torch.SymInt
 _MOST_RUNS = 65536
@@ -42,7 +42,7 @@ def bytes_touched(tensors: Sequence[Tensor]) -> int:
     for tensor in tensors:
         runs = _runs(tensor)
         if runs is None:  # too many to tell which are shared
-            return min(sum(map(bytes_of, tensors)), nodes.hint(tensors_of_torch.storage_bytes(tensor)) or 0)
+            return min(sum(map(bytes_of, tensors)), nodes.hint(storage_bytes(tensor)) or 0)
         ranges.update(runs)
     total = end = 0
     for start, stop in sorted(ranges):
@@ -89,7 +89,7 @@ def layout_of(tensor: Tensor) -> str:
         return "channels_last"
     if tensor.dim() >= 2 and _is_dense(tensor, (*dims[:-2], dims[-1], dims[-2])):
         return "transposed"
-    return "broadcast" if any(_known(stride == 0) for stride in tensor.stride()) else "strided"
+    return "broadcast" if any(is_surely(stride == 0) for stride in tensor.stride()) else "strided"
 
 
 def _is_dense(tensor: Tensor, order: "range | tuple[int, ...]") -> bool:
@@ -97,18 +97,14 @@ def _is_dense(tensor: Tensor, order: "range | tuple[int, ...]") -> bool:
     expected: Size = 1
     for dim in reversed(order):
         size, stride = tensor.shape[dim], tensor.stride()[dim]
-        if _known(size == 0):
+        if is_surely(size == 0):
             return True
-        if _known(size == 1):
+        if is_surely(size == 1):
             continue
-        if not _known(stride == expected):
+        if not is_surely(stride == expected):
             return False
         expected = expected * size
     return True
-
-
-def _known(fact: "bool | torch.SymBool") -> bool:
-    return statically_known_true(fact)
 
 
 # What tells a storage from others, for each tensor in the value of a node; None for a tensor that has no storage.
@@ -127,7 +123,7 @@ def storage_keys(module: fx.GraphModule, known: Mapping[fx.Node, Keys] | None = 
     same: dict[int, int] = {}  # by what a fake tensor says
     found: dict[fx.Node, Keys] = {}
     for node in module.graph.nodes:
-        raw = [tensors_of_torch.storage_of(tensor) for tensor in tensors_of(value_of(node))]
+        raw = [storage_of(tensor) for tensor in tensors_of(value_of(node))]
         given = known[node] if known is not None and node in known else _of_input(node, found, len(raw))
         pairs = [(key, given[i] if i < len(given) else None) for i, key in enumerate(raw)]
         same |= {key: other for key, other in pairs if key is not None and other is not None}

@@ -10,8 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchguard._graphs.source_lines import own_place, places_of
-from torchguard._torch.events import HERE, Built, install, is_explaining, raise_instead, require
-from torchguard._torch.guards import Guards, as_in_a_call
+from torchguard._torch.events import (
+    THIS_COPY,
+    GuardsBuiltEvent,
+    is_explaining,
+    raise_instead_of_recompiling,
+    require_guard_events,
+)
+from torchguard._torch.guards import Guards, torch_function_enabled
 from torchguard._torch.tensors import any_autocast, grad_mode
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._filters import Filter, by_function
@@ -88,7 +94,7 @@ class AuditReport:
 class Audit:
     """A filter that goes on looking at what it dropped. Give it to `guards.compile(filter=...)`."""
 
-    is_audit, told_by = True, HERE
+    is_audit, package_copy = True, THIS_COPY
 
     def __init__(self, filter: Filter, every: int, action: Action, budget: float | None) -> None:
         self.filter, self.every, self.action, self.budget = filter, every, action, budget
@@ -106,14 +112,14 @@ class Audit:
         self._decided.dropped = [_Dropped(entry) for entry, keep in zip(entries, kept, strict=True) if not keep]
         return kept
 
-    def on_built(self, built: Built) -> None:
-        """Dynamo has built the guards that were kept; `built.full` has the others, too."""
-        if built.full is None or not self._decided.dropped:
+    def on_built(self, built: GuardsBuiltEvent) -> None:
+        """Dynamo has built the guards that were kept; `built.unfiltered` has the others, too."""
+        if built.unfiltered is None or not self._decided.dropped:
             return
-        shadow = _Shadow(self, built, built.full, self._decided.dropped)
+        shadow = _Shadow(self, built, built.unfiltered, self._decided.dropped)
         self._shadows.add(shadow)
         weakref.finalize(shadow, _add, self._gone, shadow.counts)
-        built.guards.listen(shadow.on_call)
+        built.guards.add_guard(shadow.on_call)
 
     def report(self) -> AuditReport:
         with self._lock:
@@ -164,7 +170,7 @@ class _Dropped:
 class _Shadow:
     """All guards of one compiled frame, of which some were dropped."""
 
-    def __init__(self, audit: Audit, built: Built, full: Guards, dropped: list[_Dropped]) -> None:
+    def __init__(self, audit: Audit, built: GuardsBuiltEvent, full: Guards, dropped: list[_Dropped]) -> None:
         # Held by Dynamo's guards, where the garbage collector sees no cycle: the audit may know the model.
         self.audit = weakref.ref(audit)
         self.full, self.compile_id = full, built.compile_id
@@ -202,7 +208,7 @@ class _Shadow:
             return True
         if is_explaining():
             if self.error is not None:
-                raise_instead(self.error)
+                raise_instead_of_recompiling(self.error)
             return self.allowed
         start, audit = time.perf_counter(), self.audit()
         if audit is None:  # nobody is left to be told
@@ -210,7 +216,7 @@ class _Shadow:
         self.training = getattr(f_locals.get(self.owner), "training", None)
         self.state = (grad_mode(), any_autocast())
         self.counts.left -= 1
-        with as_in_a_call():
+        with torch_function_enabled():
             held = self._look(f_locals, self.counts.calls, audit)
         self._wait(self._pause(audit, start) if held or audit.action == "record" else 1)
         return self.allowed
@@ -277,6 +283,5 @@ def audit(filter: Any, every: int = 100, action: Action = "record", budget: floa
         raise GuardError(f"audit: every is {every!r}. Give a number of calls, 1 or more.")
     if budget is not None and not 0 < budget < 1:
         raise GuardError(f"audit: budget is {budget!r}. Give a share of the time, such as 0.02.")
-    require("audit")
-    install()
+    require_guard_events("audit")
     return Audit(filter if isinstance(filter, Filter) else by_function(filter), every, action, budget)

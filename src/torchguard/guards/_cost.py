@@ -85,7 +85,7 @@ def cost(compiled: Any, /, *args: Any, calls: int = 20, **kwargs: Any) -> Cost:
     if frame is None:
         raise GuardError(f"cost: this {type(compiled).__name__} is not compiled. Give what torch.compile returned.")
     with unobserved():
-        entries = dynamo.entries_of(frame.kept)
+        entries = dynamo.entries_of(frame.cache)
         fitting = next((guards for _, guards in entries if guards.check(frame.f_locals)), None)
         if fitting is None:
             raise GuardError("cost: nothing compiled fits this call. Call it once before.")

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from torchguard._torch import guards as guards_of_torch
+from torchguard._torch.guards import guard_sources
 
 _LINES_A_TYPE = 10
 
@@ -50,7 +50,7 @@ class GuardInfo:
 def describe(entry: Entry) -> GuardInfo:
     """A guard in words, as Dynamo shows it to a filter."""
     value = one_line(entry.value) if entry.has_value else ""
-    return GuardInfo(entry.name, entry.guard_type, guards_of_torch.guard_sources(entry.orig_guard), value)
+    return GuardInfo(entry.name, entry.guard_type, guard_sources(entry.orig_guard), value)
 
 
 @dataclasses.dataclass(frozen=True)

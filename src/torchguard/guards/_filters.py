@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchguard._torch import guards as guards_of_torch
+from torchguard._torch.guards import guard_sources, guard_types, unserializable_guard_types
 from torchguard.exceptions import FilterError
 from torchguard.guards._explain import Entry, Explanation, describe, one_line
 
@@ -182,13 +182,13 @@ def _unanswered(answers: Sequence[object], entries: Sequence[Entry]) -> str:
 
 def of_type(*types: str) -> Filter:
     """Keep guards of these types, such as "TENSOR_MATCH"."""
-    _check_known("of_type", "guard type", types, guards_of_torch.guard_types())
+    _check_known("of_type", "guard type", types, guard_types())
     return _Each(_call("of_type", types), lambda entry: entry.guard_type in types)
 
 
 def of_derived_type(*types: str) -> Filter:
     """Keep guards that come down to one of these types: a "CONSTANT_MATCH" of None, say, to a "NONE_MATCH"."""
-    _check_known("of_derived_type", "guard type", types, guards_of_torch.guard_types())
+    _check_known("of_derived_type", "guard type", types, guard_types())
     wanted = frozenset(types)
     return _Each(_call("of_derived_type", types), lambda entry: not wanted.isdisjoint(entry.derived_guard_types))
 
@@ -214,7 +214,7 @@ def from_source(*kinds: str) -> Filter:
     _check_known("from_source", "kind of source", kinds, KINDS)
     return _Each(
         _call("from_source", kinds),
-        lambda entry: any(kind in kinds for kind in guards_of_torch.guard_sources(entry.orig_guard)),
+        lambda entry: any(kind in kinds for kind in guard_sources(entry.orig_guard)),
     )
 
 
@@ -287,7 +287,7 @@ def keep_all() -> Filter:
 
 def aot_default() -> Filter:
     """Drop what ahead-of-time compilation drops without a filter: globals, and types that cannot be saved."""
-    dropped = guards_of_torch.unserializable_guard_types()
+    dropped = unserializable_guard_types()
     return _Each("aot_default()", lambda entry: not (entry.is_global or entry.guard_type in dropped))
 
 

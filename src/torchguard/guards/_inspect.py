@@ -15,8 +15,14 @@ from typing import Any
 
 from torchguard._graphs.source_lines import Place, own_place, places_of
 from torchguard._torch import dynamo
-from torchguard._torch import events as events_of_torch
-from torchguard._torch.events import Broken, Built, Missed
+from torchguard._torch.events import (
+    GraphBreakEvent,
+    GuardFailureEvent,
+    GuardsBuiltEvent,
+    add_listener,
+    remove_listener,
+    require_guard_events,
+)
 from torchguard.exceptions import GuardError, RecompileError
 from torchguard.guards._audit import unobserved
 from torchguard.guards._tree import Failure, Guard, Node, failures_of, tree_of
@@ -146,16 +152,16 @@ class Inspection:
 @contextlib.contextmanager
 def inspect() -> Iterator[Inspection]:
     """Look at everything Dynamo compiles in a block. Nothing is reset, and nothing is run but what you run."""
-    events_of_torch.require("inspect")
+    require_guard_events("inspect")
     recorder = _Recorder()
-    events_of_torch.on_break(recorder.on_break)
-    events_of_torch.on_built(recorder.on_built)
-    events_of_torch.on_recompile(recorder.on_missed)
+    add_listener(GraphBreakEvent, recorder.on_break)
+    add_listener(GuardsBuiltEvent, recorder.on_built)
+    add_listener(GuardFailureEvent, recorder.on_missed)
     try:
         yield recorder.seen
     finally:
         for listener in (recorder.on_break, recorder.on_built, recorder.on_missed):
-            events_of_torch.forget(listener)
+            remove_listener(listener)
         recorder.finish()
 
 
@@ -167,18 +173,18 @@ class _Recorder:
         self._misses: dict[str, tuple[types.CodeType, list[Miss]]] = {}
         self._built_at: list[float] = []
 
-    def on_missed(self, missed: Missed) -> None:
+    def on_missed(self, missed: GuardFailureEvent) -> None:
         if not missed.is_same_backend:
             failures = [_ANOTHER_BACKEND]
-        elif missed.gone:
-            failures = [_gone(missed.gone)]
+        elif missed.invalidation:
+            failures = [_gone(missed.invalidation)]
         else:
             with unobserved():
                 failures = failures_of(missed.guards, missed.f_locals)
-        _, misses = self._misses.setdefault(missed.for_id, (missed.code, []))
+        _, misses = self._misses.setdefault(missed.new_compile_id, (missed.code, []))
         misses.append(Miss(missed.compile_id, tuple(failures)))
 
-    def on_built(self, built: Built) -> None:
+    def on_built(self, built: GuardsBuiltEvent) -> None:
         self._fill_in_times()
         _, misses = self._misses.pop(built.compile_id, (None, []))
         frame = Frame(
@@ -192,7 +198,7 @@ class _Recorder:
         self.seen.frames.append(frame)
         self._built_at.append(time.time())
 
-    def on_break(self, broken: Broken) -> None:
+    def on_break(self, broken: GraphBreakEvent) -> None:
         one = _graph_break(broken)
         breaks = self.seen.graph_breaks
         # A break in a called function is met once more when that function is compiled by itself.
@@ -209,7 +215,7 @@ class _Recorder:
 
     def _fill_in_times(self) -> None:
         # Compile ids start over after a reset, so the time has to fit, too. The clock may be set a little meanwhile.
-        times = events_of_torch.compile_times()
+        times = dynamo.compile_times()
         for i, (frame, at) in enumerate(zip(self.seen.frames, self._built_at, strict=True)):
             if frame.seconds is None:
                 its = ((max(start - at, at - start - s, 0), s) for name, start, s in times if name == frame.compile_id)
@@ -226,7 +232,7 @@ def _where(code: types.CodeType) -> dict[str, Any]:
     return {"function": code.co_qualname, "file": code.co_filename, "line": code.co_firstlineno}
 
 
-def _graph_break(broken: Broken) -> GraphBreak:
+def _graph_break(broken: GraphBreakEvent) -> GraphBreak:
     stack = places_of(broken.stack)
     own = own_place(stack)
     explained = [f"{title}: {_in_a_line(text)}" for title, text in _EXPLAINED.findall(broken.reason)]
@@ -250,7 +256,7 @@ class GuardInspector:
     def __init__(self, model: Callable[..., Any], **torch_compile_kwargs: Any) -> None:
         from torchguard.guards._compile import compile
 
-        is_compiled = dynamo.kept_for(model) is not None
+        is_compiled = dynamo.cache_of(model) is not None
         if is_compiled and torch_compile_kwargs:
             raise GuardError(f"GuardInspector: this is compiled already. Leave out {', '.join(torch_compile_kwargs)}.")
         self.compiled = model if is_compiled else compile(model, **{"backend": "eager", **torch_compile_kwargs})
@@ -263,13 +269,13 @@ class GuardInspector:
 
     def cached(self) -> list[Frame]:
         """What is compiled for its first frame, whenever that was. Runs nothing."""
-        kept = dynamo.kept_for(self.compiled)
-        if kept is None:
+        cache = dynamo.cache_of(self.compiled)
+        if cache is None:
             return []
-        entries = dynamo.entries_of(kept)
+        entries = dynamo.entries_of(cache)
         return [
             Frame(
-                **_where(kept.code),
+                **_where(cache.code),
                 compile_id=compile_id,
                 seconds=None,
                 cache_size=len(entries),

@@ -110,7 +110,7 @@ def _microseconds(
     frame = dynamo.frame_of(compiled, args, kwargs)
     if frame is None:
         raise GuardError("suggest: the model cannot be compiled as it is. Give a module or a function.")
-    compiled_before = dynamo.entries_of(frame.kept)
+    compiled_before = dynamo.entries_of(frame.cache)
     if not compiled_before:
         raise GuardError("suggest: Dynamo compiled nothing for this call, so there are no guards to drop.")
     guards = compiled_before[0][1]

@@ -136,7 +136,7 @@ def why(compiled: Any, /, *args: Any, **kwargs: Any) -> Why:
             f"why: this {type(compiled).__name__} is not compiled. Give what torch.compile returned, not what a "
             "decorator made of it."
         )
-    entries = entries_of(frame.kept)
+    entries = entries_of(frame.cache)
     if stance() == "force_eager":
         return Why(False, len(entries), (), instead="By the stance 'force_eager' this call runs eagerly.")
     reasons = []
@@ -146,6 +146,6 @@ def why(compiled: Any, /, *args: Any, **kwargs: Any) -> Why:
             if not failures:
                 return Why(False, len(entries), ())
             reasons += [Reason(compile_id, failure, advice_for(failure)) for failure in failures]
-    gave_up = is_full(frame.kept)
+    gave_up = is_full(frame.cache)
     instead = _STANCES.get(stance(), _FULL if gave_up else "")
     return Why(not instead, len(entries), tuple(reasons), gave_up, instead)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchguard._channel.layout import LOCATION_MASK
 from torchguard._renamed import renamed
-from torchguard._torch.process import of_this_process
+from torchguard._torch.process import process_state
 from torchguard.exceptions import LocationWarning, OutOfRangeError
 
 
@@ -118,7 +118,7 @@ class _Registry:
 
 
 # One for the process: ids are in flags and on modules, whichever import of this package put them there.
-registry = of_this_process("locations", _Registry)
+registry = process_state("locations", _Registry)
 registry.__class__ = _Registry  # as it is written here: it was made by the first import, or before a reload
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torchguard._torch import nodes
+from torchguard._torch.tracing import is_surely
 from torchguard.device._device import Device
 from torchguard.device._graph import Graph
 from torchguard.device._rules.base import Constraint
@@ -26,7 +26,7 @@ class Alignment(Constraint):
                 continue
             shape = _in_memory(use.tensor)
             for dim, size, multiple in _sizes(shape, multiples):
-                if statically_known_true(size == 1) or statically_known_true(size % multiple == 0):
+                if is_surely(size == 1) or is_surely(size % multiple == 0):
                     continue
                 is_fixed = isinstance(size, int)
                 needs = f"{size} % {multiple} == 0" if str(size).isalnum() else f"({size}) % {multiple} == 0"
@@ -45,8 +45,12 @@ class Alignment(Constraint):
 
 def _say(size: torch.SymInt, rest: str) -> str:
     """How the program can say something of a size, in words that can be pasted."""
-    name = nodes.in_program(size)
-    told = f"say so in the model: {nodes.SAY}({name} {rest})" if name else f"say so where it is made, with {nodes.SAY}"
+    name = nodes.size_in_user_code(size)
+    told = (
+        f"say so in the model: {nodes.CHECK_SIZE}({name} {rest})"
+        if name
+        else f"say so where it is made, with {nodes.CHECK_SIZE}"
+    )
     return f"{told}, or compile with dynamic=False"
 
 
@@ -73,7 +77,7 @@ class LargestSize(Constraint):
         for use in graph.uses if largest else ():
             shape = _in_memory(use.tensor)
             for dim, size, most in _sizes(shape, largest):
-                if statically_known_true(size <= most):
+                if is_surely(size <= most):
                     continue
                 is_fixed = isinstance(size, int)
                 yield self.violation(
