@@ -1,8 +1,8 @@
 """AOTAutograd: decompositions, partitions, backends.
 
-A backend needs `aot_autograd`, `boxed_nop` and `TracingContext`, none of which is public, and a trace needs `make_fx` of
-`torch.fx.experimental`. They are the same in torch 2.11 to 2.13 and required by `device`: the call raises ImportError
-where one is missing. Only `replace_registered_backend` has a degraded mode.
+A backend needs `aot_autograd`, `boxed_nop` and `TracingContext`, none of which is public, and a trace needs `make_fx`
+of `torch.fx.experimental`. They are the same in torch 2.11 to 2.13 and required by `device`: the call raises
+ImportError where one is missing. Only `replace_registered_backend` has a degraded mode.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def suppress_guards(values: Sequence[object]) -> Iterator[None]:
     """Add no guards for sizes that are read in the block: what is traced there is inspected, and never run.
 
     Args:
-        values: fake tensors and symbolic sizes, or anything with a `fake_mode`: the first one has the shape environment.
+        values: fake tensors, symbolic sizes, or anything with a `fake_mode`; the first one has the shape environment.
     """
     modes = (getattr(value, "fake_mode", None) for value in values)
     size_nodes = (value.node for value in values if isinstance(value, torch.SymInt))

@@ -149,7 +149,7 @@ def require_no_symbol_constants(graph: GraphModule) -> None:
 
 
 def inputs_have_all_symbols(graph: GraphModule) -> bool:
-    """Whether each symbol of a graph is itself a size of a placeholder, or a placeholder: generated code reads it there."""
+    """Whether each symbol of a graph is a size of a placeholder, or a placeholder: generated code reads it there."""
     values = {node: node.meta["val"] for node in graph.graph.nodes if node.op != "output"}
     given = [value for node, value in values.items() if node.op == "placeholder"]
     sizes = [size for value in given for size in (value.shape if isinstance(value, Tensor) else (value,))]

@@ -89,8 +89,8 @@ def watch(
 def unwatch(guarded: Any) -> nn.Module:
     """The plain model, without a trace of having been watched.
 
-    The setting of torch that `watch` changes, `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, is put
-    back when no watched model is left, unless somebody else has changed it since.
+    The setting that `watch` changes, `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, is put back
+    when no watched model is left, unless somebody else has changed it since.
     """
     if not wrapper.is_watched(guarded):
         raise WatchError(f"unwatch: this {type(guarded).__name__} is not watched.")
