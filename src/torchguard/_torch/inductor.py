@@ -1,15 +1,18 @@
 """Inductor: the options of a mode, its decompositions, and its compilers.
 
-None of these has a public name; they are the same in torch 2.11 to 2.13. All are required: the call raises ImportError
-where one is missing. Every function imports Inductor itself: loading it takes seconds.
+None of these has a public name; they are the same in torch 2.11 to 2.13. All but `mode_options` are required: the call
+raises ImportError where a name is missing. Every function imports Inductor itself: loading it takes seconds.
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
+
+from torchguard.exceptions import GuardError
 
 # A function that takes its arguments as a list, which it empties, and returns a list or tuple.
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -18,10 +21,16 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 def mode_options(mode: str, dynamic: bool | None) -> dict[str, object]:
     """The Inductor options that a mode of `torch.compile` stands for.
 
-    torch refuses a mode together with options, and a guard filter is passed in the options. torch's docs name this
-    function; where it is missing, `guards.compile` says that a mode cannot be combined with a filter.
+    torch refuses a mode together with options, and a guard filter is passed in the options. torch's docs name
+    `list_mode_options`. Degraded where it is missing: GuardError, and a mode cannot be combined with a filter.
     """
-    from torch._inductor import list_mode_options
+    try:
+        from torch._inductor import list_mode_options
+    except ImportError:
+        raise GuardError(
+            f"compile: torch {torch.__version__} has no list_mode_options, so mode={mode!r} and filter= do not go "
+            "together. Leave the mode out and pass what it stands for as options."
+        ) from None
 
     return dict(list_mode_options(mode, dynamic))
 

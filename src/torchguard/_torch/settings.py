@@ -1,7 +1,7 @@
 """Settings of torch: the only module that changes them.
 
-torch's settings (`torch._dynamo.config` and the like) are process-wide in torch 2.11. Since 2.12 each thread has values
-of its own, and a new thread starts with the defaults. So a setting is changed in the narrowest of three ways:
+torch's settings (`torch._dynamo.config` and the like) are process-wide in torch 2.11. In later ones each thread has
+values of its own, and a new thread starts with the defaults. So a setting is changed in the narrowest of three ways:
 
 - around one compilation, in the thread that compiles (`without_graph_caches`, `without_limits`, `protect_regions`);
 - while an object needs it, counted and put back when the last one is gone (`allow_side_effects_under_checkpoint`);
@@ -57,7 +57,7 @@ def without_limits() -> contextlib.AbstractContextManager[Any]:
 def without_graph_caches() -> Iterator[None]:
     """Compile every graph in this block: a graph that comes from a cache is not compiled, and cannot be captured.
 
-    The caches of kernels stay on. On torch 2.11, where settings are the process's, what another thread has switched off
+    The caches of kernels stay on. On torch 2.11, where settings are process-wide, what another thread has switched off
     is left alone, so that it is not left off for good.
     """
     import torch._functorch.config as functorch
@@ -201,8 +201,8 @@ _lock = process_state("settings lock", threading.RLock)  # a finalizer may run w
 def allow_side_effects_under_checkpoint(holder: object) -> None:
     """Let Dynamo trace hooks that record inside `torch.utils.checkpoint`, while `holder` exists.
 
-    Sets `skip_fwd_side_effects_in_bwd_under_checkpoint`: in backward, the hooks record nothing a second time. Since
-    torch 2.12 it is set in this thread alone. Degraded where torch lacks it: a watched model with checkpoints compiles
+    Sets `skip_fwd_side_effects_in_bwd_under_checkpoint`: in backward, the hooks record nothing a second time. After
+    torch 2.11 it is set in this thread alone. Degraded where torch lacks it: a watched model with checkpoints compiles
     with graph breaks, and with `fullgraph=True` Dynamo raises.
     """
     import torch._dynamo.config as config  # not at import: it is heavy
@@ -234,7 +234,7 @@ def _need(holder: object, config: Any, name: str, value: object) -> None:
 
 
 def _is_per_thread(config: Any, name: str) -> bool:
-    """Since torch 2.12 a setting is a context variable. Degraded where that is stored elsewhere: the process's."""
+    """After torch 2.11 a setting is a context variable. Degraded where it is stored elsewhere: counted per process."""
     entry = getattr(config, "_config", {}).get(name)
     return isinstance(getattr(entry, "user_override", None), contextvars.ContextVar)
 
