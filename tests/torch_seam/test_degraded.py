@@ -1,6 +1,7 @@
 """A torch that lacks a private name: what is required says so, and what is not does without, as the docstring says."""
 
 import functools
+import importlib
 import importlib.util
 import sys
 import types
@@ -333,10 +334,11 @@ class TestSettings:
         return sum(node.target is region for node in backend.graphs[0].graph.nodes)
 
     def test_blocks_are_no_regions_where_these_cannot_be_protected(self, monkeypatch):
-        original = torch._functorch.aot_autograd.aot_stage2_compile
         assert self.regions_in_graph() == 3
         torch._dynamo.reset()
-        monkeypatch.setattr(torch._functorch.aot_autograd, "aot_stage2_compile", lambda *args: original(*args))
+        owner = importlib.import_module("torch._functorch.aot_autograd")
+        original = owner.aot_stage2_compile
+        monkeypatch.setattr(owner, "aot_stage2_compile", lambda *args: original(*args))
         assert not settings.protect_regions()
         assert self.regions_in_graph() == 0
 
@@ -352,10 +354,9 @@ class TestSettings:
         assert not settings.protect_regions()
 
     def test_regions_compile_where_schemas_cannot_be_cached(self, monkeypatch):
-        region = torch._higher_order_ops.invoke_subgraph
         monkeypatch.setattr(settings, "_gen_schema", lambda original, *args: original(*args))
         assert self.regions_in_graph() == 3
-        monkeypatch.delattr(region, "get_invoke_subgraph_cache")
+        monkeypatch.delattr(sys.modules["torch._higher_order_ops.invoke_subgraph"], "get_invoke_subgraph_cache")
         assert settings.protect_regions()
 
     def test_a_setting_that_is_missing_is_not_reported(self, monkeypatch):
