@@ -120,9 +120,6 @@ Step = Callable[[], None]
 
 
 def step_of(stage: Stage, contestant: str, model: nn.Module, x: Tensor) -> Step:
-    # The defaults, which `compile_once` changes.
-    torch._functorch.config.donated_buffer = True
-    torch._inductor.config.allow_buffer_reuse = torch._inductor.config.inplace_buffers = True
     watched = CONTESTANTS[contestant](copy.deepcopy(model))
 
     def call(x: Tensor) -> Any:

@@ -86,7 +86,7 @@ class CompilationStart(NamedTuple):
 class CompilationListener(Protocol):
     """Receives the graphs and the code of compilations. Its methods must not raise."""
 
-    def compiling(self, begun: CompilationStart, graph: fx.GraphModule) -> contextlib.AbstractContextManager[object]:
+    def compiling(self, start: CompilationStart, graph: fx.GraphModule, /) -> contextlib.AbstractContextManager[object]:
         """Return a context manager to enter around the call of a backend."""
         ...
 
@@ -98,7 +98,7 @@ class CompilationListener(Protocol):
         """
         ...
 
-    def wrote_code(self, code: str) -> None:
+    def wrote_code(self, code: str, /) -> None:
         """Called with the code that Inductor generated, in the thread that compiles."""
         ...
 
