@@ -125,7 +125,7 @@ def calls_of(model: BertModel, inputs: dict[str, torch.Tensor], found: dict) -> 
     for name, one in compiled.items():
         frame = frame_of(one, (), inputs)
         assert frame is not None
-        ((_, tree),) = entries_of(frame.kept)
+        ((_, tree),) = entries_of(frame.cache)
         found["guards"][name] = sum(1 for _ in tree_of(tree).all_guards())
         if name not in audits:  # for an audit, this check would count as a call
             found["microseconds"]["check alone"][name] = check_alone(tree, frame.f_locals)
@@ -138,7 +138,7 @@ def checked_by_hand(call: Call, full: Any, inputs: dict[str, torch.Tensor]) -> C
     """A call that checks all guards by Dynamo's own tree, one time in `EVERY`."""
     frame = frame_of(full, (), inputs)
     assert frame is not None
-    ((_, tree),) = entries_of(frame.kept)
+    ((_, tree),) = entries_of(frame.cache)
     counted = itertools.cycle(range(EVERY))
 
     def checked() -> Any:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 import torchguard
-from torchguard._torch.settings import keep_what_regions_are_given
+from torchguard._torch.settings import protect_regions
 from torchguard._watch import watch
 
 BASE, BARE, ONCE = "unwatched", ("bare maxima", "bare maxima + where"), ", once"
@@ -70,7 +70,7 @@ class Once(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        keep_what_regions_are_given()  # as `watch` does: gradients would be wrong
+        protect_regions()  # as `watch` does: gradients would be wrong
         run = torch.compiler.nested_compile_region(type(model.blocks[0]).forward)
         for block in model.blocks:
             block.forward = functools.partial(run, block)
@@ -120,9 +120,6 @@ Step = Callable[[], None]
 
 
 def step_of(stage: Stage, variant: str, model: nn.Module, x: Tensor) -> Step:
-    # Restore the defaults, which `compile_once` changes.
-    torch._functorch.config.donated_buffer = True
-    torch._inductor.config.allow_buffer_reuse = torch._inductor.config.inplace_buffers = True
     watched = VARIANTS[variant](copy.deepcopy(model))
 
     def call(x: Tensor) -> Any:

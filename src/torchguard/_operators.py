@@ -1,8 +1,9 @@
-"""Operators of ours: calls that Dynamo keeps whole, and that AOTAutograd traces into, or nobody does.
+"""torchguard's custom operators: calls that Dynamo records as one node instead of tracing into them.
 
-What a body does while AOTAutograd runs it, Dynamo never sees. So it may hang notes on the tensors that are handed
-around, and it is traced once where Dynamo would take long. What no backend sees either is not compiled, and runs as it
-would in eager mode.
+Dynamo traces Python slowly, cannot trace attributes that are set on tensors, and guards on everything it reads. The
+body of an operator is invisible to it. There are two kinds: AOTAutograd traces into the body of the first (`define`),
+so that Inductor fuses what it does; the second (`define_whole`) stays one opaque call in compiled code and runs as in
+eager mode.
 """
 
 import itertools
@@ -14,27 +15,27 @@ from typing import Any
 import torch
 from torch import library as operators
 
-from torchguard._torch.process import of_this_process, tell_copies_apart
+from torchguard._torch.process import process_state, separate_copies_in_dynamo
 from torchguard._torch.tracing import constant_in_graphs, in_transform, is_exporting
 
 Operator = Callable[..., Any]
 
-# Kept for the process, with the operators in it: a library that is collected takes its operators with it, and compiled
-# functions go on calling them when this module is gone, or was reloaded.
-_LIBRARIES: dict[str, operators.Library] = of_this_process("libraries", dict)
+# Stored for the process: a library that is collected takes its operators with it, and compiled functions go on calling
+# them after this module was reloaded or dropped.
+_LIBRARIES: dict[str, operators.Library] = process_state("libraries", dict)
 if _LIBRARIES:
-    tell_copies_apart()
+    separate_copies_in_dynamo()
 
 
 def define(schema: str, body: Callable[..., Any]) -> Operator:
-    """Make an operator. Its body runs eagerly too, under `torch.compile(backend="eager")`."""
+    """Define an operator whose body AOTAutograd traces; with `torch.compile(backend="eager")` it runs eagerly."""
     library, name = _defined(schema)
     library.impl(name, body, "CompositeImplicitAutograd")
     return _operator(library, name)
 
 
 def define_whole(schema: str, body: Callable[..., Any], shapes: Callable[..., Any]) -> Operator:
-    """Make an operator that is one call in compiled code too. `shapes` is its body for fake tensors."""
+    """Define an operator that is one call in compiled code too. `shapes` is its body for fake tensors."""
     library, name = _defined(schema)
     library.impl(name, body, "CompositeExplicitAutograd")
     operators.register_fake(f"{library.ns}::{name}", shapes, lib=library)
@@ -42,10 +43,10 @@ def define_whole(schema: str, body: Callable[..., Any], shapes: Callable[..., An
 
 
 def free_namespace(name: str) -> str:
-    """Where an operator can be defined under a name: "torchguard"; where that was done before, "torchguard_2", ...
+    """The first of the namespaces "torchguard", "torchguard_2", ... that has no operator of this name.
 
-    So it was when this package is imported a second time, or a module of it is reloaded. The operator that is there
-    stays: what was compiled before calls it, and its body knows the classes of its own modules.
+    A second import of this package, or a reload of a module, defines its operators again. The earlier operator stays:
+    functions compiled before call it, and its body uses the classes of its own copy.
     """
     numbered = (f"torchguard_{number}" for number in itertools.count(2))
     namespaces = itertools.chain(["torchguard"], numbered)
@@ -66,23 +67,23 @@ def _operator(library: operators.Library, name: str) -> Operator:
 
 
 def revision_of(folder: Path) -> int:
-    """A checksum of the source an operator traces into, to be one of its arguments.
+    """A checksum of the source that an operator traces into, to be passed as one of its arguments.
 
-    Torch's caches of compiled graphs know an operator by its name and arguments. This keeps a later version of ours
-    from being served graphs of an earlier one.
+    torch's caches of compiled graphs identify an operator by its name and arguments. The checksum keeps a later version
+    of torchguard from being served graphs of an earlier one.
     """
     return zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))))
 
 
 def are_kept_whole() -> bool:
-    """Whether to call operators of ours: while Dynamo traces.
+    """Whether to call torchguard's operators instead of their bodies: while Dynamo traces.
 
-    Not for an export, since an exported program should hold nothing but standard operators; nor under a `torch.func`
-    transform, since `vmap` knows no rule for ours.
+    Not for an export, since an exported program should hold standard operators only; nor under a `torch.func`
+    transform, since `vmap` has no rule for them.
     """
-    return torch.compiler.is_dynamo_compiling() and _are_of_use()
+    return torch.compiler.is_dynamo_compiling() and _are_usable()
 
 
 @constant_in_graphs
-def _are_of_use() -> bool:
+def _are_usable() -> bool:
     return not is_exporting() and not in_transform()

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from torchguard._torch import pytrees
+from torchguard._torch.tensors import Structure, flatten, leaf_paths, unflatten
 from torchguard.exceptions import CompileError, LeafTypeError
 
 # An index, a key, or the name of an attribute.
@@ -138,7 +138,7 @@ class PytreeSpec:
         text: the structure as messages print it.
     """
 
-    structure: pytrees.Structure
+    structure: Structure
     positions: tuple[int, ...]
     count: int
     is_tensor: bool
@@ -151,7 +151,7 @@ class PytreeSpec:
         Raises:
             LeafTypeError: the value has another structure.
         """
-        leaves, structure = pytrees.flatten(value)
+        leaves, structure = flatten(value)
         if structure != self.structure:
             raise LeafTypeError(f"{what}: expected the structure {self.text}, got {_describe(value)}.")
         return [leaves[position] for position in self.positions]
@@ -165,7 +165,7 @@ class PytreeSpec:
         leaves: list[Any] = [None] * self.count
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
-        return pytrees.unflatten(leaves, self.structure)
+        return unflatten(leaves, self.structure)
 
 
 def flatten_tensors(value: Any, what: str, advice: str) -> tuple[PytreeSpec, list[Tensor]]:
@@ -174,8 +174,8 @@ def flatten_tensors(value: Any, what: str, advice: str) -> tuple[PytreeSpec, lis
     Raises:
         CompileError: a leaf is neither a tensor nor None.
     """
-    leaves, structure = pytrees.flatten(value)
-    for leaf, path in zip(leaves, pytrees.paths(value), strict=True):
+    leaves, structure = flatten(value)
+    for leaf, path in zip(leaves, leaf_paths(value), strict=True):
         if leaf is not None and not isinstance(leaf, Tensor):
             raise CompileError(f"{what}{path}: expected a tensor, got {type(leaf).__name__}. {advice}".rstrip())
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))

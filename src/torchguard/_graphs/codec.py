@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchguard._torch.nodes import hint, note_position, note_source, position_of, source_of
+from torchguard._torch.nodes import hint, position_of, set_position, set_source, source_of
 from torchguard._torch.ops import is_view, op_named
 from torchguard.exceptions import SavedGraphError
 
@@ -308,7 +308,7 @@ def decode_inputs(data: Mapping[str, Any]) -> fx.GraphModule:
         if one["op"] == "placeholder" and "." not in one["name"]:  # and not of a graph within it
             node = graph.placeholder(_identifier(one["name"]))
             if "origin" in one:
-                note_source(node, one["origin"])
+                set_source(node, one["origin"])
     graph.output(())
     return fx.GraphModule({}, graph)
 
@@ -330,7 +330,7 @@ def _decode_node(graph: fx.Graph, one: NodeData, nodes: Mapping[str, fx.Node], s
     if one["op"] == "placeholder":
         node = graph.placeholder(name)
         if "position" in one:
-            note_position(node, one["position"])
+            set_position(node, one["position"])
         return node
     if one["op"] == "get_attr" and any("tensor" in value for value in one["values"]):  # and not a graph within it
         return graph.create_node("get_attr", _identifier(one["target"]), name=name)

@@ -1,4 +1,9 @@
-"""AOTAutograd: decompositions, partitions, backends."""
+"""AOTAutograd: decompositions, partitions, backends.
+
+A backend needs `aot_autograd`, `boxed_nop` and `TracingContext`, none of which is public, and a trace needs `make_fx`
+of `torch.fx.experimental`. They are the same in torch 2.11 to 2.13 and required by `device`: the call raises
+ImportError where one is missing. Only `replace_registered_backend` has a degraded mode.
+"""
 
 import contextlib
 import copy
@@ -14,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torchguard._torch import inductor
 from torchguard._torch.nodes import hint
 from torchguard._torch.ops import is_op
 
@@ -24,35 +30,41 @@ Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 @contextlib.contextmanager
-def without_guards(values: Sequence[object]) -> Iterator[None]:
-    """Let code ask for sizes without that being noted: what is traced here is looked at, and never run."""
+def suppress_guards(values: Sequence[object]) -> Iterator[None]:
+    """Add no guards for sizes that are read in the block: what is traced there is inspected, and never run.
+
+    Args:
+        values: fake tensors, symbolic sizes, or anything with a `fake_mode`; the first one has the shape environment.
+    """
     modes = (getattr(value, "fake_mode", None) for value in values)
-    of_sizes = (value.node for value in values if isinstance(value, torch.SymInt))
-    found = (one.shape_env for one in (*modes, *of_sizes) if one is not None)
+    size_nodes = (value.node for value in values if isinstance(value, torch.SymInt))
+    found = (one.shape_env for one in (*modes, *size_nodes) if one is not None)
     shape_env = next((one for one in found if one is not None), None)
     with shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext():
         yield
 
 
-class _Again(fx.Interpreter):
-    """Runs a graph some of whose ops are taken apart."""
+class _Retrace(fx.Interpreter):
+    """Runs a graph of which some ops are decomposed."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Taken apart, an op may lay out its result in another way, of which there is no such view.
+        # A decomposed op may return other strides, of which this view may not exist.
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
         return super().call_function(target, args, kwargs)
 
 
 def decomposed(module: fx.GraphModule, table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
-    """The graph traced again with some ops taken apart; its nodes keep the lines they came from."""
+    """The graph traced again with some ops decomposed; its nodes keep their source lines."""
     before = module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in before]
     modes = (getattr(value, "fake_mode", None) for value in values)
-    mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())  # for constants that are made
-    with without_guards(values), mode, traceback.preserve_node_meta():
-        # What a graph is given is flat here, whatever way of calling it was compiled to.
-        run = functools.partial(_Again(module).run, enable_io_processing=False)
+    mode = next(
+        (mode for mode in modes if mode is not None), contextlib.nullcontext()
+    )  # for constants that the graph makes
+    with suppress_guards(values), mode, traceback.preserve_node_meta():
+        # The inputs are flat here, however the graph was compiled to be called.
+        run = functools.partial(_Retrace(module).run, enable_io_processing=False)
         again = make_fx(run, decomposition_table=dict(table))(*values)
     for old, new in zip(before, again.graph.find_nodes(op="placeholder"), strict=True):
         new.meta = {**old.meta, "val": new.meta.get("val", old.meta["val"])}
@@ -61,7 +73,7 @@ def decomposed(module: fx.GraphModule, table: Mapping[Any, Callable[..., Any]]) 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an op, which is another call's equal if shapes, dtypes and all else are the same."""
+    """A call of an op. Two calls are equal if `text`, with all shapes, strides and dtypes, is."""
 
     target: Any
     text: str
@@ -69,68 +81,66 @@ class _Call:
     values: tuple[Any, ...] = field(compare=False)
 
 
-def ops_made_of(node: fx.Node) -> tuple[Any, ...]:
-    """The ops that torch takes a call apart into, at the sizes at hand. None if it cannot."""
+def ops_in_decomposition(node: fx.Node) -> tuple[Any, ...]:
+    """The ops that torch decomposes a call into, at its concrete sizes; empty if it has no decomposition."""
     nodes = node.all_input_nodes
     if node.target not in decompositions("all") or not all("val" in one.meta for one in nodes):
         return ()
-    places: dict[fx.Node, Any] = {one: _Value(i) for i, one in enumerate(nodes)}
-    args = fx.map_arg((node.args, dict(node.kwargs)), lambda one: places[one])
-    values = tuple(_at_hand(one.meta["val"]) for one in nodes)
-    return _ops_made_of(_Call(node.target, f"{args} {values}", args, values))
+    slots: dict[fx.Node, Any] = {one: _Slot(i) for i, one in enumerate(nodes)}
+    args = fx.map_arg((node.args, dict(node.kwargs)), lambda one: slots[one])
+    values = tuple(_concrete(one.meta["val"]) for one in nodes)
+    return _ops_in_decomposition(_Call(node.target, f"{args} {values}", args, values))
 
 
 @dataclass(frozen=True)
-class _Value:
-    """The place of an input among the values."""
+class _Slot:
+    """Stands for one of the values in the arguments of a call."""
 
     position: int
 
 
-def _at_hand(value: Any) -> Any:
-    """A value without symbols, of which sizes, strides and dtypes alone count."""
+def _concrete(value: Any) -> Any:
+    """A value with concrete sizes; a tensor becomes one on the meta device."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         sizes, strides = ([hint(one) or 0 for one in part] for part in (value.shape, value.stride()))
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
     if isinstance(value, (tuple, list)):
-        return [_at_hand(part) for part in value]
+        return [_concrete(part) for part in value]
     return hint(value) if isinstance(value, torch.SymInt) else value
 
 
 @functools.lru_cache(maxsize=1024)
-def _ops_made_of(call: _Call) -> tuple[Any, ...]:
+def _ops_in_decomposition(call: _Call) -> tuple[Any, ...]:
     def run(*values: Any) -> Any:
         args, kwargs = _filled(call.args, values)
         return call.target(*args, **kwargs)
 
     try:
         traced = make_fx(run, decomposition_table={call.target: decompositions("all")[call.target]})(*call.values)
-    except Exception as error:  # a decomposition may raise anything, and then it is no advice to use it
-        logger.debug("%s cannot be taken apart: %s", call.target, error)
+    except Exception as error:  # a decomposition may raise anything; it is not recommended then
+        logger.debug("%s cannot be decomposed: %s", call.target, error)
         return ()
     return tuple(node.target for node in traced.graph.nodes if node.op == "call_function" and is_op(node.target))
 
 
 def _filled(args: Any, values: Sequence[Any]) -> Any:
-    """Arguments with the values in their places."""
-    if isinstance(args, _Value):
+    """Arguments with values in their slots."""
+    if isinstance(args, _Slot):
         return values[args.position]
     if isinstance(args, (tuple, list)):
         return type(args)(_filled(part, values) for part in args)
     return {name: _filled(part, values) for name, part in args.items()} if isinstance(args, dict) else args
 
 
-# Taken apart, its second result is another one than its backward takes, which is never taken apart.
-NOT_FOR_TRAINING = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# Decomposed, its second output is not the one that its backward expects, and that is never decomposed.
+NOT_DECOMPOSED_IN_TRAINING = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @functools.cache
 def decompositions(which: str) -> dict[Any, Callable[..., Any]]:
-    """The decompositions of core ATen, of Inductor, or all that torch knows."""
+    """The decompositions of core ATen ("core"), of Inductor ("inductor"), or all that torch has ("all")."""
     if which == "inductor":
-        from torch._inductor.decomposition import select_decomp_table
-
-        return dict(select_decomp_table())
+        return dict(inductor.decompositions())
     core = dict(torch.export.default_decompositions().items())
     if which == "core":
         return core
@@ -139,18 +149,18 @@ def decompositions(which: str) -> dict[Any, Callable[..., Any]]:
     return {**decomposition_table, **core}
 
 
-def run_eagerly(dynamo: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inference: Compile) -> Any:
-    """What the backend `aot_eager` does, with the two places in which graphs are seen before anything runs.
+def compile_aot_eager(dynamo: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inference: Compile) -> Any:
+    """What the backend `aot_eager` does, with two functions that receive the graphs before anything runs.
 
     Args:
-        partition: splits a joint graph; called once for a graph that is trained.
-        inference: called with a graph that is not.
+        partition: splits a joint graph; called once for a graph that requires gradients.
+        inference: called with a graph that does not.
     """
     from torch._dynamo.backends.common import aot_autograd
 
     backend = aot_autograd(
-        fw_compiler=run_as_it_is,
-        bw_compiler=run_as_it_is,
+        fw_compiler=compile_boxed,
+        bw_compiler=compile_boxed,
         inference_compiler=inference,
         partition_fn=partition,
         keep_inference_input_mutations=True,
@@ -158,37 +168,38 @@ def run_eagerly(dynamo: fx.GraphModule, inputs: Sequence[Any], partition: Partit
     return backend(dynamo, inputs)
 
 
-def run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph as a function that lets go of its inputs once they are used."""
+def compile_boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph as a function of one list of inputs, which it empties so that inputs are freed early."""
     from torch._dynamo.backends.debugging import boxed_nop
 
     return boxed_nop(module, list(inputs))
 
 
-def split(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Into forward and backward, as `aot_eager` and Inductor do it."""
+def split_joint(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph of a joint graph, partitioned as `aot_eager` and Inductor do."""
     from functorch.compile import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, inputs, **options)
 
 
-def only_traced(dynamo: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inference: Compile) -> None:
-    """Show the graphs that `run_eagerly` would show, leaving no trace with Dynamo: another compiler is to follow."""
+def trace_only(dynamo: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inference: Compile) -> None:
+    """Pass on the graphs that `compile_aot_eager` would, without side effects on Dynamo: another compiler follows."""
     from torch._guards import TracingContext, tracing
 
-    context = copy.copy(TracingContext.get())  # AOTAutograd writes into it, and reads what Dynamo knows of sizes
+    context = copy.copy(TracingContext.get())  # AOTAutograd writes to it, and reads the sizes that Dynamo knows
     context.guards_context = type(context.guards_context)()
-    with tracing(context), without_guards([*inputs, context]):
-        run_eagerly(dynamo, inputs, partition, inference)
+    with tracing(context), suppress_guards([*inputs, context]):
+        compile_aot_eager(dynamo, inputs, partition, inference)
 
 
-def take_over_name(name: str, backend: Any) -> None:
-    """Have a name stand for this backend, if torch has looked it up before: it remembers what it found then.
+def replace_registered_backend(name: str, backend: Any) -> None:
+    """Make `torch.compile(backend=name)` find this backend if torch has resolved the name before.
 
-    That was the one of an earlier import of this package, whose reports nobody reads. There is no public way to change
-    it; where torch keeps it elsewhere, the name stands for the earlier one.
+    torch caches the backend of an entry point. After a second import of this package that is the first copy's, whose
+    reports nobody reads. Degraded where torch caches it elsewhere than in `_COMPILER_FNS`: the name keeps resolving to
+    the first copy's backend.
     """
     known = getattr(sys.modules.get("torch._dynamo.backends.registry"), "_COMPILER_FNS", {})
     if known.get(name) is not None:
-        backend._tags = getattr(known[name], "_tags", ())  # which torch leaves on all that it knows
+        backend._tags = getattr(known[name], "_tags", ())  # torch sets them on every registered backend
         known[name] = backend

@@ -1,4 +1,8 @@
-"""Dynamo: the cache entries of a compiled function, and the frame of a call."""
+"""Dynamo: the cache entries of a compiled function, the frame of a call, and backends.
+
+Every function imports Dynamo itself: loading it takes seconds. What `torch.compile` returns, and the cache behind it,
+are private. Names that differ between torch 2.11 and 2.13 are looked up with a default, which the docstring names.
+"""
 
 import inspect
 import sys
@@ -9,14 +13,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from torchguard._torch.guards import Guards, guards_of
+from torchguard._torch.modules import compiled_function
 
 
 def keep_static(tensor: Tensor) -> Tensor:
-    """Have Dynamo take the sizes of a tensor for constants. Else it may take one for that of a batch that is as large.
+    """Have Dynamo treat the sizes of a tensor as constants; else it may take one for the equally large batch size.
 
-    `mark_static` is documented, under a private name. Where that is missing, a model may compile once more.
+    `mark_static` is documented, under a private name. Degraded where it is missing: a model may recompile once.
     """
-    import torch._dynamo  # not at import: it is heavy
+    import torch._dynamo
 
     mark_static = getattr(torch._dynamo, "mark_static", None)
     if mark_static is not None:
@@ -24,10 +29,10 @@ def keep_static(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Kept(NamedTuple):
-    """Where Dynamo keeps what it compiles for a call: by code, by region, and for a backend (None: cannot be told).
+class CacheLocation(NamedTuple):
+    """Where Dynamo caches what it compiles for a call: by code object, region and backend (None: unknown).
 
-    `limit` is how much it compiles there.
+    `limit` is the number of entries that it compiles there.
     """
 
     code: types.CodeType
@@ -36,33 +41,39 @@ class Kept(NamedTuple):
     limit: int
 
 
-def entries_of(kept: Kept) -> list[tuple[str, Guards]]:
-    """What is compiled there, with its compile id: the region's own first, then what all share.
+def entries_of(cache: CacheLocation) -> list[tuple[str, Guards]]:
+    """The entries there, each with its compile id: the region's own first, then those that all regions share.
 
-    The backend of an entry has no public name. Where it cannot be told, the entries of all backends count.
+    Degraded where an entry has no `backend`: the entries of all backends count.
     """
-    entries = [*_in_region(kept, kept.region), *(_in_region(kept, -1) if kept.region != -1 else ())]
-    fitting = [entry for entry in entries if _is_for(entry, kept.backend) and _is_alive(entry)]
-    return [(str(entry.compile_id), guards_of(entry.guard_manager)) for entry in fitting]
+    entries = [*_in_region(cache, cache.region), *(_in_region(cache, -1) if cache.region != -1 else ())]
+    usable = [entry for entry in entries if _is_for(entry, cache.backend) and _is_valid(entry)]
+    return [(str(entry.compile_id), guards_of(entry.guard_manager)) for entry in usable]
 
 
-def is_full(kept: Kept) -> bool:
-    """Whether Dynamo compiles no more there: a region has a limit, and so have all regions and backends together."""
+def is_full(cache: CacheLocation) -> bool:
+    """Whether Dynamo compiles no more there: each region has a limit, and all regions and backends together.
+
+    Degraded before torch 2.13, which has no `_get_total_cache_entry_count`: the entries of one list count.
+    """
     import torch._dynamo.config as config
     from torch._dynamo import eval_frame
 
-    in_all = getattr(eval_frame, "_get_total_cache_entry_count", lambda code: len(_in_region(kept, kept.region)))
-    limit_of_all = getattr(config, "accumulated_recompile_limit", sys.maxsize)
-    return len(_in_region(kept, kept.region)) >= kept.limit or in_all(kept.code) >= limit_of_all
+    total = getattr(eval_frame, "_get_total_cache_entry_count", lambda code: len(_in_region(cache, cache.region)))
+    total_limit = getattr(config, "accumulated_recompile_limit", sys.maxsize)
+    return len(_in_region(cache, cache.region)) >= cache.limit or total(cache.code) >= total_limit
 
 
-def _in_region(kept: Kept, region: int) -> list[Any]:
-    """Entries of a region. Before torch 2.13 there is one for all."""
+def _in_region(cache: CacheLocation, region: int) -> list[Any]:
+    """The entries of a region. Before torch 2.13 there are no regions, and one list for all.
+
+    Required: `_debug_get_cache_entry_list` or, since 2.13, `_get_cache_entries_for_region`.
+    """
     from torch._dynamo import eval_frame
 
     of_region = getattr(eval_frame, "_get_cache_entries_for_region", None)
     return list(
-        eval_frame._debug_get_cache_entry_list(kept.code) if of_region is None else of_region(kept.code, region)
+        eval_frame._debug_get_cache_entry_list(cache.code) if of_region is None else of_region(cache.code, region)
     )
 
 
@@ -71,8 +82,13 @@ def _is_for(entry: Any, backend: Any) -> bool:
     return its is None or backend is None or its is backend or (type(its) is type(backend) and its == backend)
 
 
+def _is_valid(entry: Any) -> bool:
+    manager = entry.guard_manager  # Dynamo replaces it when an object of a guard is deallocated
+    return getattr(manager, "root", None) is not None and manager.global_scope is not None
+
+
 def stance() -> str:
-    """What `torch.compiler.set_stance` was told; "default" where that cannot be read."""
+    """The stance that `torch.compiler.set_stance` set. Degraded where it cannot be read: "default"."""
     return _of_stance("stance", "default")
 
 
@@ -82,29 +98,24 @@ def _of_stance(name: str, default: Any) -> Any:
     return getattr(getattr(eval_frame, "_stance", None), name, default)
 
 
-def _is_alive(entry: Any) -> bool:
-    manager = entry.guard_manager  # which Dynamo takes another for when an object is gone that guards were about
-    return getattr(manager, "root", None) is not None and manager.global_scope is not None
-
-
 class Frame(NamedTuple):
-    """The first frame of a call: where its compiled code is kept, and its locals when it starts.
+    """The first frame of a call: where its compiled code is cached, and its locals when it starts.
 
-    `cells` are the variables of enclosing functions, and `arguments` the names of arguments, by source.
+    `cells` are the variables of enclosing functions, and `arguments` the names of arguments, both by source.
     """
 
-    kept: Kept
+    cache: CacheLocation
     f_locals: dict[str, Any]
     cells: dict[str, types.CellType]
     arguments: dict[str, str]
 
 
 def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
-    """The frame that Dynamo would look up for a call; None if this was not compiled."""
-    found = _compiled_function(compiled)
+    """The frame that Dynamo would look up for a call; None if `compiled` is not compiled."""
+    found = _function_and_cache(compiled)
     if found is None:
         return None
-    inner, kept = found
+    inner, cache = found
     function = getattr(inner, "__func__", inner)
     owner = (inner.__self__,) if inspect.ismethod(inner) else ()
     bound = inspect.signature(function, follow_wrapped=False).bind(*owner, *args, **kwargs)
@@ -118,67 +129,106 @@ def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fr
     arguments = {f"L['{name}']": name for name in f_locals}
     f_locals |= {name: cell.cell_contents for name, cell in cells.items()}
     of_source = {f"L['{name}']": cell for name, cell in cells.items()}
-    return Frame(kept, f_locals, of_source, arguments)
+    return Frame(cache, f_locals, of_source, arguments)
 
 
-def kept_for(compiled: Any) -> Kept | None:
-    """Where Dynamo looks up what is compiled for a call; None if this was not compiled."""
-    found = _compiled_function(compiled)
+def cache_of(compiled: Any) -> CacheLocation | None:
+    """Where Dynamo looks up what is compiled for a call; None if `compiled` is not compiled."""
+    found = _function_and_cache(compiled)
     return None if found is None else found[1]
 
 
-def _compiled_function(compiled: Any) -> tuple[Callable[..., Any], Kept] | None:
-    call = _made_by_torch(compiled)
+def _function_and_cache(compiled: Any) -> tuple[Callable[..., Any], CacheLocation] | None:
+    call = compiled_function(compiled)
     if call is None:
         return None
     inner = call._torchdynamo_orig_callable
-    if inspect.ismethod(call) and not inspect.ismethod(inner):  # a method of a class, decorated there
+    if inspect.ismethod(call) and not inspect.ismethod(inner):  # a method that was decorated in its class
         inner = types.MethodType(inner, call.__self__)
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, nn.Module) and inner.__func__ in (nn.Module.__call__, nn.Module._call_impl):
         inner = owner.forward  # the frames around it are torch's, which Dynamo skips
     code = getattr(inner, "__func__", inner).__code__
-    return inner, Kept(code, getattr(call, "_isolate_recompiles_id", -1), *_backend_and_limit(call))
-
-
-def _made_by_torch(compiled: Any) -> Any:
-    """What `torch.compile` made, of a module that holds it, too; None if there is no such thing."""
-    if not isinstance(compiled, nn.Module):
-        return compiled if _is_made_by_torch(compiled) else None
-    in_place = getattr(compiled, "_compiled_call_impl", None)  # what model.compile() makes
-    calls = [compiled.forward] if hasattr(compiled, "_orig_mod") else [in_place, compiled.forward]
-    return next((call for call in calls if _is_made_by_torch(call)), None)
-
-
-def _is_made_by_torch(call: Any) -> bool:
-    """`functools.wraps` copies all marks of what it wraps; so torch notes whose they are."""
-    function = getattr(call, "__func__", call)
-    is_marked = hasattr(function, "_torchdynamo_orig_callable")
-    return is_marked and getattr(function, "_torchdynamo_wrapper_id", id(function)) == id(function)
+    return inner, CacheLocation(code, getattr(call, "_isolate_recompiles_id", -1), *_backend_and_limit(call))
 
 
 def _backend_and_limit(call: Any) -> tuple[Any, int]:
-    """What compiles for a call, and how often: from the closure of what `torch.compile` returns."""
+    """The backend of a compiled function and its recompile limit, from the closure of what `torch.compile` returns.
+
+    Degraded where the closure has no `callback`: the backend is unknown, and the entries of all backends count.
+    """
     import torch._dynamo.config as config
     from torch._dynamo import eval_frame
 
     function = getattr(call, "__func__", call)
     free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    found: Any = free["callback"].cell_contents if "callback" in free else None
+    backend: Any = free["callback"].cell_contents if "callback" in free else None
     forced = _of_stance("backend", None)
     if forced is not None:
-        found = eval_frame.get_compiler_fn(forced)
+        backend = eval_frame.get_compiler_fn(forced)
     limit = getattr(config, "recompile_limit", sys.maxsize)
-    while hasattr(found, "_torchdynamo_orig_backend"):
-        its = getattr(found, "_recompile_limit", None)
-        limit, found = limit if its is None else its, found._torchdynamo_orig_backend
-    return found or None, limit
+    for layer in _layers_of(backend)[:-1]:
+        its = getattr(layer, "_recompile_limit", None)
+        limit = limit if its is None else its
+    return innermost_backend(backend) or None, limit
+
+
+def _layers_of(backend: Any) -> list[Any]:
+    """A backend and those that it wraps, outermost first: `torch.compile` wraps it up to three times."""
+    layers = [backend]
+    while (inside := getattr(layers[-1], "_torchdynamo_orig_backend", None)) is not None:
+        layers.append(inside)
+    return layers
+
+
+def innermost_backend(backend: Any) -> Any:
+    """The backend that was passed to `torch.compile`, as cache entries store it."""
+    return _layers_of(backend)[-1]
+
+
+def backend_name(backend: Any) -> str:
+    """The name of the backend that was passed to `torch.compile`."""
+    backend = innermost_backend(backend)
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
+    return str(name or type(backend).__name__)
 
 
 def default_backend() -> object:
-    """The backend of `torch.compile` where none is given, which torch 2.13 lets one set. Before, it was Inductor."""
+    """The backend of `torch.compile` where none is given. It can be set since torch 2.13; before, it was Inductor."""
     try:
-        from torch._dynamo.backends.registry import get_default_backend  # not at import: it is heavy
+        from torch._dynamo.backends.registry import get_default_backend
     except ImportError:
         return "inductor"
     return get_default_backend()
+
+
+def current_compile_id() -> str:
+    """The id of the compilation under way in this thread, such as "0/1"; "None" outside of one."""
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id())
+
+
+def compile_times() -> list[tuple[str, float, float]]:
+    """The compile id, start and seconds of the last 64 compilations, from Dynamo's metrics.
+
+    Degraded where a metric lacks one of the fields: the time of that compilation is unknown.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found = []
+    for metrics in get_compilation_metrics():
+        started, took = getattr(metrics, "start_time", None), getattr(metrics, "entire_frame_compile_time_s", None)
+        if metrics.compile_id and started is not None and took is not None:
+            found.append((str(metrics.compile_id), started, took))
+    return found
+
+
+def is_restart(error: BaseException) -> bool:
+    """Whether an exception tells Dynamo to analyse the frame again from its start.
+
+    Degraded where torch has no `RestartAnalysis`: False, and a restart is recorded as a failed compilation.
+    """
+    from torch._dynamo import exc
+
+    return isinstance(error, getattr(exc, "RestartAnalysis", ()))

@@ -1,4 +1,21 @@
-"""Events of Dynamo."""
+"""Compilations as they happen: guards that were built or failed, graph breaks, graphs, and generated code.
+
+torch has no public callback for any of this. Its structured trace log carries most of it as text, but a handler on that
+log makes Dynamo write out every graph and guard in full. So six functions of torch are patched, each when the first
+listener for it is added, and for the rest of the process (`patch_function`); without a listener, a patch calls the
+original and nothing else:
+
+| patched | what it reports | degraded where torch lacks it |
+| --- | --- | --- |
+| `CheckFunctionManager.__init__` | `GuardsBuiltEvent` | `require_guard_events` raises GuardError |
+| `get_guard_fail_reason` | `GuardFailureEvent` | `require_guard_events` raises GuardError |
+| `InstructionTranslatorBase.log_graph_break` | `GraphBreakEvent` | `add_listener` raises GuardError |
+| `OutputGraph._call_user_compiler` | `CompilationListener.compiling` | named by `missing_for_capture` |
+| `aot_stage2_compile` | `CompilationListener.lowering` | named by `missing_for_capture` |
+| `GraphLowering.save_output_code` | `CompilationListener.wrote_code` | named by `missing_for_capture` |
+
+All of them exist in torch 2.11 to 2.13. The patches can go when torch has callbacks for compilations.
+"""
 
 import contextlib
 import inspect
@@ -6,67 +23,97 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import fx
 
+from torchguard._torch.dynamo import backend_name, current_compile_id, innermost_backend
 from torchguard._torch.guards import Guards, Stack, guards_of
-from torchguard._torch.process import kept_through_reloads, replaced_by
+from torchguard._torch.process import module_state, patch_function
+from torchguard._torch.settings import call_with_compilers, takes_compilers, without_graph_caches
 from torchguard.exceptions import GuardError
 
 
-class Built(NamedTuple):
-    """The guards of a frame that was just compiled; `full` has those that a filter dropped, too.
+class GuardsBuiltEvent(NamedTuple):
+    """Dynamo has built the guards of a frame that it compiled.
 
-    `stacks` tells where the user's code was when a guard was made, by source and type; only while this is being told.
+    `unfiltered` also has the guards that an audited filter dropped. `stacks` returns where the user's code was when a
+    guard was made, by source and guard type; it can only be called while the event is being reported.
     """
 
     code: types.CodeType
     compile_id: str
     guards: Guards
-    full: Guards | None
+    unfiltered: Guards | None
     entries_before: int
     stacks: Callable[[], dict[tuple[str, str], Stack]]
 
 
-class Missed(NamedTuple):
-    """Something compiled before that does not fit a call, for which Dynamo compiles anew, under the id `for_id`.
+class GuardFailureEvent(NamedTuple):
+    """A cached entry whose guards a call violates, so that Dynamo recompiles under `new_compile_id`.
 
-    `gone` is what Dynamo says where an object is no more that a guard was about: then it has dropped all guards.
+    `invalidation` is Dynamo's text where an object of a guard no longer exists: Dynamo has dropped all guards then.
     """
 
     code: types.CodeType
     compile_id: str
-    for_id: str
+    new_compile_id: str
     guards: Guards
     f_locals: dict[str, Any]
     is_same_backend: bool
-    gone: str
+    invalidation: str
 
 
-class Broken(NamedTuple):
-    """A graph that ends early: Dynamo's own words, and where the user's code is, outermost first."""
+class GraphBreakEvent(NamedTuple):
+    """A graph that ends early: Dynamo's reason, and the stack of the user's code, outermost frame first."""
 
     reason: str
     stack: Stack
     compile_id: str
 
 
-BuiltListener = Callable[[Built], None]
-RecompileListener = Callable[[Missed], None]
-BreakListener = Callable[[Broken], None]
-# A reload of this module leaves these as they are: torch's functions stay wrapped, and are so once.
-_built: list[BuiltListener] = kept_through_reloads(globals(), "_built", list)
-_recompiling: list[RecompileListener] = kept_through_reloads(globals(), "_recompiling", list)
-_breaking: list[BreakListener] = kept_through_reloads(globals(), "_breaking", list)
-_wrapped: set[str] = kept_through_reloads(globals(), "_wrapped", set)
-_thread = kept_through_reloads(globals(), "_thread", threading.local)
-# What audits to be told of have as `told_by`: where this package was imported twice, both copies wrap these functions.
-HERE = kept_through_reloads(globals(), "HERE", object)
+class CompilationStart(NamedTuple):
+    """A frame whose graph is about to be passed to a backend."""
+
+    compile_id: str
+    function: str
+    file: str
+    line: int
+    backend: str
 
 
-def missing() -> str | None:
-    """Which private name of torch is missing that everything but filters needs, None if all are there."""
+class CompilationListener(Protocol):
+    """Receives the graphs and the code of compilations. Its methods must not raise."""
+
+    def compiling(self, start: CompilationStart, graph: fx.GraphModule, /) -> contextlib.AbstractContextManager[object]:
+        """Return a context manager to enter around the call of a backend."""
+        ...
+
+    def lowering(self) -> Callable[[str, fx.GraphModule], contextlib.AbstractContextManager[object]] | None:
+        """Called when AOTAutograd is about to compile, in the thread of `compiling`.
+
+        Returns a function of ("forward" | "backward" | "inference", graph) whose context manager is entered around
+        that compiler. The backward compiler may run much later, in another thread.
+        """
+        ...
+
+    def wrote_code(self, code: str, /) -> None:
+        """Called with the code that Inductor generated, in the thread that compiles."""
+        ...
+
+
+Event = TypeVar("Event", GuardsBuiltEvent, GuardFailureEvent, GraphBreakEvent)
+# By the name of the event's class, which a reload of this module replaces.
+_listeners: dict[str, list[Callable[[Any], None]]] = module_state(globals(), "listeners", dict)
+_compilation_listener: list[CompilationListener] = module_state(globals(), "compilation listener", list)  # none or one
+_thread = module_state(globals(), "thread", threading.local)
+# Identifies this copy of the package: where there are two, both patch torch, and each reports to its own audits.
+THIS_COPY = module_state(globals(), "copy", object)
+
+
+def missing_for_guards() -> str | None:
+    """The name that torch lacks and that all of `guards` but filters needs; None if it has all of them."""
     import torch._dynamo.guards as dynamo
 
     manager = getattr(dynamo, "CheckFunctionManager", None)
@@ -79,118 +126,84 @@ def missing() -> str | None:
     return next((name for name, found in names.items() if found is None), None)
 
 
-def require(who: str) -> None:
-    if (name := missing()) is not None:
+def require_guard_events(who: str) -> None:
+    """Patch torch to report what Dynamo guards; raises GuardError where torch lacks a name that this needs."""
+    if (name := missing_for_guards()) is not None:
         raise GuardError(f"{who}: torch {torch.__version__} has no {name}, which it needs. Filters work without.")
+    _patch_guards()
 
 
-def compile_times() -> list[tuple[str, float, float]]:
-    """The compile id, start and seconds of what was compiled last, in Dynamo's metrics: it keeps 64 of them.
+def add_listener(event: type[Event], listener: Callable[[Event], None]) -> None:
+    """Call `listener` with each event of a class, in the thread in which Dynamo compiles.
 
-    Where a metric has no such field, the time is not known.
-    """
-    from torch._dynamo.utils import get_compilation_metrics
-
-    found = []
-    for metrics in get_compilation_metrics():
-        started, took = getattr(metrics, "start_time", None), getattr(metrics, "entire_frame_compile_time_s", None)
-        if metrics.compile_id and started is not None and took is not None:
-            found.append((str(metrics.compile_id), started, took))
-    return found
-
-
-def current_compile_id() -> str:
-    from torch._guards import CompileContext
-
-    return str(CompileContext.current_compile_id())
-
-
-def on_built(listener: BuiltListener) -> None:
-    """Call `listener` whenever Dynamo has built the guards of a frame."""
-    _built.append(listener)
-    install()
-
-
-def on_recompile(listener: RecompileListener) -> None:
-    """Call `listener` for each thing compiled before that does not fit, when Dynamo compiles once more."""
-    _recompiling.append(listener)
-    install()
-
-
-def on_break(listener: BreakListener) -> None:
-    """Call `listener` for each graph break.
-
-    There is no public way to hear of them. The structured trace log has them as text, but a handler on it makes Dynamo
-    write out every graph and guard, too. Where the method is missing, this refuses.
+    GuardsBuiltEvent comes for each compiled frame; GuardFailureEvent for each cached entry that a call violates, before
+    Dynamo recompiles; GraphBreakEvent for each graph break.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-    if not hasattr(InstructionTranslatorBase, "log_graph_break"):
+    if event is GraphBreakEvent and not hasattr(InstructionTranslatorBase, "log_graph_break"):
         name = "InstructionTranslatorBase.log_graph_break"
-        raise GuardError(f"inspect: torch {torch.__version__} has no {name}, which it needs to hear of graph breaks.")
-    _breaking.append(listener)
-    install()
+        raise GuardError(f"inspect: torch {torch.__version__} has no {name}, which it needs to report graph breaks.")
+    _listeners.setdefault(event.__name__, []).append(listener)
+    _patch_guards()
 
 
-def forget(listener: Any) -> None:
-    """Take a listener off."""
-    for listeners in (_built, _recompiling, _breaking):
+def remove_listener(listener: Callable[[Any], None]) -> None:
+    for listeners in _listeners.values():
         if listener in listeners:
             listeners.remove(listener)
 
 
 @contextlib.contextmanager
-def counting_builds() -> Iterator[list[Built]]:
-    """What Dynamo builds in a block."""
-    found: list[Built] = []
+def record_builds() -> Iterator[list[GuardsBuiltEvent]]:
+    """A list that receives an event for each frame compiled in the block."""
+    found: list[GuardsBuiltEvent] = []
     listener = found.append
-    on_built(listener)
+    add_listener(GuardsBuiltEvent, listener)
     try:
         yield found
     finally:
-        forget(listener)
+        remove_listener(listener)
 
 
-def install() -> None:
-    """Have audits and listeners told of what Dynamo builds. Costs nothing where there are none."""
+def _listeners_of(event: type) -> tuple[Callable[[Any], None], ...]:
+    return tuple(_listeners.get(event.__name__, ()))
+
+
+def _patch_guards() -> None:
     import torch._dynamo.guards as dynamo
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-    for owner, name, ours in (
-        (dynamo.CheckFunctionManager, "__init__", "_build"),
-        (dynamo, "get_guard_fail_reason", "_explain"),
-        (InstructionTranslatorBase, "log_graph_break", "_break"),
-    ):
-        if hasattr(owner, name) and name not in _wrapped:
-            _wrapped.add(name)
-            setattr(owner, name, replaced_by(globals(), ours, getattr(owner, name)))
+    patch_function(dynamo.CheckFunctionManager, "__init__", globals(), "_build")
+    patch_function(dynamo, "get_guard_fail_reason", globals(), "_explain")
+    patch_function(InstructionTranslatorBase, "log_graph_break", globals(), "_break")
 
 
 def _build(
     original: Callable[..., None], self: Any, f_code: types.CodeType, output_graph: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """In the place of `CheckFunctionManager.__init__`."""
+    """Replaces `CheckFunctionManager.__init__`."""
     given = inspect.signature(original).bind(self, f_code, output_graph, *args, **kwargs).arguments
-    full = None
-    if getattr(given.get("guard_filter_fn"), "told_by", None) is HERE:
-        full = _first_built(self)
+    unfiltered = None
+    if getattr(given.get("guard_filter_fn"), "package_copy", None) is THIS_COPY:
+        unfiltered = _unfiltered_guards(self)
     original(self, f_code, output_graph, *args, **kwargs)
-    built = Built(
+    event = GuardsBuiltEvent(
         f_code,
         current_compile_id(),
         guards_of(self.guard_manager),
-        full() if full is not None else None,
+        unfiltered() if unfiltered is not None else None,
         _entries_before(f_code, given),
         lambda: _stacks(output_graph),
     )
-    if full is not None:
-        given["guard_filter_fn"].on_built(built)
-    for listener in tuple(_built):
-        listener(built)
+    if unfiltered is not None:
+        given["guard_filter_fn"].on_built(event)
+    for listener in _listeners_of(GuardsBuiltEvent):
+        listener(event)
 
 
 def _entries_before(code: types.CodeType, given: dict[str, Any]) -> int:
-    """How much was compiled for a frame before. Torch 2.11 passes a chain of another kind, and has no regions."""
+    """How many entries a frame had before. torch 2.11 passes another kind of chain, and has no regions."""
     from torch._dynamo import eval_frame
 
     if "cache_entry" in given:
@@ -199,7 +212,7 @@ def _entries_before(code: types.CodeType, given: dict[str, Any]) -> int:
 
 
 def _stacks(output_graph: Any) -> dict[tuple[str, str], Stack]:
-    """Where guards come from. Where torch does not keep it, the line in their text is all there is."""
+    """Where guards come from. Degraded where torch keeps no `user_stack`: only the line in a guard's text is known."""
     found: dict[tuple[str, str], Stack] = {}
     for guard in getattr(output_graph, "guards", ()):
         if stack := getattr(guard, "user_stack", None):
@@ -208,8 +221,8 @@ def _stacks(output_graph: Any) -> dict[tuple[str, str], Stack]:
     return found
 
 
-def _first_built(manager: Any) -> Callable[[], Guards | None]:
-    """Keep the tree of all guards, which torch builds to show it to a filter and drops: it costs no second build."""
+def _unfiltered_guards(manager: Any) -> Callable[[], Guards | None]:
+    """Save the tree of all guards, which torch builds to show it to a filter and then drops: no second build."""
     found: list[Any] = []
 
     def build_guards(guards: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +230,7 @@ def _first_built(manager: Any) -> Callable[[], Guards | None]:
         if not found:
             found.extend([guards, *built])
         elif len(found) == 3:
-            # What is left to do to it: guards about several sources at once, and the scope to evaluate sources in.
+            # What torch has not done to it: guards about several sources, and the scope that sources are evaluated in.
             guards, builder, wrapper = found
             manager.guard_manager = wrapper
             manager.compile_check_fn(builder, guards, None)
@@ -227,26 +240,27 @@ def _first_built(manager: Any) -> Callable[[], Guards | None]:
 
     manager.build_guards = build_guards
 
-    def full() -> Guards | None:
+    def unfiltered() -> Guards | None:
         del manager.build_guards
         return guards_of(found[0]) if len(found) == 1 else None
 
-    return full
+    return unfiltered
 
 
 def _explain(
     original: Callable[..., str], wrapper: Any, code: types.CodeType, f_locals: Any, *args: Any, **kwargs: Any
 ) -> str:
-    """In the place of `get_guard_fail_reason`."""
-    if _recompiling and getattr(wrapper, "root", None) is not None:
+    """Replaces `get_guard_fail_reason`."""
+    listeners = _listeners_of(GuardFailureEvent)
+    if listeners and getattr(wrapper, "root", None) is not None:
         given = inspect.signature(original).bind(wrapper, code, f_locals, *args, **kwargs).arguments
-        backend = _innermost(given.get("backend"))
+        backend = innermost_backend(given.get("backend"))  # torch 2.11 passes a wrapped one
         is_same = getattr(wrapper.cache_entry, "backend", backend) == backend
-        gone = getattr(wrapper, "invalidation_reason", "")
+        invalidation = getattr(wrapper, "invalidation_reason", "")
         ids = (str(given["compile_id"]), current_compile_id())
-        missed = Missed(code, *ids, guards_of(wrapper), f_locals, is_same, gone)
-        for listener in tuple(_recompiling):
-            listener(missed)
+        event = GuardFailureEvent(code, *ids, guards_of(wrapper), f_locals, is_same, invalidation)
+        for listener in listeners:
+            listener(event)
     _thread.is_explaining, _thread.error = True, None
     try:
         reason = original(wrapper, code, f_locals, *args, **kwargs)
@@ -257,31 +271,119 @@ def _explain(
     return reason
 
 
-def _innermost(backend: Any) -> Any:
-    """The backend itself, as it is kept with what it compiled: torch 2.11 hands on one that is wrapped."""
-    while (inside := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
-        backend = inside
-    return backend
-
-
-def _break(original: Callable[..., None], self: Any, code_options: Any, reason: str, exc: Any) -> None:
-    """In the place of `InstructionTranslatorBase.log_graph_break`."""
-    from torch._guards import TracingContext
-
-    if _breaking and not exc.logged:  # it comes by here once for each frame that it goes up through
-        stack = getattr(exc, "real_stack", None) or TracingContext.extract_stack()
-        first = (code_options["co_filename"], code_options["co_firstlineno"], code_options["co_name"])
-        broken = Broken(reason, stack or [traceback.FrameSummary(*first)], current_compile_id())
-        for listener in tuple(_breaking):
-            listener(broken)
-    original(self, code_options, reason, exc)
-
-
 def is_explaining() -> bool:
-    """Whether Dynamo checks guards a second time, to tell why they failed."""
+    """Whether Dynamo is checking guards a second time, to find out why they failed."""
     return getattr(_thread, "is_explaining", False)
 
 
-def raise_instead(error: Exception) -> None:
-    """Raise an error in the place of compiling again, while `is_explaining`."""
+def raise_instead_of_recompiling(error: Exception) -> None:
+    """Have Dynamo raise an error where it would recompile. Called while `is_explaining`."""
     _thread.error = error
+
+
+def _break(original: Callable[..., None], self: Any, code_options: Any, reason: str, exc: Any) -> None:
+    """Replaces `InstructionTranslatorBase.log_graph_break`."""
+    from torch._guards import TracingContext
+
+    listeners = _listeners_of(GraphBreakEvent)
+    if listeners and not exc.logged:  # Dynamo calls this once for each frame that the exception passes
+        stack = getattr(exc, "real_stack", None) or TracingContext.extract_stack()
+        first = (code_options["co_filename"], code_options["co_firstlineno"], code_options["co_name"])
+        event = GraphBreakEvent(reason, stack or [traceback.FrameSummary(*first)], current_compile_id())
+        for listener in listeners:
+            listener(event)
+    original(self, code_options, reason, exc)
+
+
+# Graphs and generated code.
+
+
+def missing_for_capture() -> tuple[str, ...]:
+    """Which parts of a compilation cannot be captured on this torch, one sentence each."""
+    absent = [(what, name) for what, owner, name, _ in _capture_patches() if not hasattr(owner, name)]
+    if not absent and not takes_compilers(_aot_owner().aot_stage2_compile):
+        signature = "aot_stage2_compile(fw_compiler=, bw_compiler=, inference_compiler=)"
+        absent = [("forward and backward graphs", signature)]
+    return tuple(f"{what}: torch {torch.__version__} has no {name}" for what, name in absent)
+
+
+def _capture_patches() -> tuple[tuple[str, Any, str, str], ...]:
+    from torch._dynamo.output_graph import OutputGraph  # not at import: they are heavy
+    from torch._inductor.graph import GraphLowering
+
+    return (
+        ("graphs of Dynamo", OutputGraph, "_call_user_compiler", "_compile_frame"),
+        ("forward and backward graphs", _aot_owner(), "aot_stage2_compile", "_compile_graphs"),
+        ("output code", GraphLowering, "save_output_code", "_save_code"),
+    )
+
+
+def _aot_owner() -> Any:
+    import torch._functorch.aot_autograd as owner  # every caller of the function looks it up here
+
+    return owner
+
+
+def set_compilation_listener(listener: CompilationListener | None) -> None:
+    """Call a listener for everything that is compiled from now on; None removes it."""
+    _compilation_listener[:] = [] if listener is None else [listener]
+    if listener is not None:
+        for _, owner, name, replacement in _capture_patches():
+            patch_function(owner, name, globals(), replacement)
+
+
+def _listener() -> CompilationListener | None:
+    return next(iter(_compilation_listener), None)
+
+
+def _compile_frame(original: Callable[..., Any], self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Replaces `OutputGraph._call_user_compiler`."""
+    if (listener := _listener()) is None:
+        return original(self, gm, *args, **kwargs)
+    code = getattr(getattr(self, "root_tx", None), "f_code", None)
+    start = CompilationStart(
+        current_compile_id(),
+        getattr(code, "co_qualname", ""),
+        getattr(code, "co_filename", ""),
+        getattr(code, "co_firstlineno", 0),
+        backend_name(getattr(self, "compiler_fn", None)),
+    )
+    with listener.compiling(start, gm), without_graph_caches():
+        return original(self, gm, *args, **kwargs)
+
+
+def _compile_graphs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces `aot_stage2_compile`."""
+    listener = _listener()
+    lowering = listener.lowering() if listener is not None and takes_compilers(original) else None
+    if lowering is None:
+        return original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def around(kind: str, graph: fx.GraphModule) -> Iterator[None]:
+        with lowering(kind, graph), without_graph_caches():
+            yield
+
+    return call_with_compilers(original, args, kwargs, around)
+
+
+def _save_code(original: Callable[[str], None] | None, code: str) -> None:
+    """Replaces `GraphLowering.save_output_code`, which torch's own tests set and which is None otherwise."""
+    if original is not None:
+        original(code)
+    if (listener := _listener()) is not None:
+        listener.wrote_code(code)
+
+
+def on_compile_start_and_end(start: Callable[[str], None], end: Callable[[], None]) -> bool:
+    """Call `start` with the compile id when a compilation begins, and `end` when none is under way any more.
+
+    Degraded where torch lacks `callback_handler`: returns False, and `torchguard run` shows no progress line.
+    """
+    try:
+        from torch._dynamo.callback import callback_handler
+    except ImportError:
+        return False
+    callback_handler.register_start_callback(lambda args: start(str(getattr(args, "compile_id", ""))))
+    callback_handler.register_end_callback(lambda args: end())
+    return True

@@ -1,4 +1,9 @@
-"""Tensors without values, sizes that are symbols, and graphs traced with them."""
+"""Fake tensors, symbolic sizes, and ATen graphs traced with them.
+
+Fake tensors (`torch._subclasses`), `make_fx` and symbolic shapes (`torch.fx.experimental`) have no public names. All of
+it is required: `compiled` and `torchguard analyze` cannot do without, and importing this module or the call raises
+ImportError where a name is missing. Importing it loads sympy. The names are the same in torch 2.11 to 2.13.
+"""
 
 import contextlib
 import contextvars
@@ -16,68 +21,67 @@ import torch.fx.traceback as traceback
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_symbols
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_symbols, free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
-from torchguard._torch.process import of_this_process
-from torchguard._torch.pytrees import flatten
+from torchguard._torch.process import process_state
+from torchguard._torch.tensors import flatten
 from torchguard.exceptions import CompileError
-
-
-def fake_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Make tensors that have a device and a storage, but no memory. The mode for it has no public name."""
-    from torch._subclasses import FakeTensorMode
-
-    return FakeTensorMode()
-
 
 __all__ = ["DispatchMode", "TorchFunctionMode"]
 
-# Tracing changes the state of the process, and tensors without values share one mode: a thread at a time may make them.
-ONE_AT_A_TIME = of_this_process("tracing", threading.RLock)
+# Tracing changes the state of the process, and fake tensors share one mode: one thread at a time may trace.
+TRACING_LOCK = process_state("tracing", threading.RLock)
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
-def one_at_a_time(function: Callable[P, Result]) -> Callable[P, Result]:
-    """The same function, which other threads wait for before they trace."""
+def with_tracing_lock(function: Callable[P, Result]) -> Callable[P, Result]:
+    """The same function, which holds `TRACING_LOCK` while it runs."""
 
     @functools.wraps(function)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> Result:
-        with ONE_AT_A_TIME:
+    def locked(*args: P.args, **kwargs: P.kwargs) -> Result:
+        with TRACING_LOCK:
             return function(*args, **kwargs)
 
-    return alone
+    return locked
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """A context in which new tensors have a device and a storage, but no memory."""
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 _symbolic_mode: contextvars.ContextVar[Any] = contextvars.ContextVar("symbolic_mode", default=None)
 
 
 def fake_mode() -> Any:
-    """The mode graphs are traced in: that of the symbolic sizes in use, or one for all whose sizes are numbers.
+    """The mode that graphs are traced in: that of the active symbolic sizes, or the one for all concrete sizes.
 
-    It is one, since graphs made in two cannot be put together.
+    There is only one for concrete sizes, since graphs traced in two modes cannot be combined.
     """
-    return _symbolic_mode.get() or _mode_of_numbers()
+    return _symbolic_mode.get() or _concrete_mode()
 
 
 @functools.cache
-def _mode_of_numbers() -> Any:
-    """Real tensors are let in, so that they are met where they are used and can be refused by name."""
+def _concrete_mode() -> Any:
+    """Real tensors are allowed, so that the operation that uses one can be refused by name."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-# What sizes, and what is computed of them, are when they are symbols, and the numbers they stand for.
-_SHOWN: dict[Any, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+# The types of symbolic sizes and of what is computed from them, and the types of the numbers that they stand for.
+_NUMBER_TYPES: dict[Any, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 class SymbolicSizes:
-    """Sizes that stand for others, to trace with; what is asked of them on the way is kept.
+    """Symbols for named sizes, to trace with. The guards that tracing adds on them are recorded.
 
-    Torch has no public way to make a tensor without values whose sizes are symbols.
+    torch has no public way to make a fake tensor with symbolic sizes outside of `torch.export`.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -93,7 +97,8 @@ class SymbolicSizes:
             self.symbols[name] = self._env.create_symintnode(self._letters[name], hint=size, source=source)
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
+        """Make fake tensors of the block have these symbols."""
         before = _symbolic_mode.set(self._mode)
         try:
             yield
@@ -101,29 +106,34 @@ class SymbolicSizes:
             _symbolic_mode.reset(before)
 
     @contextlib.contextmanager
-    def shown_as_numbers(self) -> Iterator[None]:
-        """Have whoever is not torch see numbers where sizes are printed, which is then asked of them: `len(str(n))`."""
-        before = {kind: kind.__repr__ for kind in _SHOWN}
-        torchs = str(Path(torch.__file__).parent)
+    def printed_as_numbers(self) -> Iterator[None]:
+        """Have `repr` of a symbol give its number, and record a guard on it, to all callers but torch: `len(str(n))`.
 
-        def shown(value: Any) -> str:
-            is_torchs = sys._getframe(1).f_code.co_filename.startswith(torchs)
+        Replaces `SymInt.__repr__`, `SymFloat.__repr__` and `SymBool.__repr__` for the block, under `TRACING_LOCK`;
+        symbols of others print as before.
+        """
+        before = {kind: kind.__repr__ for kind in _NUMBER_TYPES}
+        torch_folder = str(Path(torch.__file__).parent)
+
+        def number(value: Any) -> str:
+            is_torch = sys._getframe(1).f_code.co_filename.startswith(torch_folder)
             is_own = getattr(value.node, "shape_env", None) is self._env
-            return repr(_SHOWN[type(value)](value)) if is_own and not is_torchs else before[type(value)](value)
+            return repr(_NUMBER_TYPES[type(value)](value)) if is_own and not is_torch else before[type(value)](value)
 
         try:
-            for kind in _SHOWN:
-                kind.__repr__ = shown
+            for kind in _NUMBER_TYPES:
+                kind.__repr__ = number
             yield
         finally:
             for kind, own in before.items():
                 kind.__repr__ = own
 
-    def hold_at(self, sizes: Mapping[str, int]) -> bool:
-        """Whether all that was asked of the symbols has the same answer for some sizes."""
+    def satisfied_by(self, sizes: Mapping[str, int]) -> bool:
+        """Whether sizes satisfy all guards that tracing added."""
         return all(self._at(guard.expr, sizes) == True for guard in self._env.guards)  # noqa: E712 (it may be neither)
 
-    def number_at(self, size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
+    def evaluate(self, size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
+        """A symbolic size for concrete ones."""
         return size if isinstance(size, int) else int(self._at(size.node.expr, sizes))
 
     def _at(self, expression: Any, sizes: Mapping[str, int]) -> Any:
@@ -131,39 +141,45 @@ class SymbolicSizes:
         return expression.xreplace(numbers) if hasattr(expression, "xreplace") else expression
 
 
-def refuse_loose_symbols(graph: GraphModule) -> None:
-    """Raise where a symbol is written into a graph, and not computed in it: it would stand for the example's size."""
+def require_no_symbol_constants(graph: GraphModule) -> None:
+    """Raise CompileError if a symbol is a constant of a graph, not computed in it: it would be the example's size."""
     for node in graph.graph.nodes:
-        if any(isinstance(part, tuple(_SHOWN)) for part in flatten((node.args, node.kwargs))[0]):
-            raise CompileError(f"{node.format_node()}: a size is written out.")
+        if any(isinstance(part, tuple(_NUMBER_TYPES)) for part in flatten((node.args, node.kwargs))[0]):
+            raise CompileError(f"{node.format_node()}: a size is a constant of the graph.")
 
 
-def is_told_its_sizes(graph: GraphModule) -> bool:
-    """Whether each symbol in a graph is itself a size of one of its placeholders, or one of them: code looks there."""
+def inputs_have_all_symbols(graph: GraphModule) -> bool:
+    """Whether each symbol of a graph is a size of a placeholder, or a placeholder: generated code reads it there."""
     values = {node: node.meta["val"] for node in graph.graph.nodes if node.op != "output"}
     given = [value for node, value in values.items() if node.op == "placeholder"]
     sizes = [size for value in given for size in (value.shape if isinstance(value, Tensor) else (value,))]
-    told = {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+    known = {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
     leaves = [leaf for value in values.values() for leaf in flatten(value)[0]]
     used = [free_symbols(leaf) for leaf in leaves if isinstance(leaf, (Tensor, torch.SymInt))]
-    return told >= set().union(*used)
+    return known >= set().union(*used)
 
 
 def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
+def has_unbacked_size(tensor: Tensor) -> bool:
+    """Whether a size of a fake tensor depends on values."""
+    return any(free_unbacked_symbols(size) for size in tensor.shape)
+
+
 def fake(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor without values. Each is a storage of its own, so that two leaves are never taken for one."""
+    """A fake tensor. Each has a storage of its own, so that two leaves never count as one."""
     with torch.inference_mode(False), fake_mode():
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep fake tensors from logging what they raise: it is raised again, in words."""
+def without_fake_tensor_logs() -> Iterator[None]:
+    """Keep fake tensors from logging what they raise: torchguard raises it again with a message of its own."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -175,9 +191,9 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_fused_layers() -> Iterator[None]:
-    """Keep recurrent layers from becoming one operation of oneDNN's or cuDNN's, whose backward cannot be traced.
+    """Keep recurrent layers from becoming one oneDNN or cuDNN operation, whose backward cannot be traced.
 
-    The public `torch.backends.mkldnn.flags` and `cudnn.flags` set more than this one flag each, and warn of it.
+    The public `torch.backends.mkldnn.flags` and `cudnn.flags` set more than this one flag each, and warn about it.
     """
     before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -192,15 +208,15 @@ def _without_fused_layers() -> Iterator[None]:
 def trace(
     fn: Callable[..., Any], fakes: Sequence[Tensor], decompose: Any = None, *, grad_enabled: bool = False
 ) -> GraphModule:
-    """The ATen operations that a function runs on fake tensors; whatever needs a value is an error.
+    """The ATen graph of a function on fake tensors; whatever needs a value raises.
 
-    In inference mode nothing would be recorded, and gradients would be zero.
+    Inference mode is switched off: in it nothing would be recorded, and gradients would be zero.
     """
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(grad_enabled),
         traceback.preserve_node_meta(),
-        quiet(),
+        without_fake_tensor_logs(),
         _without_fused_layers(),
     ):
         traced = make_fx(fn, decompose or {}, tracing_mode="fake", _error_on_data_dependent_ops=True)
@@ -208,7 +224,7 @@ def trace(
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """What fake tensors raise when a value is asked for."""
+    """What fake tensors raise when a value is needed."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 

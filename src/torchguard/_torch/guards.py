@@ -1,4 +1,9 @@
-"""Guard trees of Dynamo: walked, checked, and listened to."""
+"""Dynamo's guard trees: walked, checked, and extended by a guard of torchguard's; and the types and sources of guards.
+
+The trees are C++ objects (`torch._C._dynamo.guards`) that no public API exposes. Walking and checking them is required
+by all of `torchguard.guards` but filters; `events.missing_for_guards` names what torch lacks. What filters need has a
+degraded mode, which the docstrings at the end of this file name.
+"""
 
 import contextlib
 import traceback
@@ -7,38 +12,38 @@ from typing import Any, NamedTuple
 
 import torch
 
-# What advice names.
+# Names that advice to the user quotes.
 MARK_DYNAMIC, LIST_MODE_OPTIONS = "torch._dynamo.mark_dynamic", "torch._inductor.list_mode_options"
-# The text by which a check of ours in Dynamo's trees is known.
-OURS = "torchguard: the guards that were dropped"
-
+# The text that marks torchguard's own guard in Dynamo's trees.
+_SHADOW_GUARD = "torchguard: the guards that were dropped"
 
 Stack = Sequence[traceback.FrameSummary]
 
 
 class Guards:
-    """A tree of guards, and what is needed to call it."""
+    """A guard tree, and the scope in which its sources are evaluated."""
 
     def __init__(self, root: Any, scope: dict[str, Any]) -> None:
         self.root, self._scope = root, scope
 
     def has_at_root(self, type: str) -> bool:
-        """Whether one of the guards on no source in particular is of that type."""
+        """Whether one of the guards at the root, which have no source, is of that type."""
         return any(leaf.type == type for leaf in leaves_of(self.root))
 
     def check(self, f_locals: dict[str, Any]) -> bool:
+        """Whether a call with these locals satisfies all guards."""
         return self.root.check(f_locals)
 
     def first_failing(self, f_locals: dict[str, Any]) -> str:
-        """What Dynamo itself would say: the text of the first guard that fails."""
+        """The text of the first guard that fails, as Dynamo reports it."""
         return "; ".join(self.root.check_verbose(f_locals).verbose_code_parts)
 
     def part(self, sources: Set[str]) -> "Guards":
-        """The guards on these sources alone, which have to have the ways to them among them."""
+        """The guards on these sources alone; the sources that lead to them must be among them."""
         return Guards(self.root.clone_manager(lambda manager: manager.get_source() in sources), self._scope)
 
     def value(self, source: str, f_locals: dict[str, Any]) -> Any:
-        """What a source such as `L['self'].k` stands for, in a call with these locals. May raise anything."""
+        """The value of a source such as `L['self'].k` in a call with these locals. May raise anything."""
         from torch._dynamo.guards import _get_closure_vars
 
         if source == "L":
@@ -47,24 +52,24 @@ class Guards:
             return self._scope["G"]
         return eval(source, {**_get_closure_vars(), **self._scope}, {"L": f_locals})
 
-    def listen(self, hook: Callable[[dict[str, Any]], bool]) -> None:
-        """Have `hook` called with the locals of a call when all guards hold. Where it says False, they do not."""
-        self.root.add_epilogue_lambda_guard(hook, [OURS], None)
+    def add_guard(self, hook: Callable[[dict[str, Any]], bool]) -> None:
+        """Have Dynamo call `hook` with the locals of a call that satisfies all other guards; False fails the call."""
+        self.root.add_epilogue_lambda_guard(hook, [_SHADOW_GUARD], None)
 
 
 def guards_of(wrapper: Any) -> Guards:
-    """The tree that Dynamo keeps in a wrapper; one without guards, if what they are about is gone."""
+    """The tree in Dynamo's wrapper; it has no guards if an object of a guard was deallocated."""
     scope = wrapper.global_scope or {"G": {}}
     return Guards(wrapper.root, {**(wrapper.closure_vars or {}), "G": scope["G"]})
 
 
-def as_in_a_call() -> contextlib.AbstractContextManager[Any]:
-    """Undo what Dynamo does while it checks guards, switching `__torch_function__` off, which is a guard itself."""
+def torch_function_enabled() -> contextlib.AbstractContextManager[Any]:
+    """Switch `__torch_function__` on again: Dynamo switches it off while it checks guards, and one guard reads it."""
     return torch._C._EnableTorchFunction()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Leaf(NamedTuple):
-    """One check in a tree. `holds` calls it with a value; None if it can only be checked together with others."""
+    """One guard of a tree. `holds` checks a value; None if the guard can only be checked together with others."""
 
     source: str
     type: str
@@ -73,6 +78,7 @@ class Leaf(NamedTuple):
 
 
 def children_of(manager: Any) -> list[Any]:
+    """The nodes below one node of a tree: of a dict, those of its keys and values."""
     from torch._C._dynamo.guards import DictGuardManager
 
     pairs = manager.get_key_value_managers().values() if isinstance(manager, DictGuardManager) else ()
@@ -80,7 +86,7 @@ def children_of(manager: Any) -> list[Any]:
 
 
 def leaves_of(manager: Any) -> list[Leaf]:
-    """The checks at one node of a tree; at the root, also those that run last. Ours is none of them."""
+    """The guards at one node of a tree, without torchguard's own; at the root, also those that run last."""
     from torch._C._dynamo.guards import RelationalGuard, RootGuardManager
 
     last = manager.get_epilogue_lambda_guards() if isinstance(manager, RootGuardManager) else []
@@ -88,18 +94,18 @@ def leaves_of(manager: Any) -> list[Leaf]:
     for guard in [*manager.get_leaf_guards(), *last]:
         code = tuple(guard.verbose_code_parts())
         holds: Any = guard if callable(guard) and not isinstance(guard, RelationalGuard) else None
-        if OURS not in code:
+        if _SHADOW_GUARD not in code:
             found.append(Leaf(manager.get_source(), type(guard).__name__, code, holds))
     return found
 
 
-# What filters need: where it is missing, they do without.
+# What filters need.
 
 
 def guard_types() -> frozenset[str]:
-    """The names of all guard types: the methods in capitals of Dynamo's builder of guards, listed nowhere else.
+    """The names of all guard types: the upper-case methods of Dynamo's `GuardBuilder`, which no public API lists.
 
-    Where the builder is missing there are none, and names of types are not checked.
+    Degraded where torch has no `GuardBuilder`: empty, and filters do not check the names of types.
     """
     try:
         from torch._dynamo.guards import GuardBuilder  # not at import: it is heavy
@@ -109,7 +115,10 @@ def guard_types() -> frozenset[str]:
 
 
 def unserializable_guard_types() -> frozenset[str]:
-    """The guard types that cannot be saved, which ahead-of-time compilation drops. Missing, there are none."""
+    """The guard types that cannot be saved, which ahead-of-time compilation drops.
+
+    Degraded where torch does not list them: empty, and `portable` filters keep those types.
+    """
     try:
         from torch._dynamo.guards import CheckFunctionManager  # not at import: it is heavy
     except ImportError:
@@ -118,19 +127,19 @@ def unserializable_guard_types() -> frozenset[str]:
 
 
 def guard_sources(guard: Any) -> tuple[str, ...]:
-    """What a guard of Dynamo's is reached from: of "global", "local", "module", "closure" and "state", one or two.
+    """Which kinds of source a guard is reached from: one or two of "global", "local", "module", "closure", "state".
 
-    A guard has a source with a chain of bases; neither is public. What cannot be told is "state".
+    A guard has a source with a chain of bases; neither is public. Degraded where torch lacks them: "state".
     """
     chain = [getattr(guard, "originating_source", None)]
     while (base := getattr(chain[-1], "base", None)) is not None:
         chain.append(base)
     root, where, name = chain[-1], getattr(getattr(guard, "source", None), "name", ""), getattr(guard, "name", "")
     is_free = getattr(root, "is_derefed_cell_contents", False) and not getattr(root, "is_input", False)
-    told = {
+    kinds = {
         "global": type(root).__name__ == "GlobalSource",
         "local": "LOCAL" in where and not is_free,
         "closure": is_free or ".__closure__" in name,
         "module": "MODULE" in where,
     }
-    return tuple(kind for kind, is_it in told.items() if is_it and name) or ("state",)
+    return tuple(kind for kind, applies in kinds.items() if applies and name) or ("state",)

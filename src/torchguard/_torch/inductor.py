@@ -1,56 +1,72 @@
-"""Inductor."""
+"""Inductor: the options of a mode, its decompositions, and its compilers.
+
+None of these has a public name; they are the same in torch 2.11 to 2.13. All but `mode_options` are required: the call
+raises ImportError where a name is missing. Every function imports Inductor itself: loading it takes seconds.
+"""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 
-
-def mode_options(mode: str, dynamic: bool | None) -> dict[str, object]:
-    """The options of Inductor that a mode of `torch.compile` stands for.
-
-    Torch refuses a mode beside options, and a filter travels in the options. Its docs name this function; where it
-    is missing, a mode cannot be combined with a filter, and the ImportError says so.
-    """
-    from torch._inductor import list_mode_options  # not at import: it is heavy
-
-    return dict(list_mode_options(mode, dynamic))
-
+from torchguard.exceptions import GuardError
 
 # A function that takes its arguments as a list, which it empties, and returns a list or tuple.
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
-def inductor_decompositions() -> Any:
-    """The rules by which Inductor takes operations apart: it has no lowering for the rest."""
-    import torch._inductor.lowering  # noqa: F401 (the rules look for it, and do not load it)
+def mode_options(mode: str, dynamic: bool | None) -> dict[str, object]:
+    """The Inductor options that a mode of `torch.compile` stands for.
+
+    torch refuses a mode together with options, and a guard filter is passed in the options. torch's docs name
+    `list_mode_options`. Degraded where it is missing: GuardError, and a mode cannot be combined with a filter.
+    """
+    try:
+        from torch._inductor import list_mode_options
+    except ImportError:
+        raise GuardError(
+            f"compile: torch {torch.__version__} has no list_mode_options, so mode={mode!r} and filter= do not go "
+            "together. Leave the mode out and pass what it stands for as options."
+        ) from None
+
+    return dict(list_mode_options(mode, dynamic))
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """The decompositions that Inductor applies: it has no lowering for the ops that they remove."""
+    import torch._inductor.lowering  # noqa: F401 (the table uses it, and does not load it)
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
 
 
-def inductor(graph: GraphModule, fakes: Sequence[Tensor], layout_optimization: bool) -> Boxed:
-    """Code for a graph by Inductor's inner compiler: `torch.compile` would add guards and autograd to every call."""
+def compile_aten_graph(graph: GraphModule, fakes: Sequence[Tensor], layout_optimization: bool) -> Boxed:
+    """Compile an ATen graph with Inductor's inner compiler: `torch.compile` would add guards and autograd to each call.
+
+    `size_asserts` and `alignment_asserts` are switched off where torch has them.
+    """
     import torch._inductor.config as config
     from torch._inductor.compile_fx import compile_fx_inner
 
     (output,) = graph.graph.find_nodes(op="output")
-    # Every output keeps its strides: the next graph is compiled for what this one says it returns.
+    # Each output keeps its strides: the next graph is compiled for the strides that this one declares.
     tensors = [i for i, node in enumerate(output.args[0]) if isinstance(node.meta["val"], Tensor)]
     output.meta["user_visible_output_idxs"] = tensors
     settings: dict[str, Any] = {"layout_optimization": layout_optimization and config.layout_optimization}
-    settings["triton.cudagraphs"] = False  # the next run would write over what this one returned
-    # Leaves are checked in every call, and what one graph hands to the next is as compiled: a fifth of a small call.
+    settings["triton.cudagraphs"] = False  # the next run would overwrite what this one returned
+    # Leaves are checked in each call, and a graph returns what the next was compiled for: a fifth of a small call.
     settings |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
     with config.patch(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Inductor says of its own code is not the caller's to mend
+        warnings.simplefilter("ignore")  # Inductor's warnings about its own code are of no use to the caller
         compiled: Any = compile_fx_inner(graph, list(fakes))
     return getattr(compiled, "current_callable", None) or compiled
 
 
-def run_by_inductor(dynamo: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+def compile_dynamo_graph(dynamo: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """What `torch.compile(backend="inductor")` does with a graph of Dynamo's."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(dynamo, list(inputs))

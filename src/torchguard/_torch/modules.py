@@ -1,31 +1,42 @@
-"""Modules: hooks, and what torch.compile makes of a module."""
+"""nn.Module: its hooks and children, and what `torch.compile` leaves on a module or function.
 
-from collections.abc import Callable
+The attributes used here (`_modules`, `_forward_hooks`, `_orig_mod`, `_compiled_call_impl`,
+`_torchdynamo_orig_callable`) exist in torch 2.11 to 2.13.
+"""
+
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def mixes_rows(module: torch.nn.Module) -> bool:
-    """Whether samples of a batch touch each other while it trains. The base of all batch norms is private."""
+def mixes_samples(module: nn.Module) -> bool:
+    """Whether samples of a batch influence each other in training. The base class of all batch norms is private.
+
+    Required: where torch has no `_BatchNorm`, this raises AttributeError.
+    """
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
-def is_of_torch(module: torch.nn.Module) -> bool:
-    """Whether a module is one of torch's own, and holds no others."""
-    return type(module).__module__.startswith("torch.nn.") and not module._modules
+def child_names(module: nn.Module) -> Iterable[str]:
+    """The names of a module's direct children, with those that share a module: `named_children` leaves them out.
+
+    Required: nn.Module itself is built on `_modules`.
+    """
+    return module._modules
 
 
-def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile` or `torch.jit` made it: the former leaves nothing but the attribute of what it wraps."""
-    return hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule)
+def is_torch_leaf(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own and has no children."""
+    return type(module).__module__.startswith("torch.nn.") and not child_names(module)
 
 
-def remove_forward_hooks(module: torch.nn.Module, is_ours: Callable[[object], bool]) -> None:
-    """Take off the forward hooks and pre-hooks whose object (of a bound method, that it is bound to) is ours.
+def remove_forward_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
+    """Remove the forward hooks and pre-hooks for whose object (a bound method's `__self__`) `is_ours` is true.
 
-    The handles that registering gives are no way: a copy of a model has copies of the hooks, and no handles.
+    The handles that `register_forward_hook` returns do not help: a copy of a model has copies of the hooks, and no
+    handles. Required: nn.Module itself calls the hooks in these dicts.
     """
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key in [key for key, hook in hooks.items() if is_ours(getattr(hook, "__self__", hook))]:
@@ -33,28 +44,54 @@ def remove_forward_hooks(module: torch.nn.Module, is_ours: Callable[[object], bo
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def wrap_compiled_call(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap what `model.compile()` made, which torch keeps in an attribute that has no public name.
+def is_compiled_module(module: object) -> bool:
+    """Whether `torch.compile` returned this module: it registers the module that it wraps as `_orig_mod`.
 
-    Where it is not there, nothing is done, and what is to be known of the model is known of its last call alone.
+    Degraded where torch names it otherwise: a compiled module counts as a plain one whose `forward` is compiled.
+    """
+    return isinstance(module, nn.Module) and "_orig_mod" in module._modules
+
+
+def is_compiled_or_scripted(module: nn.Module) -> bool:
+    """Whether `torch.compile` or `torch.jit` made this module."""
+    return is_compiled_module(module) or isinstance(module, torch.jit.ScriptModule)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that was passed to `torch.compile`, however often it was compiled."""
+    while is_compiled_module(module):
+        module = module._modules["_orig_mod"]  # pyright: ignore[reportAssignmentType]
+    return module
+
+
+def is_compiled_function(function: object) -> bool:
+    """Whether `torch.compile` returned this function, or something wraps it with `functools.wraps`."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def compiled_function(compiled: Any) -> Any:
+    """The function that `torch.compile` made, of a module also that which it holds; None if nothing is compiled.
+
+    `functools.wraps` copies all attributes of what it wraps. torch notes the id of the function that they belong to;
+    degraded where it does not: a wrapper around a compiled function counts as compiled itself.
+    """
+    calls = [compiled]
+    if isinstance(compiled, nn.Module):
+        in_place = getattr(compiled, "_compiled_call_impl", None)  # what model.compile() makes
+        calls = [compiled.forward] if is_compiled_module(compiled) else [in_place, compiled.forward]
+    return next((call for call in calls if _is_made_by_torch(call)), None)
+
+
+def _is_made_by_torch(call: Any) -> bool:
+    function = getattr(call, "__func__", call)
+    return is_compiled_function(function) and getattr(function, "_torchdynamo_wrapper_id", id(function)) == id(function)
+
+
+def wrap_compiled_call(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap what `model.compile()` made, which torch stores in `_compiled_call_impl` of the instance.
+
+    Degraded where it is not there: nothing is wrapped, and only the model's last call is reported.
     """
     call = model.__dict__.get("_compiled_call_impl")
     if call is not None:
         model.__dict__["_compiled_call_impl"] = wrap(call)
-
-
-def is_compiled_already(model: object) -> bool:
-    """Whether `torch.compile` returned this module. All it leaves is the attribute of what it wraps."""
-    return isinstance(model, nn.Module) and "_orig_mod" in model._modules
-
-
-def is_compiled_function(model: object) -> bool:
-    """Whether `torch.compile` returned this function, on which it leaves the one that it compiles."""
-    return hasattr(model, "_torchdynamo_orig_callable")
-
-
-def without_compiling(model: nn.Module) -> nn.Module:
-    """The module that was compiled, however often."""
-    while is_compiled_already(model):
-        model = model._modules["_orig_mod"]  # pyright: ignore[reportAssignmentType]
-    return model

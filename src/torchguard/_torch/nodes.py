@@ -1,4 +1,9 @@
-"""What torch notes on the nodes of its graphs."""
+"""FX nodes: where Dynamo and AOTAutograd note the source, the position and the size of an input.
+
+Dynamo puts a `_dynamo_source` on a placeholder, AOTAutograd a descriptor under `meta["desc"]`, and sizes are symbols
+with a `node`. None of it is public; all of it is in torch 2.11 to 2.13. What is read degrades to "unknown" where it is
+missing; what is written is required by the command that writes it.
+"""
 
 import re
 import types
@@ -10,79 +15,79 @@ from torch import fx
 
 
 def source_of(placeholder: fx.Node) -> str:
-    """What Dynamo reads an input of its graph from, such as `L['x']`. Empty if that is unknown."""
+    """The source of an input of Dynamo's graph, such as `L['x']`. Degraded where torch notes none: empty."""
     return str(getattr(_source(placeholder), "name", ""))
 
 
-def keep_source(before: fx.Node, after: fx.Node) -> None:
-    """Give a copy of an input of Dynamo's graph its source, which Dynamo sets on the node, where no copy has it."""
+def copy_source(before: fx.Node, after: fx.Node) -> None:
+    """Copy the source of an input of Dynamo's graph: it is an attribute of the node, which copies of a graph lose."""
     if (source := _source(before)) is not None:
         after._dynamo_source = source  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _source(placeholder: fx.Node) -> Any:
-    # A moment before a backend is called, Dynamo has it still where it keeps what it knows of its arguments.
+    # Until just before the backend is called, Dynamo has it in "grapharg".
     argument = placeholder.meta.get("grapharg")
     return getattr(placeholder, "_dynamo_source", None) or getattr(argument, "source", None)
 
 
 def position_of(placeholder: fx.Node) -> int | None:
-    """Which input of Dynamo's graph an input of AOTAutograd's is. None for tangents, and what is saved."""
+    """Which input of Dynamo's graph an input of AOTAutograd's graph is. None for tangents and saved values."""
     description = placeholder.meta.get("desc")
     return description.idx if type(description).__name__ == "PlainAOTInput" else None  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def note_source(placeholder: fx.Node, source: str) -> None:
-    """Note what an input of Dynamo's graph is read from, where Dynamo notes it."""
+def set_source(placeholder: fx.Node, source: str) -> None:
+    """Set the source of an input of Dynamo's graph, where Dynamo sets it."""
     placeholder._dynamo_source = types.SimpleNamespace(name=source)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def note_position(placeholder: fx.Node, position: int) -> None:
-    """Note which input of Dynamo's graph an input of AOTAutograd's is, as AOTAutograd notes it."""
+def set_position(placeholder: fx.Node, position: int) -> None:
+    """Set which input of Dynamo's graph an input of AOTAutograd's graph is, as AOTAutograd does. Required."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
     placeholder.meta["desc"] = PlainAOTInput(idx=position)
 
 
 def rename(node: torch.fx.Node, name: str) -> None:
-    """Give a placeholder a name, which its graph makes unique; nodes have no public way to be renamed."""
+    """Rename a placeholder; its graph makes the name unique. Nodes have no public way to be renamed. Required."""
     node._rename(name)
     node.target = node.name
 
 
 def current_line() -> str:
-    """The line of the source noted at the node that is being run by an interpreter."""
+    """The source line of the node that an `fx.Interpreter` is running."""
     return traceback.get_current_meta().get("stack_trace") or "a saved graph"
 
 
-# What advice names: how a program tells Dynamo something of its sizes.
-SAY = "torch._check"
+# The function by which a program asserts something about its sizes, as advice to the user quotes it.
+CHECK_SIZE = "torch._check"
 
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _SIZE = re.compile(r"\.size\(\)\[(\d+)\]")
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _LOCAL = re.compile(r"^L\['([^']*)'\]")
-# What Dynamo calls the module that is compiled, whose parameters go by the names they have in its state dict.
+# Dynamo's name of the compiled module, whose parameters are reported by their names in its state dict.
 _ROOT = re.compile(r"^(?:self|fn)\.")
 
 
-class Input(NamedTuple):
-    """What a graph is given: what it is called in the program, and whether it is a parameter or a buffer."""
+class GraphInput(NamedTuple):
+    """An input of a graph: its name in the program, and whether it is a parameter or a buffer."""
 
     name: str
     is_state: bool
 
 
 def hint(size: int | torch.SymInt) -> int | None:
-    """The size at hand behind a symbol, without the guard that asking the symbol itself adds. None if unknown."""
+    """The concrete size that a symbol was traced with; `int(size)` would add a guard. None if unknown. Required."""
     if isinstance(size, int):
         return size
     known = size.node.hint if size.node.has_hint() else None
     return None if known is None else int(known)
 
 
-def in_program(size: torch.SymInt) -> str | None:
-    """A size as the program can say it, such as `x.shape[1]`. None where it is of nothing that it was given."""
+def size_in_user_code(size: torch.SymInt) -> str | None:
+    """A size as the program can write it, such as `x.shape[1]`. None if it is not computed from its inputs."""
     expression, sources = size.node.expr, size.node.shape_env.var_to_sources
     names = {}
     for symbol in expression.free_symbols:
@@ -95,16 +100,16 @@ def in_program(size: torch.SymInt) -> str | None:
     return text if expression.is_symbol else f"({text})"
 
 
-def inputs_of(dynamo: fx.GraphModule) -> tuple[Input, ...]:
-    """What Dynamo's graph is given, by the names of the program: Dynamo notes the source of each with the node."""
+def inputs_of(dynamo: fx.GraphModule) -> tuple[GraphInput, ...]:
+    """The inputs of Dynamo's graph. Degraded where a node has no source: by the node's name, and no parameter."""
     found = []
     for node in dynamo.graph.find_nodes(op="placeholder"):
         source = str(getattr(getattr(node, "_dynamo_source", None), "name", node.name))
         name = _ROOT.sub("", _LOCAL.sub(r"\1", _MEMBER.sub(r".\1", source)))
-        found.append(Input(name, "._parameters[" in source or "._buffers[" in source))
+        found.append(GraphInput(name, "._parameters[" in source or "._buffers[" in source))
     return tuple(found)
 
 
-def is_state_by_itself(placeholder: fx.Node) -> bool:
-    """Whether AOTAutograd says that this is a parameter or a buffer, as it does when it lifted it itself."""
+def is_lifted_state(placeholder: fx.Node) -> bool:
+    """Whether AOTAutograd's descriptor says that it lifted a parameter or a buffer to this input."""
     return type(placeholder.meta.get("desc")).__name__ in ("ParamAOTInput", "BufferAOTInput")

@@ -1,4 +1,8 @@
-"""Operators of ATen: names, schemas, kernels."""
+"""ATen operators: names, schemas, kernels.
+
+The class of operators (`torch._ops.OpOverload`), its `_schema` and the dispatcher's tables have no public names. They
+are the same in torch 2.11 to 2.13, and required: without a schema nothing can be said of an operator.
+"""
 
 import functools
 import importlib
@@ -9,7 +13,7 @@ import torch
 
 
 def op_named(name: str) -> Any:
-    """The op that a graph calls `aten.mm.default`, None if there is none. The type of ops has no public name."""
+    """The op of a name such as `aten.mm.default`; None if there is none."""
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -17,24 +21,24 @@ def op_named(name: str) -> Any:
 
 
 def schema_of(operation: Any) -> Any:
-    """What an ATen operation is called, takes, returns and changes; None for anything else. There is no public way."""
+    """The schema of an op: its name, arguments, returns and mutations; None for anything else."""
     return getattr(operation, "_schema", None)
 
 
 def sets_grad_mode(function: Any) -> bool:
-    """Whether a function is what `no_grad` and `enable_grad` call, which a torch function mode sees."""
+    """Whether this is the function that `no_grad` and `enable_grad` call, as a torch function mode receives it."""
     return function is torch._C._set_grad_enabled
 
 
 def runs_autograd_function(function: Any) -> bool:
-    """Whether a function is what `autograd.Function.apply` calls inside a transform."""
+    """Whether this is the function that `autograd.Function.apply` calls inside a `torch.func` transform."""
     from torch._functorch.autograd_function import custom_function_call
 
     return function is custom_function_call
 
 
 def has_autograd(operation: Any) -> bool:
-    """Whether an operation says anything to autograd; one that does not has gradients of zero, without a word."""
+    """Whether an op has an autograd kernel; one without silently has gradients of zero."""
     name = schema_of(operation).name
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return any(has_kernel(name, key) for key in ("Autograd", "AutogradCPU", "AutogradCUDA"))
@@ -42,7 +46,7 @@ def has_autograd(operation: Any) -> bool:
 
 @functools.cache
 def op_names() -> tuple[str, ...]:
-    """Every ATen op there is, overloads with their names. Nothing public lists them."""
+    """The names of all ATen ops and overloads, such as `aten.add.Tensor`."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return tuple(name.replace("::", ".") + ("" if "." in name else ".default") for name in names)
 
@@ -52,16 +56,13 @@ def op_name_set() -> frozenset[str]:
     return frozenset(op_names())
 
 
-# What is left of writing into an input where a graph is not trained.
+# The mutations of inputs that stay in an inference graph.
 _WRITES = frozenset({"aten.copy_", "aten.set_", "aten.resize_"})
 
 
 @functools.cache
-def is_taken_apart(name: str) -> bool:
-    """Whether an op, by its full name, is gone before there is a graph: it is made of others, or writes in place.
-
-    Nothing public says which kernels an op has.
-    """
+def is_decomposed(name: str) -> bool:
+    """Whether an op, by its full name, never reaches a graph: it is composed of others, or mutates its inputs."""
     namespace, op, overload = name.split(".")
     if f"{namespace}.{op}" in _WRITES:
         return False
@@ -70,48 +71,51 @@ def is_taken_apart(name: str) -> bool:
     def has(key: str) -> bool:
         return torch._C._dispatch_has_kernel_for_dispatch_key(kernels, key)
 
-    # Where there is a kernel of its own for a device, that is what runs there.
+    # A kernel for a device takes precedence over the composition.
     if has("CompositeImplicitAutograd") and not (has("CPU") or has("CUDA")):
         return True
     found = getattr(getattr(getattr(torch.ops, namespace), op, None), overload, None)
     if not isinstance(found, torch._ops.OpOverload):
         return False
-    importlib.import_module("torch._decomp")  # where ops get kernels that are written in Python
+    importlib.import_module("torch._decomp")  # registers ops' Python kernels
     in_python = {torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd}
     return found._schema.is_mutable or not in_python.isdisjoint(found.py_kernels)
 
 
 @functools.cache
-def names_an_op(pattern: str) -> bool:
-    return any(fits(name, pattern) for name in op_names())
+def matches_an_op(pattern: str) -> bool:
+    """Whether any ATen op matches a name or glob."""
+    return any(matches(name, pattern) for name in op_names())
 
 
-def fits(name: str, pattern: str) -> bool:
-    """Whether an op, or all overloads of one, go by this name or glob."""
+def matches(name: str, pattern: str) -> bool:
+    """Whether an overload's name, or the name without the overload, matches a name or glob."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
 
 
 def is_view(target: object) -> bool:
-    """Whether an op returns what it is given, seen in another way. `OpOverload.is_view` is not there on torch 2.11."""
-    if target is torch.ops.aten._unsafe_view.default:  # says it makes a tensor of its own, and does not
+    """Whether an op returns a view of an input. torch 2.11 has no `OpOverload.is_view`."""
+    if (
+        target is torch.ops.aten._unsafe_view.default
+    ):  # its schema says that it returns a new tensor, but it returns a view
         return True
     returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
     return any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
 
 def shares_input(target: object) -> bool:
-    """Whether what an op returns has the storage of its first input, always: `reshape` says so, and may copy."""
+    """Whether an op always returns the storage of its first input; `reshape` is declared to, and may copy."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.returns:
         return False
     is_alias = target._schema.returns[0].alias_info is not None or is_view(target)
-    return is_alias and (target._schema.is_mutable or not is_taken_apart(str(target)))
+    return is_alias and (target._schema.is_mutable or not is_decomposed(str(target)))
 
 
 def is_op(target: object) -> bool:
-    """Whether this is an op of torch's dispatcher, and no arithmetic on sizes or taking apart of tuples."""
+    """Whether this is an op of torch's dispatcher, not arithmetic on sizes or `operator.getitem`."""
     return isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
 
 
 def returns_something(target: object) -> bool:
-    """Whether a call has a value: an assertion has none."""
+    """Whether a call returns a value: an assertion does not."""
     return not isinstance(target, torch._ops.OpOverload) or bool(target._schema.returns)

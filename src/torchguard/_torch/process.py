@@ -1,59 +1,89 @@
-"""State that survives a second import or a reload of the package, and wrappers around functions of torch."""
+"""State of the process that outlives a reload or a second import of this package, and patches of torch's functions.
+
+A process can hold several copies of this package: it is dropped from `sys.modules` and imported again, or its modules
+are reloaded one by one (IPython's `%autoreload` empties a module before it executes it again). torch cannot be imported
+twice, and holds functions that were compiled with any of the copies. Two mechanisms follow from that:
+
+- State that must exist once per process hangs on the `torch` module (`process_state`). State of one copy, which must
+  survive a reload, hangs there too, under the identity of the module's `globals()` (`module_state`).
+- A function of torch is patched once per copy. The patch looks its replacement up by name in each call, so that a
+  reloaded module is used at once and never patches a second time (`patch_function`).
+"""
 
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def of_this_process(name: str, make: Callable[[], T]) -> T:
-    """What there is one of in a process, made when it is first asked for.
+def process_state(name: str, make: Callable[[], T]) -> T:
+    """Return the object that all copies of this package share under `name`; `make` creates it on first use."""
+    shared = sys.modules["torch"].__dict__.setdefault("_torchguard", {})
+    if name not in shared:
+        shared[name] = make()
+    return shared[name]
 
-    Of this package there may be several copies: it can be dropped from `sys.modules` and imported again. So it is kept
-    in torch, which cannot be imported twice.
+
+def module_state(scope: dict[str, Any], name: str, make: Callable[[], T]) -> T:
+    """Return the object that a module has under `name`, the same one before and after a reload.
+
+    Args:
+        scope: the module's `globals()`. Its identity is the key, since several copies of a module share a name.
     """
-    kept = sys.modules["torch"].__dict__.setdefault("_torchguard", {})
-    if name not in kept:
-        kept[name] = make()
-    return kept[name]
+    modules = process_state("modules", dict)
+    _, state = modules.setdefault(id(scope), (scope, {}))  # holding the dict keeps its id from being used again
+    if name not in state:
+        state[name] = make()
+    return state[name]
 
 
-def kept_through_reloads(scope: dict[str, Any], name: str, make: Callable[[], T]) -> T:
-    """What a module has in its `globals()` under a name; when it is reloaded, still the same.
+def require_names(owner_name: str, owner: Any, *names: str) -> None:
+    """Raise ImportError if torch lacks a private name without which torchguard would be wrong, not just slower."""
+    for name in names:
+        if not hasattr(owner, name):
+            version = sys.modules["torch"].__version__
+            raise ImportError(
+                f"torchguard needs {owner_name}.{name}, which torch {version} does not have. "
+                "Install a torch that this version of torchguard supports: 2.11 to 2.13."
+            )
 
-    It is kept outside, since IPython empties a module before it reloads it, and by which dict that is: of a module of
-    this package there may be several in a process.
+
+def patch_function(owner: Any, name: str, scope: dict[str, Any], replacement: str) -> bool:
+    """Replace a function of torch for good, once per module; returns whether torch has that function.
+
+    Args:
+        owner: the module or class that has the function.
+        scope: the `globals()` of the module that patches.
+        replacement: the name of a function there. It is called with the original function and the call's arguments.
     """
-    modules = of_this_process("modules", dict)
-    _, kept = modules.setdefault(id(scope), (scope, {}))  # the dict as well: another could come to lie there
-    if name not in kept:
-        kept[name] = make()
-    return kept[name]
+    patched: set[tuple[int, str]] = module_state(scope, "patched functions", set)
+    if not hasattr(owner, name):
+        return False
+    original = getattr(owner, name)
+    with process_state("patch lock", threading.Lock):
+        if (id(owner), name) not in patched:
+
+            @functools.wraps(original)
+            def patch(*args: Any, **kwargs: Any) -> Any:
+                return scope[replacement](original, *args, **kwargs)
+
+            patched.add((id(owner), name))
+            setattr(owner, name, patch)
+    return True
 
 
-def replaced_by(scope: dict[str, Any], name: str, original: Any) -> Callable[..., Any]:
-    """A function of torch's, replaced by ours of that name in a module's `globals()`, which is given `original` first.
+def separate_copies_in_dynamo() -> None:
+    """Have Dynamo resolve the globals of a torchguard function in the copy of the package that the function is from.
 
-    Ours is looked up in each call: when the module is reloaded, torch's function stays as it is, and calls the new one.
-    """
-
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return scope[name](original, *args, **kwargs)
-
-    return replaced
-
-
-def tell_copies_apart() -> None:
-    """Have Dynamo look up the globals of a function of ours where they are, if this package was imported twice.
-
-    It takes the module that has the name of a function's module, and remembers it: guards on what a function of another
-    copy uses would look at this one's, and never fail. A scope without a module, as that of a namedtuple's methods, it
-    knows by its identity; so one that belongs to another copy is called such while Dynamo asks. Where the method is
-    missing, functions compiled with one copy do not notice that globals of theirs, such as `CONFIG`, have changed.
+    Dynamo looks a function's module up by name in `sys.modules` and guards on what it finds there. With two copies
+    of this package it finds the newer one, so guards on globals of the older one (`CONFIG`) would never fail. Dynamo
+    treats a scope that belongs to no module (`namedtuple_...`) by identity instead, so the patch renames the older
+    copy's scope to such a name while Dynamo asks. Called when the package is imported a second time. Degraded where
+    torch lacks the method: functions compiled with the older copy do not recompile when its globals change.
     """
     import torch._dynamo.symbolic_convert as dynamo  # not at import: it is heavy
 
@@ -64,7 +94,7 @@ def tell_copies_apart() -> None:
     import_module = getattr(dynamo, "_import_module", importlib.import_module)
 
     @functools.wraps(find)
-    def found(self: Any, name: str) -> Any:
+    def find_in_own_copy(self: Any, name: str) -> Any:
         scope = self.f_globals
         module = scope.get("__name__", "")
         if module.split(".")[0] != "torchguard" or vars(import_module(module)) is scope:
@@ -75,5 +105,5 @@ def tell_copies_apart() -> None:
         finally:
             scope["__name__"] = module
 
-    found.__dict__["_torchguard_copies"] = True
-    translator.get_globals_source_and_value = found
+    find_in_own_copy.__dict__["_torchguard_copies"] = True
+    translator.get_globals_source_and_value = find_in_own_copy

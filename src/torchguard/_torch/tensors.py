@@ -1,4 +1,7 @@
-"""Tensors: versions, storages, tangents, and the modes of a thread."""
+"""Tensors: versions, storages, tangents, pytrees of tensors, and the modes of a thread.
+
+Everything here but `any_autocast` is required: where torch lacks a name, importing this module or the call fails.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -7,59 +10,57 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+# The public context manager takes 1.5 us, two calls of this 0.3; a whole call of a small compiled function takes 20.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# Whether autocast is on for any device. The public function is asked device by device, in each call; degraded where
+# torch lacks the private one: only CUDA's autocast is seen.
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+grad_mode = torch.is_grad_enabled
+Versions = list[tuple[Tensor, int]]
+Structure = pytree.TreeSpec
 
 
 def mutation_count(tensor: Tensor) -> int:
-    """How often `tensor` was changed in place: tells whether a note made about it still holds.
+    """How often a tensor was changed in place: tells whether a note about its values is still valid.
 
-    `_version` has no public name. Inference tensors have none at all: they count as never changed, and no notes
-    are kept about them.
+    `_version` has no public name. Inference tensors have none: they count as never changed, and get no notes.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
-grad_mode = torch.is_grad_enabled
-# Whether autocast is on for any device: the public way is asked device by device, in every call.
-any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
-
-
-# The context manager takes 1.5 us, and these two calls 0.3: a whole call of a small function takes 20.
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-
-
-def has_tangent(values: Sequence[Any]) -> bool:
-    """Whether forward mode is on and a tensor carries a tangent; no other way to ask is as quick."""
-    if forward_ad._current_level < 0:
-        return False
-    return any(isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in values)
-
-
-Versions = list[tuple[Tensor, int]]
-
-
 def versions_of(tensors: Sequence[Tensor]) -> Versions:
-    """Tensors with how often each was changed in place."""
+    """Tensors with how often each was changed in place (`_version`)."""
     return [(tensor, tensor._version) for tensor in tensors]
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, overlapping ones as well."""
-    with torch.inference_mode(False), torch.no_grad():
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        storage = tensor.untyped_storage().clone()
-        return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
 def is_unchanged(versions: Versions) -> bool:
+    """Whether no tensor was changed in place since `versions_of`."""
     for tensor, before in versions:  # noqa: SIM110 (a generator takes twice as long, in every call)
         if tensor._version != before:
             return False
     return True
 
 
+def has_tangent(values: Sequence[Any]) -> bool:
+    """Whether forward mode is on and a tensor carries a tangent. No public way to ask is as fast as the level."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in values)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, also overlapping ones."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        storage = tensor.untyped_storage().clone()
+        return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Autocast switched off for every device it is on for."""
+    """Switch autocast off for the CPU and CUDA."""
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
@@ -67,9 +68,31 @@ def without_autocast() -> Iterator[None]:
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """What tells one storage from another: fake tensors have no address. None for sparse tensors, which have none."""
+    """The identity of a tensor's storage; fake tensors have no address, but `_cdata`. None for sparse tensors."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def storage_bytes(tensor: Tensor) -> int | torch.SymInt:
     return tensor.untyped_storage().nbytes()
+
+
+# Pytrees. The public `torch.utils.pytree` came after torch 2.11.
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """The leaves of a pytree, and its structure."""
+    return pytree.tree_flatten(value)
+
+
+def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def detached(value: Any) -> Any:
+    """A pytree with its tensors detached."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, value)
+
+
+def leaf_paths(value: Any) -> list[str]:
+    """The path of each leaf of a pytree, as it would be written in code: `[0]['weight']`."""
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]

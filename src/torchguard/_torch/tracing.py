@@ -1,4 +1,7 @@
-"""What is being traced: graphs, transforms, exports, and sizes that are symbols."""
+"""What is being traced: graphs, transforms, exports, and sizes that are symbols.
+
+This module is loaded with `import torchguard` and runs in every eager check: it imports neither Dynamo nor sympy.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -7,14 +10,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from torchguard._torch.process import require_names
+
+require_names("torch._C", torch._C, "_current_graph_task_id", "_get_tracing_state", "_len_torch_dispatch_stack")
+_functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+require_names("torch._C._functorch", _functorch, "is_legacy_batchedtensor", "maybe_current_level")
+
 F = TypeVar("F", bound=Callable)
 
 
 def constant_in_graphs(fn: F) -> F:
-    """Have Dynamo call `fn` while it traces and take the result for a constant.
+    """Have Dynamo call `fn` while it traces, and treat the result as a constant.
 
-    `torch.compiler.assume_constant_result` does the same, but loads all of Dynamo at import. Where the mark is no
-    longer known, Dynamo traces into `fn` instead and says what it cannot trace.
+    `torch.compiler.assume_constant_result` sets the same mark, but loads all of Dynamo at import. Degraded where Dynamo
+    does not know the mark: it traces into `fn` instead, and reports what it cannot trace.
     """
     fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return fn
@@ -30,10 +39,10 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def is_shape_only(tensor: Tensor) -> bool:
-    """Whether nobody will ever see a value of `tensor`: it is fake, and nothing that is done to it is recorded.
+    """Whether `tensor` is fake and no operation on it is recorded, so that nobody will ever read its values.
 
-    So it is when Dynamo and AOTAutograd try out what shapes come out, before they trace. Where these names are
-    missing nothing counts as such, and trying out costs as much as tracing.
+    That is so when Dynamo and AOTAutograd compute output shapes, before they trace. Degraded where torch lacks
+    `is_fake` or `get_proxy_mode`: False, and computing shapes takes as long as tracing.
     """
     is_fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "is_fake", None)
     proxy_mode = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "get_proxy_mode", None)
@@ -41,54 +50,53 @@ def is_shape_only(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is just its values: no graph is being traced, and no `torch.func` transform is at work.
+    """Whether `tensor` is just its values: no graph is being traced, and no `torch.func` transform is active.
 
-    The level of such a transform has no public name; without it, `vmap` over a check in eager mode would fail on
-    reading a batched value. Nor have the batched gradients of `torch.autograd.grad(..., is_grads_batched=True)`, which
-    are made by an older `vmap`. Nor has the state of `torch.jit.trace`, nor the stack of dispatch modes, one of which
-    `make_fx` uses: without them, what a traced check saw in its example would count for every later input.
+    None of these has a public name, and all are required: the level of `torch.func` transforms (else `vmap` over an
+    eager check fails on reading a batched value); the older batched tensors of `autograd.grad(is_grads_batched=True)`;
+    the state of `torch.jit.trace` and the stack of dispatch modes, one of which `make_fx` uses (else what a traced
+    check found in its example would count for every later input).
     """
     return (
         not torch.compiler.is_compiling()
         and not is_traced(tensor)
-        and torch._C._functorch.maybe_current_level() is None  # pyright: ignore[reportAttributeAccessIssue]
-        and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        and _functorch.maybe_current_level() is None
+        and not _functorch.is_legacy_batchedtensor(tensor)
         and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
     )
 
 
 def is_jit_tracing() -> bool:
-    """Whether `torch.jit.trace` is at work: documented under `torch.jit`, but not among its exported names."""
+    """Whether `torch.jit.trace` is active: documented under `torch.jit`, but not among its exported names. Required."""
     return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 @constant_in_graphs
 def in_transform() -> bool:
-    """Whether a `torch.func` transform is at work, asked while Dynamo traces through it."""
-    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    """Whether a `torch.func` transform is active; may be called while Dynamo traces through it. Required."""
+    return _functorch.maybe_current_level() is not None
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether looking at a value of `tensor` right now is possible and costs no device sync."""
+    """Whether reading a value of `tensor` is possible and waits for no device."""
     return tensor.is_cpu and is_plain(tensor)
 
 
 @constant_in_graphs
 def is_exporting() -> bool:
-    """Whether `torch.export` is at work.
+    """Whether `torch.export` is active.
 
     In torch 2.11 and 2.12, Dynamo answers `torch.compiler.is_exporting()` with True whenever it traces, so the flag
-    behind it is read. Where that is missing nothing counts as an export, and an exported program may hold
-    operators of ours.
+    behind it is read. Degraded where that is missing: False, and an exported program may hold torchguard operators.
     """
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def holds(condition: bool) -> bool:
-    """Whether a comparison of sizes holds; for sizes that depend on values, of which a graph knows nothing, never.
+    """Whether a comparison of sizes is true; False for sizes that depend on values.
 
-    Comparing such a size ends the trace. Its guard has to be asked for by a name of `torch.fx.experimental`.
+    Comparing such a size ends the trace; `guard_or_false` of `torch.fx.experimental` does not. Required in a graph.
     """
     if not torch.compiler.is_compiling():
         return bool(condition)
@@ -97,10 +105,10 @@ def holds(condition: bool) -> bool:
     return guard_or_false(condition)
 
 
-def is_surely(condition: bool) -> bool:
-    """Whether a comparison of sizes holds, in a graph for every size there may be: asking adds no guard.
+def is_surely(condition: bool | torch.SymBool) -> bool:
+    """Whether a comparison of sizes is true for every size that a graph allows. Adds no guard.
 
-    The way to ask without one stands in `torch.fx.experimental`.
+    `statically_known_true` of `torch.fx.experimental` is the only way to ask without a guard. Required in a graph.
     """
     if not torch.compiler.is_compiling() and isinstance(condition, bool):
         return condition
@@ -110,18 +118,15 @@ def is_surely(condition: bool) -> bool:
 
 
 def surely_equal(one: Sequence[int], two: Sequence[int]) -> bool:
-    """Whether two shapes are known to be equal without adding a guard, which would cost a recompile one day."""
+    """Whether two shapes are known to be equal without a guard, which would cause a recompile later."""
     return len(one) == len(two) and all(is_surely(a == b) for a, b in zip(one, two, strict=True))
 
 
-def is_in_backward() -> bool:
-    """Whether a backward pass of eager mode is under way: what runs then is a checkpoint running its part again.
-
-    There is no public way to ask. Where this one is missing, quarantine and checkpoints do not go together.
-    """
-    return not torch.compiler.is_compiling() and backward_number() != -1
-
-
 def backward_number() -> int:
-    """Which backward pass is under way, traced or not: -1 for none. There is no public way to ask."""
+    """The id of the backward pass under way, traced or not: -1 for none. There is no public way to ask. Required."""
     return torch._C._current_graph_task_id()
+
+
+def is_in_backward() -> bool:
+    """Whether an eager backward pass is under way: a forward that runs then is a checkpoint's second one."""
+    return not torch.compiler.is_compiling() and backward_number() != -1

@@ -28,8 +28,8 @@ from typing import Any
 
 from torch import nn
 
-from torchguard._torch.modules import is_compiled_module, mixes_rows, remove_forward_hooks
-from torchguard._torch.settings import keep_side_effects_under_checkpoint
+from torchguard._torch.modules import is_compiled_or_scripted, mixes_samples, remove_forward_hooks
+from torchguard._torch.settings import allow_side_effects_under_checkpoint, release_settings
 from torchguard._watch import hooks, regions, state, wrapper  # classes are looked up there: they may be reloaded
 from torchguard._watch.report import Incident
 from torchguard._watch.select import (
@@ -107,7 +107,7 @@ def watch(
     )
     if quarantine:
         _warn_of_mixed_samples(model)
-    keep_side_effects_under_checkpoint()
+    allow_side_effects_under_checkpoint(watch_state)
     model.register_forward_pre_hook(wrapper.RootHook(watch_state))
     on_modules = {
         path: hooks.ModuleHooks(watch_state, location, modules[path], path in chosen)
@@ -131,8 +131,8 @@ def watch(
 def unwatch(guarded: Any) -> nn.Module:
     """The plain model. Hooks, replaced `forward`s and attributes of `watch` are removed from it.
 
-    What `watch` changed for the whole process stays: settings of torch that compiled code may still need, which
-    docs/watch.md lists under "Settings of torch that watch changes".
+    The setting that `watch` changes, `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, is restored
+    when no watched model is left, unless somebody else has changed it since.
     """
     if not wrapper.is_watched(guarded):
         raise WatchError(f"unwatch: this {type(guarded).__name__} is not watched. Give what watch returned.")
@@ -140,6 +140,7 @@ def unwatch(guarded: Any) -> nn.Module:
     for module in guarded.modules():  # pyright: ignore[reportAttributeAccessIssue]
         remove_forward_hooks(module, lambda hook: getattr(hook, "watch", None) is watch_state)
         regions.remove_region(module, watch_state)
+    release_settings(watch_state)
     object.__setattr__(watch_state.model, "__dict__", guarded.__dict__)
     return watch_state.model
 
@@ -147,7 +148,7 @@ def unwatch(guarded: Any) -> nn.Module:
 def _require_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise WatchError(f"watch: expected an nn.Module, got {type(model).__name__}.")
-    if is_compiled_module(model):
+    if is_compiled_or_scripted(model):
         raise WatchError("watch: this model is compiled already. Watch first: torch.compile(watch(model)).")
     if _STATE in model.__dict__:
         raise WatchError(f"watch: this {type(model).__name__} is watched already. unwatch it first.")
@@ -158,7 +159,7 @@ def _require_model(model: Any) -> None:
 
 
 def _warn_of_mixed_samples(model: nn.Module) -> None:
-    mixing = [path for path, module in model.named_modules() if mixes_rows(module)]
+    mixing = [path for path, module in model.named_modules() if mixes_samples(module)]
     if mixing:
         warnings.warn(
             f"watch: {', '.join(mixing[:5])} mix samples while training: a replaced sample goes into their mean and "

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchguard._pytrees import map_tensors, tensors_in
-from torchguard._torch.modules import is_of_torch
+from torchguard._torch.modules import is_torch_leaf
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
 from torchguard._watch.select import is_mask, mask_positions
@@ -33,7 +33,7 @@ class ModuleHooks:
         self.checks_output = checks_output
         self.checks_input = watch.checks.indices if self.is_embedding else watch.quarantine
         # A non-finite gradient that one of torch's own modules makes is masked at the output of the module before it.
-        self.mask_gradient = not is_of_torch(module)
+        self.mask_gradient = not is_torch_leaf(module)
         self.in_place = is_qkv_projection(module)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

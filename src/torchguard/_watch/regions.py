@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from torchguard._operators import are_kept_whole, define
 from torchguard._pytrees import map_tensors, tensors_in
-from torchguard._torch.settings import describe_regions_once, keep_what_regions_are_given
+from torchguard._torch.settings import protect_regions
 from torchguard._watch.hooks import ModuleHooks
 from torchguard._watch.state import WatchState
 
@@ -67,8 +67,8 @@ class Region:
             or (call_record.probes is not None and not call_record.region_probes)  # the block is compiled alone
         ):
             return self.run(args, kwargs)
-        keep_what_regions_are_given()
-        describe_regions_once()
+        if not protect_regions():  # gradients of a region could be wrong
+            return self.run(args, kwargs)
         of_regions = call_record.region_probes
         probes = of_regions[self.number] if of_regions and self.number is not None else None
         outer = call_record.enter_region(self.locations, probes)

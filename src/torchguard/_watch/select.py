@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._channel.codes import FREE_CODES, ErrorCode, code_named
-from torchguard._torch.modules import mixes_rows
+from torchguard._torch.modules import mixes_samples
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard.exceptions import WatchError
 
@@ -151,7 +151,7 @@ def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str) 
 
 
 def _is_suitable(part: nn.Module, path: str, block: str) -> bool:
-    return not mixes_rows(part) and not isinstance(part, nn.RNNBase) and f"{path}.".startswith(f"{block}.")
+    return not mixes_samples(part) and not isinstance(part, nn.RNNBase) and f"{path}.".startswith(f"{block}.")
 
 
 def other_embeddings(model: nn.Module, chosen: Sequence[str], exclude: Sequence[str] | str | None) -> list[str]:

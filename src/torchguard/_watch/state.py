@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchguard._operators import are_kept_whole
 from torchguard._torch.dynamo import keep_static
+from torchguard._torch.settings import allow_side_effects_under_checkpoint
 from torchguard._torch.tracing import holds, in_transform, is_in_backward
 from torchguard._watch import report
 from torchguard._watch.backward import region_probes
@@ -118,6 +119,7 @@ class WatchState:
         device = state.pop("device")  # the model may have no parameters yet
         self.__dict__.update(state)
         self.allocate(device)
+        allow_side_effects_under_checkpoint(self)
 
 
 def _save_probe_gradient(state: WatchState | None, probes: Tensor) -> None:

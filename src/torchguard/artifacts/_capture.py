@@ -17,11 +17,16 @@ from typing import Any
 from torch import fx
 
 from torchguard._sizes import parse_size
-from torchguard._torch import compilations
-from torchguard._torch import events as events_of_torch
-from torchguard._torch.compilations import Compilation
-from torchguard._torch.events import Built
-from torchguard._torch.process import kept_through_reloads, of_this_process
+from torchguard._torch import dynamo
+from torchguard._torch.events import (
+    CompilationStart,
+    GuardsBuiltEvent,
+    add_listener,
+    missing_for_capture,
+    remove_listener,
+    set_compilation_listener,
+)
+from torchguard._torch.process import module_state, process_state
 from torchguard.artifacts._artifact import Artifact
 from torchguard.artifacts._record import WRITE_LOCK, Graphs, Recording
 from torchguard.artifacts._safe_io import single_line
@@ -66,7 +71,7 @@ class CaptureListener:
             self._sessions = (*self._sessions, session)
             if len(self._sessions) == 1:
                 self._inspect()
-                compilations.listen(self)
+                set_compilation_listener(self)
 
     def remove(self, session: CaptureSession) -> None:
         with WRITE_LOCK:
@@ -75,24 +80,24 @@ class CaptureListener:
                 recording.close_for(session)
             session.is_open = False
             if not self._sessions:
-                compilations.listen(None)
+                set_compilation_listener(None)
                 self._inspecting.close()
-                events_of_torch.forget(self._on_built)
+                remove_listener(self._on_built)
                 self._open.clear()
 
     def _inspect(self) -> None:
         """Start a new inspection of guards: the old one holds on to every frame it has seen."""
         try:
             self._inspecting.close()
-            events_of_torch.forget(self._on_built)
+            remove_listener(self._on_built)
             self._guards_problem = ""
             self._seen = self._inspecting.enter_context(inspect())
-            events_of_torch.on_built(self._on_built)  # registered after the inspection, so that it has the frame
+            add_listener(GuardsBuiltEvent, self._on_built)  # registered after the inspection, so that it has the frame
         except Exception as error:
             self._guards_problem = single_line(f"guards could not be captured: {error}")
 
     @contextlib.contextmanager
-    def compiling(self, compilation: Compilation, graph: fx.GraphModule) -> Iterator[None]:
+    def compiling(self, compilation: CompilationStart, graph: fx.GraphModule) -> Iterator[None]:
         recording = self._start(compilation)
         recording.is_compiling = True
         _stack().append((recording, ""))
@@ -101,7 +106,7 @@ class CaptureListener:
             yield
         except BaseException as error:
             self._remove(recording)
-            if compilations.is_restart(error):
+            if dynamo.is_restart(error):
                 recording.discard()
             else:
                 recording.note(f"the backend failed: {type(error).__name__}: {error}")
@@ -128,7 +133,7 @@ class CaptureListener:
             recording, graph = _stack()[-1]
             recording.add_code(graph, code)
 
-    def _start(self, compilation: Compilation) -> Recording:
+    def _start(self, compilation: CompilationStart) -> Recording:
         recordings = self._open.setdefault(threading.get_ident(), [])
         for old in [one for one in recordings if not one.is_compiling]:
             recordings.remove(old)
@@ -146,14 +151,14 @@ class CaptureListener:
         if recording in recordings:
             recordings.remove(recording)
 
-    def _on_built(self, built: Built) -> None:
+    def _on_built(self, built: GuardsBuiltEvent) -> None:
         try:
             self._add_guards(built)
         except Exception as error:  # a bug here must not fail the program that compiles
             for session in self._sessions:
                 session.report(single_line(f"guards could not be captured: {type(error).__name__}: {error}"))
 
-    def _add_guards(self, built: Built) -> None:
+    def _add_guards(self, built: GuardsBuiltEvent) -> None:
         recordings = self._open.get(threading.get_ident(), [])
         matching = (
             one for one in recordings if one.compilation.compile_id == built.compile_id and not one.is_compiling
@@ -162,7 +167,7 @@ class CaptureListener:
         if recording is None:  # a frame without a graph
             code = built.code
             where = (code.co_qualname, code.co_filename, code.co_firstlineno)
-            recording = self._start(Compilation(built.compile_id, *where, backend=""))
+            recording = self._start(CompilationStart(built.compile_id, *where, backend=""))
         self._remove(recording)
         frame = next((one for one in reversed(self._seen.frames) if one.compile_id == built.compile_id), None)
         recording.add_frame(frame, [one for one in self._seen.graph_breaks if built.compile_id in one.compile_ids])
@@ -193,10 +198,10 @@ DEFAULT_LIMIT = "2GiB"
 _OFF = ("", "0", "false", "no", "off")
 _ON = ("1", "true", "yes", "on")
 _log = logging.getLogger("torchguard.artifacts")
-_listener = kept_through_reloads(globals(), "_listener", CaptureListener)  # a capture may be open during a reload
+_listener = module_state(globals(), "_listener", CaptureListener)  # a capture may be open during a reload
 # The capture of the process, and the listener it belongs to. If this package is imported twice, the later copy takes
 # over: with two, each compilation would be captured twice.
-_process_capture = of_this_process("capture", lambda: SimpleNamespace(open=contextlib.ExitStack(), by=None))
+_process_capture = process_state("capture", lambda: SimpleNamespace(open=contextlib.ExitStack(), by=None))
 
 
 class Captured:
@@ -241,7 +246,7 @@ def capture(
         limit = os.environ.get(LIMIT_VARIABLE) or limit
     store = Store(dir)
     _require_writable(store.root)
-    session = CaptureSession(store.root, _bytes(limit), on_graphs, exported, compilations.missing())
+    session = CaptureSession(store.root, _bytes(limit), on_graphs, exported, missing_for_capture())
     store.clean()
     _listener.add(session)
     try:

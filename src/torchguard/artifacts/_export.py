@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torchguard._graphs.codec import values_of
 from torchguard._graphs.listing import value_text
 from torchguard._torch import fakes
-from torchguard._torch.nodes import keep_source
+from torchguard._torch.nodes import copy_source
 from torchguard.artifacts._safe_io import single_line
 from torchguard.exceptions import ArtifactError, NoSuchArtifactError
 
@@ -31,7 +31,7 @@ def copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     copy.output(copy.graph_copy(graph.graph, copies))
     for node in graph.graph.find_nodes(op="placeholder"):
-        keep_source(node, copies[node])
+        copy_source(node, copies[node])
     return fx.GraphModule(graph, copy)
 
 

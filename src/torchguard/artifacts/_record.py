@@ -21,8 +21,8 @@ from torch import fx
 
 from torchguard._graphs.codec import encode_graph
 from torchguard._torch import settings
-from torchguard._torch.compilations import Compilation
-from torchguard._torch.process import kept_through_reloads
+from torchguard._torch.events import CompilationStart
+from torchguard._torch.process import module_state
 from torchguard.artifacts._export import copy_graph, to_dot
 from torchguard.artifacts._safe_io import single_line
 from torchguard.artifacts._schema import SCHEMA_VERSION
@@ -161,7 +161,7 @@ def _public_settings() -> dict[str, str]:
 
 P = ParamSpec("P")
 # Graphs are compiled in one thread at a time, except backward graphs, so one lock for all delays nobody.
-WRITE_LOCK = kept_through_reloads(globals(), "WRITE_LOCK", threading.RLock)
+WRITE_LOCK = module_state(globals(), "WRITE_LOCK", threading.RLock)
 
 
 def _never_raising(method: Callable[Concatenate["Recording", P], None]) -> Callable[Concatenate["Recording", P], None]:
@@ -197,7 +197,7 @@ class Graphs:
 class Recording:
     """One compilation, written to an artifact for each session."""
 
-    def __init__(self, compilation: Compilation, sessions: "Sequence[CaptureSession]") -> None:
+    def __init__(self, compilation: CompilationStart, sessions: "Sequence[CaptureSession]") -> None:
         self.compilation, self.is_compiling, self.is_published = compilation, False, False
         self.sessions = tuple(sessions)
         self._writers: list[tuple[CaptureSession, Writer]] = []

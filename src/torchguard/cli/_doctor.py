@@ -151,11 +151,11 @@ def _gpus() -> Iterator[Finding]:
 
 def _hooks() -> Iterator[Finding]:
     """Whether this torch has the private functions that torchguard hooks."""
-    from torchguard._torch import compilations, events
+    from torchguard._torch import events
 
-    missing = events.missing()
+    missing = events.missing_for_guards()
     yield _hook("guards", [missing] if missing else [])
-    yield _hook("artifacts", [*compilations.missing()])
+    yield _hook("artifacts", [*events.missing_for_capture()])
 
 
 def _hook(name: str, missing: list[str]) -> Finding:

@@ -38,10 +38,10 @@ class ProgressLine:
         self._compile_id, self._started = "", 0.0
 
     def install(self) -> None:
-        from torchguard._torch import compilations  # loads torch
+        from torchguard._torch.events import on_compile_start_and_end  # loads torch
 
         if sys.stderr.isatty():
-            compilations.on_compiling(self._start, self._end)
+            on_compile_start_and_end(self._start, self._end)
 
     def _start(self, compile_id: str) -> None:
         self._compile_id, self._started = compile_id, time.monotonic()

@@ -113,9 +113,9 @@ class Target:
 
     @property
     def is_compiled(self) -> bool:
-        from torchguard._torch.modules import is_compiled_already, is_compiled_function
+        from torchguard._torch.modules import is_compiled_function, is_compiled_module
 
-        return is_compiled_already(self.model) or is_compiled_function(self.model)
+        return is_compiled_module(self.model) or is_compiled_function(self.model)
 
     def prepare(self) -> None:
         """Call the model in eager mode, whose errors are plainer than Dynamo's, and clear what was compiled so far.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchguard._torch.modules import is_compiled_already, without_compiling, wrap_compiled_call
+from torchguard._torch.modules import is_compiled_module, uncompiled, wrap_compiled_call
 from torchguard._watch import watch
 from torchguard.exceptions import TorchGuardError
 
@@ -141,10 +141,10 @@ class Watcher:
         if kwargs.get("disable"):
             return self._compile(model, **kwargs)
         if isinstance(model, nn.Module):
-            log = self._log_of(without_compiling(model))
+            log = self._log_of(uncompiled(model))
             if log is None:
                 return self._compile(model, **kwargs)
-            compiled: Any = self._compile(model if is_compiled_already(model) else log.watched, **kwargs)
+            compiled: Any = self._compile(model if is_compiled_module(model) else log.watched, **kwargs)
             if not isinstance(compiled, nn.Module):  # of a compiled model, torch.compile returns a function
                 return _call_then(compiled, log.read_flags)
             compiled.register_forward_hook(lambda *_: None if torch.compiler.is_compiling() else log.read_flags())
@@ -187,7 +187,7 @@ class Watcher:
             reached = [one for one in reached if one is not owner]
         elif not isinstance(owner, (torch.Tensor, nn.Module)) and hasattr(owner, "__dict__"):
             reached += vars(owner).values()  # such as a trainer with a model in an attribute
-        found = {id(one): one for one in reached if isinstance(one, nn.Module) and not is_compiled_already(one)}
+        found = {id(one): one for one in reached if isinstance(one, nn.Module) and not is_compiled_module(one)}
         return [one for one in found.values() if next(one.parameters(), None) is not None]
 
     def _watch_in_place(self, modules: list[nn.Module]) -> list[CallLog]:

@@ -12,7 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 from torchguard._graphs.listing import Line, lines_of, listing_of
 from torchguard._graphs.source_lines import caller_line
 from torchguard._pytrees import flatten_tensors
-from torchguard._torch import fakes, ops, pytrees
+from torchguard._torch import fakes, ops, tensors
+from torchguard._torch.tensors import flatten, unflatten
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
 from torchguard.compiled._leaves import LeafType, dense_type, is_available
 from torchguard.compiled._purity import PurityMode, name_of
@@ -32,7 +33,7 @@ class Var:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = [part for part in pytrees.flatten((args, kwargs or {}))[0] if isinstance(part, Var)]
+        found = [part for part in flatten((args, kwargs or {}))[0] if isinstance(part, Var)]
         return found[0]._builder.apply(func, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -111,7 +112,7 @@ class Builder:
         last = [node for node in self.graph.nodes if isinstance(node.meta["val"], Tensor)][-1:]
         return listing_of(self._module(last), self.name)
 
-    @fakes.one_at_a_time
+    @fakes.with_tracing_lock
     def leaf(
         self,
         name: str,
@@ -157,36 +158,34 @@ class Builder:
         """Compile the graph with one variable of shape () as its output."""
         return self._compiled(CompiledScalar, output, backend, probe)
 
-    @fakes.one_at_a_time
+    @fakes.with_tracing_lock
     def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Apply a torch function to variables, and record the operations it runs."""
-        parts, structure = pytrees.flatten((args, kwargs))
+        parts, structure = tensors.flatten((args, kwargs))
         for part in parts:
             if isinstance(part, Var) and part._builder is not self:
                 raise CompileError(
                     f"{self.name}: at {caller_line().short}: expected a variable of this builder, "
                     f"got one of the builder {part._builder.name}."
                 )
-        given = pytrees.unflatten([part._value if isinstance(part, Var) else part for part in parts], structure)
+        given = unflatten([part._value if isinstance(part, Var) else part for part in parts], structure)
         try:
-            with torch.no_grad(), fakes.quiet(), fakes.fake_mode(), _Recorder(self):
+            with torch.no_grad(), fakes.without_fake_tensor_logs(), fakes.fake_mode(), _Recorder(self):
                 result = func(*given[0], **given[1])
         except TorchGuardError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = str(error).strip().splitlines()[0]
             raise CompileError(f"{self.name}: at {caller_line().short}: {type(error).__name__}: {reason}") from error
-        found, structure = pytrees.flatten(result)
-        return pytrees.unflatten([Var(self, part) if isinstance(part, Tensor) else part for part in found], structure)
+        found, structure = tensors.flatten(result)
+        return tensors.unflatten([Var(self, part) if isinstance(part, Tensor) else part for part in found], structure)
 
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operation that was run on variables. Queries, which return no tensor, are not recorded."""
-        if not any(isinstance(part, Tensor) for part in pytrees.flatten(result)[0]):
+        if not any(isinstance(part, Tensor) for part in tensors.flatten(result)[0]):
             return
-        parts, structure = pytrees.flatten((args, kwargs))
-        args, kwargs = pytrees.unflatten(
-            [self._known[id(p)][1] if isinstance(p, Tensor) else p for p in parts], structure
-        )
+        parts, structure = flatten((args, kwargs))
+        args, kwargs = unflatten([self._known[id(p)][1] if isinstance(p, Tensor) else p for p in parts], structure)
         node = self.graph.create_node("call_function", func, args, kwargs, name=name_of(func).split(".")[1])
         node.meta["val"], node.stack_trace = result, caller_line().short
         if isinstance(result, Tensor):
@@ -204,10 +203,10 @@ class Builder:
         return dense_type(variable._value, "")
 
     def _compiled(self, kind: Any, outputs: Any, backend: str, probe: bool) -> Any:
-        parts, structure = pytrees.flatten(outputs)
+        parts, structure = flatten(outputs)
         if not parts or not all(isinstance(part, Var) and part._builder is self for part in parts):
             raise CompileError(f"{self.name}: outputs: expected variables of this builder.")
-        values = pytrees.unflatten([part._value for part in parts], structure)
+        values = tensors.unflatten([part._value for part in parts], structure)
         results, _ = flatten_tensors(values, f"{self.name}: output", "")
         graph = self._module([self.node_of(part) for part in parts])
         program = program_of(graph, self.name, self.leaves)

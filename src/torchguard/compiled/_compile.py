@@ -16,8 +16,8 @@ from torch.func import functional_call
 
 from torchguard._graphs.source_lines import definition_line
 from torchguard._pytrees import PytreeSpec, flatten_tensors
-from torchguard._torch import pytrees
-from torchguard._torch.fakes import one_at_a_time
+from torchguard._torch import tensors
+from torchguard._torch.fakes import with_tracing_lock
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
 from torchguard.compiled._leaves import select_leaves, type_of, with_dynamic
 from torchguard.compiled._trace import Program, with_random_leaves
@@ -79,7 +79,7 @@ def compile_scalar(
     return _compiled(CompiledScalar, f, example, dynamic, nondiff, backend, lift_rng, probe)
 
 
-@one_at_a_time
+@with_tracing_lock
 def _compiled(
     kind: type[Made],
     f: Callable[..., Any],
@@ -138,8 +138,8 @@ def _leaf_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     parameters = _parameter_names(f.forward if is_module else f, len(args) - is_module)
     names: list[str] = list(args[0]) if is_module else []
     for parameter, arg in zip(parameters, args[is_module:], strict=True):
-        found, _ = pytrees.flatten(arg)
-        paths = pytrees.paths(arg)
+        found, _ = tensors.flatten(arg)
+        paths = tensors.leaf_paths(arg)
         names += [f"{parameter}{path}" for path, leaf in zip(paths, found, strict=True) if leaf is not None]
     return _numbered(names)
 
@@ -214,7 +214,7 @@ def _call_module(module: nn.Module, state: Mapping[str, Tensor], *args: Any) -> 
         for part, one in snapshots:
             for what, value in one.changes():
                 # A layer may store its own parameters, as recurrent layers do.
-                if any(isinstance(leaf, Tensor) and id(leaf) not in known for leaf in pytrees.flatten(value)[0]):
+                if any(isinstance(leaf, Tensor) and id(leaf) not in known for leaf in tensors.flatten(value)[0]):
                     raise _state_error(part, what)
     finally:
         for _, one in snapshots:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from torchguard._pytrees import PytreeSpec
-from torchguard._torch import fakes, pytrees
-from torchguard._torch.fakes import SymbolicSizes, one_at_a_time
+from torchguard._torch import fakes, tensors
+from torchguard._torch.fakes import SymbolicSizes, with_tracing_lock
 from torchguard.compiled._executables import Code, Executables, Graphs, Run
 from torchguard.compiled._leaves import with_sizes
 from torchguard.compiled._trace import Program, forward_graph, program_of
@@ -42,9 +42,9 @@ def trace_symbolically(
         return None
     try:
         symbols = SymbolicSizes(sizes)
-        with symbols.in_use(), symbols.shown_as_numbers():
+        with symbols.active(), symbols.printed_as_numbers():
             graph = forward_graph(_at_sizes(program, symbols.symbols)).graph
-        fakes.refuse_loose_symbols(graph)
+        fakes.require_no_symbol_constants(graph)
         symbolic = SymbolicProgram(program_of(graph, program.name, program.leaves), symbols, sizes, backend)
         # Torch does not record that a function tests whether a size is an int. Only the graph shows it.
         is_same = results() == before and _steps(Graphs(symbolic.at(sizes)).forward) == _steps(graphs.forward)
@@ -63,13 +63,13 @@ class SymbolicProgram:
         self.probed: set[Code] = set()
 
     def is_valid_at(self, sizes: Mapping[str, int]) -> bool:
-        return min(sizes.values()) >= _SMALLEST and self._symbols.hold_at(sizes)
+        return min(sizes.values()) >= _SMALLEST and self._symbols.satisfied_by(sizes)
 
     def at(self, sizes: Mapping[str, int]) -> Program:
         """The program at sizes for which it is valid."""
         return _at_sizes(self._program, sizes)
 
-    @one_at_a_time
+    @with_tracing_lock
     def code(self, kind: str, sizes: Mapping[str, int], outputs: Sequence[Tensor]) -> Code | None:
         """Code of a kind; None if it cannot be made, or is not valid at these sizes, or returns other strides."""
         if kind not in self._codes:
@@ -94,18 +94,18 @@ class _SymbolicCode:
 
     def __init__(self, program: Program, example: Mapping[str, int], backend: str, kind: str) -> None:
         self._symbols = SymbolicSizes(example)
-        with self._symbols.in_use():
+        with self._symbols.active():
             graphs = Graphs(_at_sizes(program, self._symbols.symbols))
-            fakes.refuse_loose_symbols(graphs[kind.partition("_")[0]])
+            fakes.require_no_symbol_constants(graphs[kind.partition("_")[0]])
             self.code = Executables(graphs, backend).code(kind)
         self._outputs = graphs.outputs
-        if self.code.split and not fakes.is_told_its_sizes(self.code.split.second):
+        if self.code.split and not fakes.inputs_have_all_symbols(self.code.split.second):
             raise CompileError(f"{program.name}: the inputs of the second part of {kind} do not determine all sizes.")
 
     def is_valid_at(self, sizes: Mapping[str, int], outputs: Sequence[Tensor]) -> bool:
-        if not self._symbols.hold_at(sizes):
+        if not self._symbols.satisfied_by(sizes):
             return False
-        at = lambda parts: tuple(self._symbols.number_at(part, sizes) for part in parts)  # noqa: E731
+        at = lambda parts: tuple(self._symbols.evaluate(part, sizes) for part in parts)  # noqa: E731
         found = [(at(out.shape), at(out.stride()), out.dtype, out.device) for out in self._outputs]
         return found == [_layout(out) for out in outputs]
 
@@ -147,7 +147,7 @@ def _steps(graph: GraphModule) -> list[str]:
 
 def _step(node: Node, positions: Mapping[Node, int]) -> str:
     args, kwargs = map_arg((node.args, node.kwargs), lambda part: f"%{positions[part]}")
-    values = [_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in pytrees.flatten(node.meta.get("val"))[0]]
+    values = [_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in tensors.flatten(node.meta.get("val"))[0]]
     return repr((node.op, str(node.target) if node.op == "call_function" else "", args, kwargs, values))
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchguard._torch import fakes as fakes_of_torch
 from torchguard._torch import inductor, tensors, tracing
-from torchguard._torch.fakes import ONE_AT_A_TIME
+from torchguard._torch.fakes import TRACING_LOCK, trace
 from torchguard.compiled._nodes import op_name
 from torchguard.compiled._split import Split, depends_on_tangents, split
 from torchguard.compiled._trace import (
@@ -29,21 +28,21 @@ Run = Callable[[list[Any]], Sequence[Tensor]]
 
 
 def _eager(graph: GraphModule, decompositions: Any = None) -> inductor.Boxed:
-    run = graph if decompositions is None else fakes_of_torch.trace(graph, fakes_of(graph), decompositions)
+    run = graph if decompositions is None else trace(graph, fakes_of(graph), decompositions)
     return lambda values: run(*values)
 
 
 def _inductor(graph: GraphModule, *, layout_optimization: bool = True) -> inductor.Boxed:
     fakes = fakes_of(graph)
-    decomposed = fakes_of_torch.trace(graph, fakes, inductor.inductor_decompositions())
-    return inductor.inductor(decomposed, fakes, layout_optimization)
+    decomposed = trace(graph, fakes, inductor.decompositions())
+    return inductor.compile_aten_graph(decomposed, fakes, layout_optimization)
 
 
 _KEEPS_LAYOUT = "inductor without layout optimisation"
 BACKENDS: dict[str, Callable[[GraphModule], inductor.Boxed]] = {
     "inductor": _inductor,
     _KEEPS_LAYOUT: lambda graph: _inductor(graph, layout_optimization=False),
-    "aot_eager": lambda graph: _eager(graph, inductor.inductor_decompositions()),
+    "aot_eager": lambda graph: _eager(graph, inductor.decompositions()),
     "eager": _eager,
 }
 # The backends to try, in order, where the derivative that a backend compiled is wrong.
@@ -68,7 +67,7 @@ class Graphs:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        with ONE_AT_A_TIME:
+        with TRACING_LOCK:
             self._forward = forward_graph(program)
         self.forward, self.has_autograd_function = self._forward.graph, self._forward.has_autograd_function
         self.outputs = output_values(self.forward)
@@ -98,7 +97,7 @@ class Graphs:
         base, _, part = kind.partition("_")
         if part:
             return getattr(self.split_of(base), part)
-        with ONE_AT_A_TIME:
+        with TRACING_LOCK:
             if base not in self._derivatives:
                 forward = self._forward
                 if base != "vjp":
@@ -149,7 +148,7 @@ class Executables:
         """Record that code of a kind has failed a probe."""
 
     def _compile(self, kind: str) -> Run:
-        with ONE_AT_A_TIME:
+        with TRACING_LOCK:
             if kind not in self._runs:
                 self._runs[kind] = _outside_autograd(BACKENDS[self.backend](self.graphs[kind]))
             return self._runs[kind]

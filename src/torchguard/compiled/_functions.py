@@ -18,7 +18,7 @@ from torch.fx import Graph
 from torchguard._graphs.listing import Line, lines_of, listing_of, short_dtype
 from torchguard._pytrees import PytreeSpec
 from torchguard._torch import tensors
-from torchguard._torch.fakes import ONE_AT_A_TIME, one_at_a_time
+from torchguard._torch.fakes import TRACING_LOCK, with_tracing_lock
 from torchguard.compiled._dynamic_shapes import SymbolicExecutables, SymbolicProgram, trace_symbolically
 from torchguard.compiled._executables import FALLBACKS, Code, Executables, Graphs
 from torchguard.compiled._leaves import (
@@ -60,7 +60,7 @@ class CompiledOut:
 
     kind = "out"  # in files
 
-    @one_at_a_time
+    @with_tracing_lock
     def __init__(
         self,
         program: Program,
@@ -260,7 +260,7 @@ class CompiledOut:
         sizes = dynamic_sizes(self.leaves, x)
         return self._by_size.get(tuple(sizes.values())) or self._at_sizes(sizes), x, unflatten
 
-    @one_at_a_time
+    @with_tracing_lock
     def _at_sizes(self, sizes: dict[str, int]) -> "CompiledOut":
         """This function for other sizes of its dynamic dims, from the symbolic graph if it is valid there."""
         key = tuple(sizes.values())
@@ -312,7 +312,7 @@ class CompiledOut:
 
     def _code(self, kind: str, leaves: Sequence[Tensor]) -> Code:
         """Code for a derivative, probed at these leaves unless it was before."""
-        with ONE_AT_A_TIME:
+        with TRACING_LOCK:
             return self._codes.get(kind) or self._probed_code(kind, leaves)
 
     def _probed_code(self, kind: str, leaves: Sequence[Tensor]) -> Code:

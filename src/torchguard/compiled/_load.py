@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchguard._graphs.codec import decode_argument, torch_value
 from torchguard._graphs.listing import type_text
 from torchguard._pytrees import PytreeSpec, flatten_tensors
-from torchguard._torch import fakes, pytrees
+from torchguard._torch import fakes, tensors
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
 from torchguard.compiled._leaves import LeafType, is_available
 from torchguard.compiled._save import FORMAT, VERSION, find_operation
@@ -39,7 +39,7 @@ def load(path: str | Path, *, backend: str = "inductor", probe: bool = True) -> 
         raise SavedGraphError(f"load: {path} does not hold a graph: {type(error).__name__}: {message}") from error
 
 
-@fakes.one_at_a_time
+@fakes.with_tracing_lock
 def _decode(data: Any, backend: str, probe: bool) -> CompiledOut:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise SavedGraphError("the file was not written by save().")
@@ -109,7 +109,7 @@ def _decode_node(graph: Graph, name: str, data: dict[str, Any], nodes: dict[str,
     operation = find_operation(data["op"])
     args = tuple(decode_argument(part, nodes) for part in data["args"])
     kwargs = {_identifier(key): decode_argument(part, nodes) for key, part in (data.get("kwargs") or {}).items()}
-    for part in pytrees.flatten((args, kwargs))[0]:
+    for part in tensors.flatten((args, kwargs))[0]:
         if isinstance(part, torch.device):
             _require_device(part)
     node = graph.create_node("call_function", operation, args, kwargs, name=name)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.traceback import set_stack_trace
 
 from torchguard._graphs.source_lines import caller_line, error_line
-from torchguard._torch import fakes, nodes, ops, pytrees
+from torchguard._torch import fakes, nodes, ops
 from torchguard._torch import tensors as tensors_of_torch
+from torchguard._torch.tensors import detached, flatten
 from torchguard.exceptions import ImpureFunctionError
 
 _AUTOGRAD_FUNCTION = str(Path("torch", "autograd", "function.py"))
@@ -94,7 +94,7 @@ class PurityMode(fakes.DispatchMode):
             result = func(*args, **kwargs)
         except fakes.dynamic_shape_errors() as error:
             raise self._dynamic_shape_error(func, where) from error
-        if any(free_unbacked_symbols(size) for out in _tensors(result) for size in out.shape):
+        if any(map(fakes.has_unbacked_size, _tensors(result))):
             raise self._dynamic_shape_error(func, where)
         if not is_inside and func.namespace not in ("aten", "prims") and _tensors(result):
             self.custom_ops.append((func, where))
@@ -182,7 +182,7 @@ class _FunctionMode(fakes.TorchFunctionMode):
         if not (self._mode.in_forward_mode and self._mode.grad_is_off and _tensors(result)):
             return result
         is_inside = in_autograd_function() and not ops.runs_autograd_function(func)
-        return result if is_inside else pytrees.detached(result)
+        return result if is_inside else detached(result)
 
 
 def branch_error(name: str, where: str) -> ImpureFunctionError:
@@ -239,4 +239,4 @@ def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytrees.flatten(value)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torchguard._graphs.codec import encode_argument, target_name
 from torchguard._graphs.listing import type_text
 from torchguard._pytrees import PytreeSpec
-from torchguard._torch import ops, pytrees
+from torchguard._torch import ops, tensors
 from torchguard.compiled._leaves import LeafType
 from torchguard.exceptions import SavedGraphError
 
@@ -136,7 +136,7 @@ def _encode_nest(nest: PytreeSpec) -> Any:
     leaves: list[Any] = [None] * nest.count
     for number, place in enumerate(nest.positions):
         leaves[place] = number
-    return _encode_part(pytrees.unflatten(leaves, nest.structure))
+    return _encode_part(tensors.unflatten(leaves, nest.structure))
 
 
 def _encode_part(value: Any) -> Any:

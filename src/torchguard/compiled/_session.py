@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torchguard._torch import pytrees
+from torchguard._torch.tensors import flatten
 from torchguard.compiled._builder import Builder, Var
 from torchguard.compiled._functions import CompiledOut
 from torchguard.compiled._leaves import LeafType, check_leaves, type_of
@@ -136,7 +136,7 @@ class _EagerBuilder(Builder):
 
     def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = super().apply(func, *args, **kwargs)
-        for part in pytrees.flatten(result)[0]:
+        for part in flatten(result)[0]:
             if isinstance(part, Var):
                 self._session.run(self.node_of(part))
         return result

@@ -75,18 +75,18 @@ class MockBackend:
         def partition(joint: fx.GraphModule, values: Sequence[Any], **partition_options: Any) -> Any:
             # The only point at which both graphs exist and nothing has run: AOTAutograd compiles the backward graph
             # when it is first called.
-            graphs = aot.split(joint, values, **partition_options)
+            graphs = aot.split_joint(joint, values, **partition_options)
             check_and_record(*graphs)
             return graphs
 
         def inference(module: fx.GraphModule, values: Sequence[Any]) -> Callable[..., Any]:
             check_and_record(module)
-            return aot.run_as_it_is(module, values)
+            return aot.compile_boxed(module, values)
 
         if settings.run == "eager":
-            return aot.run_eagerly(dynamo, inputs, partition, inference)
-        aot.only_traced(dynamo, inputs, partition, inference)
-        return inductor.run_by_inductor(dynamo, inputs)
+            return aot.compile_aot_eager(dynamo, inputs, partition, inference)
+        aot.trace_only(dynamo, inputs, partition, inference)
+        return inductor.compile_dynamo_graph(dynamo, inputs)
 
     def _settings(self, options: Mapping[str, Any]) -> "_Settings":
         """The options of torch.compile win over the arguments of this backend, and these over the environment."""
@@ -171,4 +171,4 @@ def _is_true(value: str) -> bool:
 
 
 mock_backend = _BackendFactory()
-aot.take_over_name("torchguard_mock", mock_backend)
+aot.replace_registered_backend("torchguard_mock", mock_backend)

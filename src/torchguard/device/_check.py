@@ -61,11 +61,11 @@ def _decompositions(device: Device, is_training: bool) -> _Decompositions:
     selected = device.decompositions
     if isinstance(selected, str):
         table = {} if selected == "none" else aot.decompositions(selected)
-        return {op: made for op, made in table.items() if not (is_training and op is aot.NOT_FOR_TRAINING)}
+        return {op: made for op, made in table.items() if not (is_training and op is aot.NOT_DECOMPOSED_IN_TRAINING)}
     known = aot.decompositions("all")
-    chosen = {op: made for op, made in known.items() if any(ops.fits(str(op), pattern) for pattern in selected)}
+    chosen = {op: made for op, made in known.items() if any(ops.matches(str(op), pattern) for pattern in selected)}
     for pattern in selected:
-        if not any(ops.fits(str(op), pattern) for op in chosen):
+        if not any(ops.matches(str(op), pattern) for op in chosen):
             raise DeviceError(f"Device.decompositions: torch cannot decompose {pattern!r}. Remove it.")
     return chosen
 
@@ -78,7 +78,7 @@ def _decomposed(module: fx.GraphModule, table: _Decompositions) -> fx.GraphModul
 
 def _check_graph(graph: Graph, device: Device, strict: bool) -> GraphReport:
     # A rule may compare symbolic sizes. The compiled code does not depend on the answer, so it must not be guarded.
-    with aot.without_guards([node.meta.get("val") for node in graph.module.graph.nodes]):
+    with aot.suppress_guards([node.meta.get("val") for node in graph.module.graph.nodes]):
         violations = [one for rule in rules_of(device) for one in _run_rule(rule, graph, device, strict)]
     return GraphReport(graph, device, merge_violations(violations))
 

@@ -152,7 +152,7 @@ def _read_op(value: object) -> str:
         raise ValueError(f"{value!r} is not the name of an op.")
     name = value.removeprefix("torch.ops.").replace("::", ".")
     pattern = name if "." in name else f"aten.{name}"
-    if pattern.startswith("aten.") and not ops.names_an_op(pattern):
+    if pattern.startswith("aten.") and not ops.matches_an_op(pattern):
         names = {name.rpartition(".")[0] if pattern.count(".") == 1 else name for name in ops.op_names()}
         raise ValueError(f"There is no op {pattern!r}.{did_you_mean(pattern, names)}")
     return pattern

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, fx
 
 from torchguard._torch import nodes
-from torchguard._torch import ops as ops_of_torch
-from torchguard._torch.nodes import Input
+from torchguard._torch.nodes import GraphInput
+from torchguard._torch.ops import (
+    is_op,
+    is_view,
+)
 from torchguard.device._memory import MemoryPlan
 from torchguard.device._storages import tensors_of
 
@@ -59,7 +62,7 @@ class Graph:
     @cached_property
     def ops(self) -> tuple[fx.Node, ...]:
         """The calls that compute something: `calls` without views."""
-        return tuple(node for node in self.calls if not ops_of_torch.is_view(node.target))
+        return tuple(node for node in self.calls if not is_view(node.target))
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
@@ -101,7 +104,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def placeholder_names(
-    module: fx.GraphModule, inputs: Sequence[Input], retraced: fx.GraphModule
+    module: fx.GraphModule, inputs: Sequence[GraphInput], retraced: fx.GraphModule
 ) -> tuple[dict[fx.Node, str], frozenset[fx.Node]]:
     """The names in the program of a retraced graph's placeholders, and which of them are parameters and buffers."""
     names, state = {}, []
@@ -110,7 +113,7 @@ def placeholder_names(
         position = nodes.position_of(before)
         known = inputs[position] if position is not None and position < len(inputs) else None
         names[after] = known.name if known is not None else before.name
-        if (known is not None and known.is_state) or nodes.is_state_by_itself(before):
+        if (known is not None and known.is_state) or nodes.is_lifted_state(before):
             state.append(after)
     return names, frozenset(state)
 
@@ -124,7 +127,7 @@ def _role(tensor: Tensor, is_state: bool) -> str:
 
 
 def _is_op_call(node: fx.Node) -> bool:
-    return ops_of_torch.is_op(node.target) and node.target not in _SIZE_OPS
+    return is_op(node.target) and node.target not in _SIZE_OPS
 
 
 def _producer(node: fx.Node) -> fx.Node:
@@ -134,9 +137,7 @@ def _producer(node: fx.Node) -> fx.Node:
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
     """The node that a view was taken of, then what that one is a view of, down to the node that computed the tensor."""
-    while ops_of_torch.is_view(node.target) or (
-        node.target is operator.getitem and ops_of_torch.is_view(node.all_input_nodes[0].target)
-    ):
+    while is_view(node.target) or (node.target is operator.getitem and is_view(node.all_input_nodes[0].target)):
         node = node.all_input_nodes[0]
         yield node
 

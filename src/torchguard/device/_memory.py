@@ -7,8 +7,8 @@ from typing import Any
 from torch import fx
 
 from torchguard._graphs.source_lines import SourceLine, source_line_of
-from torchguard._torch import nodes as nodes_of_torch
 from torchguard._torch import tensors
+from torchguard._torch.nodes import hint
 from torchguard.device._storages import Keys, Size, storage_keys, tensors_of, value_of
 
 
@@ -68,7 +68,7 @@ class _Storage:
 
     @property
     def bytes(self) -> int:
-        return nodes_of_torch.hint(self.size) or 0
+        return hint(self.size) or 0
 
 
 _Storages = dict[int | str, _Storage]
@@ -195,7 +195,7 @@ def _plan(module: fx.GraphModule, storages: _Storages, names: Mapping[fx.Node, s
         str(sum(one.size for one in live)),
         curve,
         tuple(sorted(named, key=lambda one: -one.bytes)),
-        unknown=tuple(one.node.name for one in storages.values() if nodes_of_torch.hint(one.size) is None),
+        unknown=tuple(one.node.name for one in storages.values() if hint(one.size) is None),
     )
 
 

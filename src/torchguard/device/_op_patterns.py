@@ -7,7 +7,12 @@ table is written by hand: torch has none of the ops that its composite kernels c
 
 import functools
 
-from torchguard._torch import ops as ops_of_torch
+from torchguard._torch.ops import (
+    is_decomposed,
+    matches,
+    op_name_set,
+    op_names,
+)
 
 _CONVOLUTION = ("convolution",)
 _PRODUCTS = ("mm", "bmm", "mv", "dot")
@@ -144,12 +149,8 @@ def graph_patterns(pattern: str) -> tuple[str, ...]:
 
     A glob that matches an op of graphs is not expanded: `aten.linalg_*` does not mean `aten.mm`.
     """
-    names = (
-        [name for name in ops_of_torch.op_names() if ops_of_torch.fits(name, pattern)]
-        if pattern.startswith("aten.")
-        else []
-    )
-    if any(letter in pattern for letter in "*?[") and not all(map(ops_of_torch.is_taken_apart, names)):
+    names = [name for name in op_names() if matches(name, pattern)] if pattern.startswith("aten.") else []
+    if any(letter in pattern for letter in "*?[") and not all(map(is_decomposed, names)):
         return (pattern,)
     return tuple(dict.fromkeys([pattern, *(op for name in names for op in _decomposes_to(name))]))
 
@@ -157,25 +158,21 @@ def graph_patterns(pattern: str) -> tuple[str, ...]:
 @functools.cache
 def first_match(name: str, patterns: tuple[str, ...]) -> str | None:
     """The first of these patterns, as it was written, that matches an op of a graph."""
-    return next((p for p in patterns if any(ops_of_torch.fits(name, one) for one in graph_patterns(p))), None)
+    return next((p for p in patterns if any(matches(name, one) for one in graph_patterns(p))), None)
 
 
 @functools.cache
 def matches_graph_ops(pattern: str) -> bool:
     """Whether a pattern, or what it expands to, matches an op that a graph of AOTAutograd can contain."""
     patterns = graph_patterns(pattern)
-    names = (name for name in ops_of_torch.op_names() if any(ops_of_torch.fits(name, one) for one in patterns))
-    return any(not ops_of_torch.is_taken_apart(name) for name in names)
+    names = (name for name in op_names() if any(matches(name, one) for one in patterns))
+    return any(not is_decomposed(name) for name in names)
 
 
 def similar_graph_ops(pattern: str) -> list[str]:
     """The ops that a graph can contain and whose names contain this one."""
     bare = pattern.split(".")[1].strip("_*")
-    ops = {
-        name.rpartition(".")[0]
-        for name in ops_of_torch.op_names()
-        if bare and bare in name and not ops_of_torch.is_taken_apart(name)
-    }
+    ops = {name.rpartition(".")[0] for name in op_names() if bare and bare in name and not is_decomposed(name)}
     return sorted(ops)
 
 
@@ -190,6 +187,6 @@ def _decomposes_to(name: str) -> tuple[str, ...]:
     # A graph contains the out-of-place op instead of the in-place one: of the same overload, if there is one.
     same = f"aten.{plain}.{overload}"
     return (
-        same if same in ops_of_torch.op_name_set() else f"aten.{plain}",
+        same if same in op_name_set() else f"aten.{plain}",
         *_decomposes_to(f"aten.{plain}.{overload}"),
     )

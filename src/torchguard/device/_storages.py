@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from torchguard._torch import nodes, ops
-from torchguard._torch import tensors as tensors_of_torch
+from torchguard._torch.tensors import storage_bytes, storage_of
 
 Size = int | torch.SymInt
 # For each tensor in the result of a node the identity of its storage; None for a tensor without one (sparse).
@@ -61,7 +61,7 @@ def bytes_covered(tensors: Sequence[Tensor]) -> int:
     for tensor in tensors:
         covered = _byte_ranges(tensor)
         if covered is None:  # too many ranges to find overlaps: an upper bound
-            return min(sum(map(bytes_of, tensors)), nodes.hint(tensors_of_torch.storage_bytes(tensor)) or 0)
+            return min(sum(map(bytes_of, tensors)), nodes.hint(storage_bytes(tensor)) or 0)
         ranges.update(covered)
     total = end = 0
     for start, stop in sorted(ranges):
@@ -97,7 +97,7 @@ def storage_keys(module: fx.GraphModule, known: Mapping[fx.Node, Keys] | None = 
     replaced: dict[int, int] = {}  # the storage of a fake tensor: the storage that exists at run time
     keys: dict[fx.Node, Keys] = {}
     for node in module.graph.nodes:
-        fake = [tensors_of_torch.storage_of(tensor) for tensor in tensors_of(value_of(node))]
+        fake = [storage_of(tensor) for tensor in tensors_of(value_of(node))]
         actual = known[node] if known is not None and node in known else _input_keys(node, keys, len(fake))
         pairs = [(key, actual[i] if i < len(actual) else None) for i, key in enumerate(fake)]
         replaced |= {key: other for key, other in pairs if key is not None and other is not None}

@@ -26,8 +26,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchguard._graphs.source_lines import lines_of_stack, user_line
-from torchguard._torch.events import HERE, Built, install, is_explaining, raise_instead, require
-from torchguard._torch.guards import Guards, as_in_a_call
+from torchguard._torch.events import (
+    THIS_COPY,
+    GuardsBuiltEvent,
+    is_explaining,
+    raise_instead_of_recompiling,
+    require_guard_events,
+)
+from torchguard._torch.guards import Guards, torch_function_enabled
 from torchguard._torch.tensors import any_autocast, grad_mode
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._filters import Filter, by_function
@@ -116,7 +122,7 @@ class AuditReport:
 class Audit:
     """A filter that checks the guards it dropped, made by `audit`. Pass it to `guards.compile(filter=...)`."""
 
-    is_audit, told_by = True, HERE
+    is_audit, package_copy = True, THIS_COPY
 
     def __init__(self, filter: Filter, every: int, action: Action, budget: float | None) -> None:
         self.filter, self.every, self.action, self.budget = filter, every, action, budget
@@ -134,14 +140,14 @@ class Audit:
         self._thread.dropped = [_DroppedGuard(entry) for entry, keep in zip(entries, kept, strict=True) if not keep]
         return kept
 
-    def on_built(self, built: Built) -> None:
-        """Add a shadow: Dynamo has built the tree of the kept guards, and `built.full` is the tree of all."""
-        if built.full is None or not self._thread.dropped:
+    def on_built(self, built: GuardsBuiltEvent) -> None:
+        """Add a shadow: Dynamo has built the tree of the kept guards, and `built.unfiltered` is the tree of all."""
+        if built.unfiltered is None or not self._thread.dropped:
             return
-        shadow = _Shadow(self, built, built.full, self._thread.dropped)
+        shadow = _Shadow(self, built, built.unfiltered, self._thread.dropped)
         self._shadows.add(shadow)
         weakref.finalize(shadow, _add, self._finished, shadow.counts)
-        built.guards.listen(shadow.on_call)
+        built.guards.add_guard(shadow.on_call)
 
     def report(self) -> AuditReport:
         """What was found so far."""
@@ -193,7 +199,7 @@ class _DroppedGuard:
 class _Shadow:
     """The tree of all guards of one compiled frame, of which the filter dropped some."""
 
-    def __init__(self, audit: Audit, built: Built, full: Guards, dropped: list[_DroppedGuard]) -> None:
+    def __init__(self, audit: Audit, built: GuardsBuiltEvent, full: Guards, dropped: list[_DroppedGuard]) -> None:
         self.audit = weakref.ref(audit)
         self.full, self.compile_id = full, built.compile_id
         # Where the guard on grad mode and autocast is kept, Dynamo itself tells such calls apart.
@@ -231,7 +237,7 @@ class _Shadow:
             return True
         if is_explaining():
             if self.error is not None:
-                raise_instead(self.error)
+                raise_instead_of_recompiling(self.error)
             return self.allowed
         start, audit = time.perf_counter(), self.audit()
         if audit is None:  # nobody can read its report
@@ -239,7 +245,7 @@ class _Shadow:
         self.training = getattr(f_locals.get(self.first_argument), "training", None)
         self.state = (grad_mode(), any_autocast())
         self.counts.remaining -= 1
-        with as_in_a_call():
+        with torch_function_enabled():
             is_clean = self._check(f_locals, self.counts.calls, audit)
         self._schedule(self._interval(audit, start) if is_clean or audit.action == "record" else 1)
         return self.allowed
@@ -308,6 +314,5 @@ def audit(filter: Any, every: int = 100, action: Action = "record", budget: floa
         raise GuardError(f"audit: every is {every!r}. Give a number of calls, 1 or more.")
     if budget is not None and not 0 < budget < 1:
         raise GuardError(f"audit: budget is {budget!r}. Give a share of the time, such as 0.02.")
-    require("audit")
-    install()
+    require_guard_events("audit")
     return Audit(filter if isinstance(filter, Filter) else by_function(filter), every, action, budget)

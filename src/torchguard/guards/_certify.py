@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchguard._pytrees import children, map_tensors
 from torchguard._torch import dynamo, settings
-from torchguard._torch.events import counting_builds
+from torchguard._torch.events import record_builds
 from torchguard.exceptions import GuardError
 from torchguard.guards._audit import GuardViolation, audit
 from torchguard.guards._compile import compile
@@ -158,7 +158,7 @@ class _Compiled:
         return self._call
 
     def run(self, arguments: Any) -> Any:
-        with counting_builds() as built:
+        with record_builds() as built:
             result = self._run(self._call, arguments)
         self._builds += len(built)
         return result
@@ -186,7 +186,7 @@ class _FilterTrial:
         frame = dynamo.frame_of(self.filtered(), *self.given)
         if frame is None:
             return []
-        compiled = dynamo.entries_of(frame.kept)
+        compiled = dynamo.entries_of(frame.cache)
         found: dict[str, Perturbation] = {}
         for entry in self.entries if compiled else ():
             source = entry.orig_guard.name

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from torchguard._torch import dynamo, guards, inductor
-from torchguard._torch.process import of_this_process
+from torchguard._torch.process import process_state
 from torchguard.exceptions import GuardError, GuardWarning
 from torchguard.guards._explain import FilterEntry
 from torchguard.guards._filters import Filter, FilterFunction, by_function
@@ -26,7 +26,7 @@ from torchguard.guards._filters import Filter, FilterFunction, by_function
 C = TypeVar("C", bound=Callable)
 
 # The filter that each function was last compiled with. Used before torch 2.13, which has one cache for all filters.
-_last_filters: "weakref.WeakKeyDictionary[types.CodeType, weakref.ref[Any] | None]" = of_this_process(
+_last_filters: "weakref.WeakKeyDictionary[types.CodeType, weakref.ref[Any] | None]" = process_state(
     "filters", weakref.WeakKeyDictionary
 )
 

@@ -91,7 +91,7 @@ def cost(compiled: Any, /, *args: Any, calls: int = 20, **kwargs: Any) -> Cost:
     if frame is None:
         raise GuardError(f"cost: this {type(compiled).__name__} is not compiled. Give what torch.compile returned.")
     with audits_paused():
-        entries = dynamo.entries_of(frame.kept)
+        entries = dynamo.entries_of(frame.cache)
         matching = next((guards for _, guards in entries if guards.check(frame.f_locals)), None)
         if matching is None:
             raise GuardError("cost: no cached entry matches this call. Call it once before.")

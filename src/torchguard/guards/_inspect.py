@@ -15,7 +15,7 @@ from typing import Any
 
 from torchguard._graphs.source_lines import SourceLine, lines_of_stack, user_line
 from torchguard._torch import dynamo, events
-from torchguard._torch.events import Broken, Built, Missed
+from torchguard._torch.events import GraphBreakEvent, GuardFailureEvent, GuardsBuiltEvent
 from torchguard.exceptions import GuardError, RecompileError
 from torchguard.guards._audit import audits_paused
 from torchguard.guards._compile import compile
@@ -170,16 +170,16 @@ class Inspection:
 @contextlib.contextmanager
 def inspect() -> Iterator[Inspection]:
     """Record everything Dynamo compiles in a block. Nothing is reset, and nothing runs but the block."""
-    events.require("inspect")
+    events.require_guard_events("inspect")
     recorder = _InspectionRecorder()
-    events.on_break(recorder.on_break)
-    events.on_built(recorder.on_built)
-    events.on_recompile(recorder.on_missed)
+    events.add_listener(GraphBreakEvent, recorder.on_break)
+    events.add_listener(GuardsBuiltEvent, recorder.on_built)
+    events.add_listener(GuardFailureEvent, recorder.on_missed)
     try:
         yield recorder.inspection
     finally:
         for listener in (recorder.on_break, recorder.on_built, recorder.on_missed):
-            events.forget(listener)
+            events.remove_listener(listener)
         recorder.finish()
 
 
@@ -192,18 +192,18 @@ class _InspectionRecorder:
         self._failed: dict[str, tuple[types.CodeType, list[FailedEntry]]] = {}
         self._built_at: list[float] = []
 
-    def on_missed(self, missed: Missed) -> None:
+    def on_missed(self, missed: GuardFailureEvent) -> None:
         if not missed.is_same_backend:
             failures = [_OTHER_BACKEND]
-        elif missed.gone:
-            failures = [_deallocated(missed.gone)]
+        elif missed.invalidation:
+            failures = [_deallocated(missed.invalidation)]
         else:
             with audits_paused():
                 failures = failures_of(missed.guards, missed.f_locals)
-        _, entries = self._failed.setdefault(missed.for_id, (missed.code, []))
+        _, entries = self._failed.setdefault(missed.new_compile_id, (missed.code, []))
         entries.append(FailedEntry(missed.compile_id, tuple(failures)))
 
-    def on_built(self, built: Built) -> None:
+    def on_built(self, built: GuardsBuiltEvent) -> None:
         self._fill_in_times()
         _, entries = self._failed.pop(built.compile_id, (None, []))
         frame = CompiledFrame(
@@ -217,7 +217,7 @@ class _InspectionRecorder:
         self.inspection.frames.append(frame)
         self._built_at.append(time.time())
 
-    def on_break(self, broken: Broken) -> None:
+    def on_break(self, broken: GraphBreakEvent) -> None:
         one = _graph_break(broken)
         breaks = self.inspection.graph_breaks
         # A break in a called function is reported a second time when that function is compiled by itself.
@@ -235,7 +235,7 @@ class _InspectionRecorder:
 
     def _fill_in_times(self) -> None:
         # Compile ids start over after a reset, so metrics must match in time, too. The clock may be adjusted meanwhile.
-        times = events.compile_times()
+        times = dynamo.compile_times()
         frames = self.inspection.frames
         for i, (frame, at) in enumerate(zip(frames, self._built_at, strict=True)):
             if frame.seconds is None:
@@ -253,7 +253,7 @@ def _where(code: types.CodeType) -> dict[str, Any]:
     return {"function": code.co_qualname, "file": code.co_filename, "line": code.co_firstlineno}
 
 
-def _graph_break(broken: Broken) -> GraphBreak:
+def _graph_break(broken: GraphBreakEvent) -> GraphBreak:
     stack = lines_of_stack(broken.stack)
     line = user_line(stack)
     explained = [f"{title}: {_on_one_line(text)}" for title, text in _EXPLAINED.findall(broken.reason)]
@@ -275,7 +275,7 @@ class GuardInspector:
     """
 
     def __init__(self, model: Callable[..., Any], **torch_compile_kwargs: Any) -> None:
-        is_compiled = dynamo.kept_for(model) is not None
+        is_compiled = dynamo.cache_of(model) is not None
         if is_compiled and torch_compile_kwargs:
             raise GuardError(f"GuardInspector: this is compiled already. Leave out {', '.join(torch_compile_kwargs)}.")
         self.compiled = model if is_compiled else compile(model, **{"backend": "eager", **torch_compile_kwargs})
@@ -288,13 +288,13 @@ class GuardInspector:
 
     def cached(self) -> list[CompiledFrame]:
         """What Dynamo has cached for the first frame of a call. Runs nothing."""
-        kept = dynamo.kept_for(self.compiled)
-        if kept is None:
+        cache = dynamo.cache_of(self.compiled)
+        if cache is None:
             return []
-        entries = dynamo.entries_of(kept)
+        entries = dynamo.entries_of(cache)
         return [
             CompiledFrame(
-                **_where(kept.code),
+                **_where(cache.code),
                 compile_id=compile_id,
                 seconds=None,
                 cache_size=len(entries),

@@ -120,7 +120,7 @@ def _microseconds(
         raise GuardError(
             f"suggest: torch.compile does not compile a {type(model).__name__}. Give a module or a function."
         )
-    entries = dynamo.entries_of(frame.kept)
+    entries = dynamo.entries_of(frame.cache)
     if not entries:
         raise GuardError("suggest: Dynamo compiled nothing for this call, so there are no guards to drop.")
     guards = entries[0][1]

@@ -88,7 +88,7 @@ def why(compiled: Any, /, *args: Any, **kwargs: Any) -> Why:
             f"why: this {type(compiled).__name__} is not compiled. Give what torch.compile returned, not what a "
             "decorator made of it."
         )
-    entries = entries_of(frame.kept)
+    entries = entries_of(frame.cache)
     if stance() == "force_eager":
         return Why(False, len(entries), (), fallback="Under the stance 'force_eager' this call runs eagerly.")
     reasons = []
@@ -98,7 +98,7 @@ def why(compiled: Any, /, *args: Any, **kwargs: Any) -> Why:
             if not failures:
                 return Why(False, len(entries), ())
             reasons += [Reason(compile_id, failure, advice_for(failure)) for failure in failures]
-    limit_reached = is_full(frame.kept)
+    limit_reached = is_full(frame.cache)
     fallback = _STANCES.get(stance(), _LIMIT_REACHED if limit_reached else "")
     return Why(not fallback, len(entries), tuple(reasons), limit_reached, fallback)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchguard._channel.layout import LOCATION_MASK
 from torchguard._renamed import renamed
-from torchguard._torch.process import of_this_process
+from torchguard._torch.process import process_state
 from torchguard.exceptions import LocationWarning, OutOfRangeError
 
 
@@ -124,7 +124,7 @@ class _Registry:
 
 
 # One per process: flags and modules hold ids, whichever import of this package assigned them.
-registry = of_this_process("locations", _Registry)
+registry = process_state("locations", _Registry)
 registry.__class__ = _Registry  # the current class: the object may stem from an earlier import or from before a reload
 
 

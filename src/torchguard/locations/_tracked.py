@@ -9,7 +9,8 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from torchguard._torch.process import of_this_process
+from torchguard._torch.modules import child_names
+from torchguard._torch.process import process_state
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard.exceptions import LocationWarning, NotFlagsError
 from torchguard.locations._registry import ErrorLocation, registry, warn_full
@@ -21,7 +22,7 @@ _LOCATION = "_fx_location"
 _PATH = "_fx_path"
 _BUILDING = "_fx_building"
 
-_tables: "weakref.WeakSet[LocationTable]" = of_this_process("location tables", weakref.WeakSet)
+_tables: "weakref.WeakSet[LocationTable]" = process_state("location tables", weakref.WeakSet)
 
 
 class LocationTable:
@@ -120,7 +121,7 @@ def _producer(path: str, modules: Mapping[str, nn.Module], known: set[str]) -> s
     """The path of the module that produces the input of a module without parameters, judged by structure."""
     parent = path.rpartition(".")[0]
     if isinstance(modules.get(parent), nn.Sequential):
-        siblings = [f"{parent}.{child}" if parent else child for child in modules[parent]._modules]
+        siblings = [f"{parent}.{child}" if parent else child for child in child_names(modules[parent])]
         before = siblings[: siblings.index(path)]
         return next((sibling for sibling in reversed(before) if sibling in known), nearest(parent, known))
     return nearest(parent, known)

@@ -43,7 +43,7 @@ class NotAllowed(Constraint):
 
 def _remedy(node: fx.Node, device: "Device") -> str:
     """Suggest to decompose an op, if the device supports all ops it decomposes to. No device has the ops of `prims`."""
-    made = aot.ops_made_of(node) if device.decompositions == "none" else ()
+    made = aot.ops_in_decomposition(node) if device.decompositions == "none" else ()
     if not made or any(str(op).startswith("prims.") or _is_refused(op, device) for op in made):
         return ""
     return f"torch can decompose it: decompositions={[op_name(node)]}"

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torchguard._torch import nodes
+from torchguard._torch.tracing import is_surely
 from torchguard.device._graph import Graph
 from torchguard.device._rules.base import Constraint
 from torchguard.device._rules.layout import layout_of, shape_text
@@ -30,7 +30,7 @@ class Alignment(Constraint):
                 continue
             shape = _shape_in_memory(use.tensor)
             for dim, size, multiple in _limits(shape, multiples):
-                if statically_known_true(size == 1) or statically_known_true(size % multiple == 0):
+                if is_surely(size == 1) or is_surely(size % multiple == 0):
                     continue
                 is_fixed = isinstance(size, int)
                 needs = f"{size} % {multiple} == 0" if str(size).isalnum() else f"({size}) % {multiple} == 0"
@@ -50,8 +50,12 @@ class Alignment(Constraint):
 
 def _assertion(size: torch.SymInt, condition: str) -> str:
     """How the program can assert a condition of a size, as code that can be pasted."""
-    name = nodes.in_program(size)
-    call = f"in the model: {nodes.SAY}({name} {condition})" if name else f"where the size is computed, with {nodes.SAY}"
+    name = nodes.size_in_user_code(size)
+    call = (
+        f"in the model: {nodes.CHECK_SIZE}({name} {condition})"
+        if name
+        else f"where the size is computed, with {nodes.CHECK_SIZE}"
+    )
     return f"assert it {call}, or compile with dynamic=False"
 
 
@@ -80,7 +84,7 @@ class LargestSize(Constraint):
         for use in graph.uses if largest else ():
             shape = _shape_in_memory(use.tensor)
             for dim, size, most in _limits(shape, largest):
-                if statically_known_true(size <= most):
+                if is_surely(size <= most):
                     continue
                 is_fixed = isinstance(size, int)
                 yield self.violation(

@@ -1,0 +1,378 @@
+"""A torch that lacks a private name: what is required says so, and what is not does without, as the docstring says."""
+
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from torch import fx, nn
+
+from torchguard import err, flag_nan, flags, guards, unwatch, watch
+from torchguard._torch import aot, dynamo, events, fakes, inductor, modules, nodes, process, settings, tensors, tracing
+from torchguard._torch import guards as guard_trees
+from torchguard.exceptions import GuardError
+
+
+def reimported(module):
+    """A module executed once more, beside the one that is imported."""
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_again", module.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    return again
+
+
+def double(x):
+    return x * 2
+
+
+@pytest.fixture
+def no_module(monkeypatch):
+    """Have the import of a module of torch fail."""
+    return lambda name: monkeypatch.setitem(sys.modules, name, None)
+
+
+class TestRequired:
+    @pytest.mark.parametrize("name", ["_current_graph_task_id", "_get_tracing_state", "_len_torch_dispatch_stack"])
+    def test_of_torch_c(self, monkeypatch, name):
+        monkeypatch.delattr(torch._C, name)
+        with pytest.raises(
+            ImportError, match=rf"needs torch\._C\.{name}, which torch .* does not have.*2\.11 to 2\.13"
+        ):
+            reimported(tracing)
+
+    @pytest.mark.parametrize("name", ["is_legacy_batchedtensor", "maybe_current_level"])
+    def test_of_functorch(self, monkeypatch, name):
+        monkeypatch.delattr(torch._C._functorch, name)
+        with pytest.raises(ImportError, match=rf"needs torch\._C\._functorch\.{name}"):
+            reimported(tracing)
+
+    def test_of_tensors(self, monkeypatch):
+        monkeypatch.delattr(torch._C, "_set_grad_enabled")
+        with pytest.raises(AttributeError, match="_set_grad_enabled"):
+            reimported(tensors)
+
+    def test_of_fake_tensors(self, monkeypatch):
+        monkeypatch.delattr("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols")
+        with pytest.raises(ImportError, match="free_unbacked_symbols"):
+            reimported(fakes)
+
+    def test_of_inductor(self, monkeypatch):
+        monkeypatch.delattr("torch._inductor.decomposition.select_decomp_table")
+        with pytest.raises(ImportError, match="select_decomp_table"):
+            inductor.decompositions()
+
+    def test_of_backends(self, monkeypatch):
+        monkeypatch.delattr("torch._dynamo.backends.debugging.boxed_nop")
+        with pytest.raises(ImportError, match="boxed_nop"):
+            aot.compile_boxed(fx.symbolic_trace(double), [])
+
+
+class TestTracing:
+    def test_a_mark_that_dynamo_does_not_know_is_traced_into(self):
+        @tracing.constant_in_graphs
+        def two():
+            return 2
+
+        assert two._dynamo_marked_constant
+        del two._dynamo_marked_constant
+        assert torch.compile(lambda x: x * two(), backend="eager", fullgraph=True)(torch.ones(1)) == 2
+
+    @pytest.mark.parametrize(
+        "name", ["torch._subclasses.fake_tensor.is_fake", "torch.fx.experimental.proxy_tensor.get_proxy_mode"]
+    )
+    def test_nothing_is_shape_only(self, monkeypatch, name):
+        with fakes.fake_tensors():
+            fake = torch.ones(2)
+        assert tracing.is_shape_only(fake)
+        monkeypatch.delattr(name)
+        assert not tracing.is_shape_only(fake)
+
+    def test_a_check_compiles_where_nothing_is_shape_only(self, monkeypatch):
+        monkeypatch.setattr("torchguard._channel.deferred.is_shape_only", lambda tensor: False)
+        x = torch.tensor([[1.0], [float("nan")]])
+        f = torch.compile(lambda x: flag_nan(x, "x", err.new(x)), backend="aot_eager", fullgraph=True)(x)
+        assert flags.repr(f) == "ErrorFlags(2 samples, 1 errors: 1xNAN @ x)"
+
+    def test_nothing_counts_as_an_export(self, monkeypatch):
+        monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
+        assert tracing.is_exporting()
+        monkeypatch.delattr(torch.compiler, "_is_exporting_flag")
+        assert not tracing.is_exporting()
+
+
+class TestTensors:
+    def test_autocast_is_asked_for_cuda_alone(self, monkeypatch):
+        monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
+        again = reimported(tensors)
+        with torch.autocast("cpu"):
+            assert tensors.any_autocast()
+            assert not again.any_autocast()
+
+
+class TestModules:
+    def test_a_compiled_module_without_its_mark_is_one_whose_forward_is_compiled(self):
+        compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+        assert modules.is_compiled_module(compiled)
+        call = modules.compiled_function(compiled)
+        compiled._modules["_original"] = compiled._modules.pop("_orig_mod")
+        assert not modules.is_compiled_module(compiled)
+        assert modules.uncompiled(compiled) is compiled
+        assert modules.compiled_function(compiled) == call
+
+    def test_without_the_id_of_its_function_a_wrapper_counts_as_compiled(self):
+        compiled = torch.compile(double, backend="eager")
+        wrapper = functools.wraps(compiled)(lambda *args: compiled(*args))
+        assert modules.compiled_function(wrapper) is None
+        del wrapper._torchdynamo_wrapper_id
+        assert modules.compiled_function(wrapper) is wrapper
+
+    def test_without_a_compiled_call_nothing_is_wrapped(self):
+        model = nn.Linear(2, 2)
+        modules.wrap_compiled_call(model, lambda call: pytest.fail("there is nothing to wrap"))
+        model.compile(backend="eager")
+        modules.wrap_compiled_call(model, lambda call: lambda *args: "wrapped")
+        assert model(torch.ones(2)) == "wrapped"
+
+
+class TestDynamo:
+    @pytest.fixture
+    def compiled(self):
+        torch._dynamo.reset()
+        compiled = torch.compile(double, backend="eager")
+        compiled(torch.ones(2))
+        return compiled
+
+    def test_a_tensor_cannot_be_marked_static(self, monkeypatch):
+        monkeypatch.delattr("torch._dynamo.mark_static")
+        x = torch.ones(2)
+        assert dynamo.keep_static(x) is x
+
+    def test_a_watched_model_compiles_without_static_tensors(self, monkeypatch):
+        monkeypatch.delattr("torch._dynamo.mark_static")
+        out, _ = torch.compile(watch(nn.Linear(2, 2)), backend="aot_eager", fullgraph=True)(torch.ones(3, 2))
+        assert out.shape == (3, 2)
+
+    def test_there_is_one_list_of_entries_for_all_regions(self, compiled, monkeypatch):
+        monkeypatch.delattr("torch._dynamo.eval_frame._get_cache_entries_for_region", raising=False)
+        monkeypatch.delattr("torch._dynamo.eval_frame._get_total_cache_entry_count", raising=False)
+        cache = dynamo.cache_of(compiled)
+        assert len(dynamo.entries_of(cache)) == 1
+        assert not dynamo.is_full(cache)
+        assert dynamo.is_full(cache._replace(limit=1))
+
+    def test_a_backend_that_is_unknown_matches_all_entries(self, compiled):
+        cache = dynamo.cache_of(compiled)
+        assert len(dynamo.entries_of(cache._replace(backend=object()))) == 0
+        assert len(dynamo.entries_of(cache._replace(backend=None))) == 1
+        assert dynamo._is_for(types.SimpleNamespace(), backend=object())  # an entry that does not say its own
+
+    def test_the_closure_of_a_compiled_function_has_no_callback(self):
+        assert dynamo._backend_and_limit(double) == (None, torch._dynamo.config.recompile_limit)
+
+    def test_the_stance_cannot_be_read(self, monkeypatch):
+        with torch.compiler.set_stance("eager_on_recompile"):
+            assert dynamo.stance() == "eager_on_recompile"
+            monkeypatch.delattr("torch._dynamo.eval_frame._stance")
+            assert dynamo.stance() == "default"
+            monkeypatch.undo()
+
+    def test_the_default_backend_cannot_be_set(self, monkeypatch):
+        monkeypatch.delattr("torch._dynamo.backends.registry.get_default_backend", raising=False)
+        assert dynamo.default_backend() == "inductor"
+
+    def test_metrics_without_times_are_left_out(self, monkeypatch):
+        metrics = [types.SimpleNamespace(compile_id="0/0"), types.SimpleNamespace(compile_id="0/1", start_time=1.0)]
+        metrics.append(types.SimpleNamespace(compile_id="0/2", start_time=1.0, entire_frame_compile_time_s=2.0))
+        monkeypatch.setattr("torch._dynamo.utils.get_compilation_metrics", lambda: metrics)
+        assert dynamo.compile_times() == [("0/2", 1.0, 2.0)]
+
+    def test_nothing_counts_as_a_restart(self, monkeypatch):
+        from torch._dynamo.exc import SpeculationRestartAnalysis
+
+        error = SpeculationRestartAnalysis(restart_reason="")
+        assert dynamo.is_restart(error)
+        monkeypatch.delattr("torch._dynamo.exc.RestartAnalysis")
+        assert not dynamo.is_restart(error)
+
+
+class TestGuards:
+    def test_names_of_types_are_not_checked(self, monkeypatch):
+        with pytest.raises(GuardError, match="NO_SUCH"):
+            guards.of_type("NO_SUCH")
+        monkeypatch.delattr("torch._dynamo.guards.GuardBuilder")
+        assert guard_trees.guard_types() == frozenset()
+        guards.of_type("NO_SUCH")
+
+    def test_no_type_counts_as_unserializable(self, monkeypatch):
+        assert guard_trees.unserializable_guard_types()
+        monkeypatch.delattr("torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES")
+        assert guard_trees.unserializable_guard_types() == frozenset()
+        monkeypatch.delattr("torch._dynamo.guards.CheckFunctionManager")
+        assert guard_trees.unserializable_guard_types() == frozenset()
+
+    def test_a_guard_without_a_source_is_about_state(self):
+        assert guard_trees.guard_sources(types.SimpleNamespace(name="L['x']")) == ("state",)
+
+    def test_a_mode_does_not_go_with_a_filter(self, monkeypatch):
+        monkeypatch.delattr("torch._inductor.list_mode_options")
+        with pytest.raises(GuardError, match=r"has no list_mode_options, so mode='max-autotune' and filter="):
+            guards.compile(double, filter=guards.skip_globals(), mode="max-autotune")
+
+
+class TestEvents:
+    def test_graph_breaks_cannot_be_reported(self, monkeypatch):
+        monkeypatch.delattr("torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break")
+        with pytest.raises(GuardError, match=r"has no InstructionTranslatorBase\.log_graph_break"), guards.inspect():
+            pass
+
+    @pytest.mark.parametrize(
+        "name",
+        ["CheckFunctionManager.build_guards", "CheckFunctionManager.compile_check_fn", "get_guard_fail_reason"],
+    )
+    def test_guards_cannot_be_reported(self, monkeypatch, name):
+        monkeypatch.delattr(f"torch._dynamo.guards.{name}")
+        assert events.missing_for_guards() == name
+        with pytest.raises(GuardError, match=f"audit: torch .* has no {name}, which it needs. Filters work without"):
+            events.require_guard_events("audit")
+
+    def test_where_a_guard_comes_from_is_unknown(self):
+        guard = types.SimpleNamespace(name="L['x']", user_stack=None)
+        assert events._stacks(types.SimpleNamespace(guards=[guard])) == {}
+        assert events._stacks(types.SimpleNamespace()) == {}
+
+    def test_graphs_cannot_be_captured(self, monkeypatch):
+        monkeypatch.delattr("torch._dynamo.output_graph.OutputGraph._call_user_compiler")
+        assert events.missing_for_capture() == (
+            f"graphs of Dynamo: torch {torch.__version__} has no _call_user_compiler",
+        )
+
+    def test_there_is_no_progress(self, no_module):
+        no_module("torch._dynamo.callback")
+        assert not events.on_compile_start_and_end(print, print)
+
+
+class TestNodes:
+    @pytest.fixture
+    def placeholder(self):
+        return fx.symbolic_trace(lambda x: x + 1).graph.find_nodes(op="placeholder")[0]
+
+    def test_nothing_is_known_of_an_input(self, placeholder):
+        assert nodes.source_of(placeholder) == ""
+        assert nodes.position_of(placeholder) is None
+        assert not nodes.is_lifted_state(placeholder)
+        module = fx.GraphModule(nn.Module(), placeholder.graph)
+        assert nodes.inputs_of(module) == (nodes.GraphInput("x", is_state=False),)
+
+    def test_what_is_set_is_read(self, placeholder):
+        nodes.set_source(placeholder, "L['self']._modules['fc']._parameters['weight']")
+        nodes.set_position(placeholder, 3)
+        assert nodes.source_of(placeholder).endswith("['weight']")
+        assert nodes.position_of(placeholder) == 3
+        module = fx.GraphModule(nn.Module(), placeholder.graph)
+        assert nodes.inputs_of(module) == (nodes.GraphInput("fc.weight", is_state=True),)
+
+
+class TestProcess:
+    def test_a_function_that_is_missing_is_not_patched(self):
+        owner = types.SimpleNamespace()
+        assert not process.patch_function(owner, "missing", {}, "replacement")
+        assert not vars(owner)
+
+    def test_a_function_is_patched_once_and_by_what_the_module_has_now(self):
+        owner = types.SimpleNamespace(add=lambda a, b: a + b)
+        scope = {"replacement": lambda original, a, b: original(a, b) * 10}
+        for _ in range(2):
+            assert process.patch_function(owner, "add", scope, "replacement")
+        assert owner.add(1, 2) == 30
+        scope["replacement"] = lambda original, a, b: -original(a, b)  # reloaded
+        assert owner.add(1, 2) == -3
+
+    def test_copies_of_the_package_are_not_told_apart(self, monkeypatch):
+        translator = torch._dynamo.symbolic_convert.InliningInstructionTranslator
+        monkeypatch.delattr(translator, "get_globals_source_and_value")
+        process.separate_copies_in_dynamo()
+        assert "get_globals_source_and_value" not in vars(translator)
+
+    def test_the_name_of_a_backend_stays(self, monkeypatch):
+        known = {"mine": double}
+        monkeypatch.setattr("torch._dynamo.backends.registry._COMPILER_FNS", known)
+        aot.replace_registered_backend("mine", lambda graph, inputs: graph)
+        assert known["mine"] is not double
+        monkeypatch.delattr("torch._dynamo.backends.registry._COMPILER_FNS")
+        aot.replace_registered_backend("mine", double)
+        assert known["mine"] is not double
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning a function")
+class TestSettings:
+    def regions_in_graph(self):
+        """How many nested regions the graph of a model with `compile_once` has; its gradients are right."""
+        from torch._dynamo.testing import AotEagerAndRecordGraphs
+
+        model, x, backend = Tower(), torch.randn(2, 4, requires_grad=True), AotEagerAndRecordGraphs()
+        model(x).sum().backward()
+        want = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        guarded = watch(model, compile_once=True)
+        torch.compile(guarded, backend=backend, fullgraph=True)(x)[0].sum().backward()
+        torch.testing.assert_close([p.grad for p in unwatch(guarded).parameters()], want)
+        region = torch.ops.higher_order.invoke_subgraph
+        return sum(node.target is region for node in backend.graphs[0].graph.nodes)
+
+    def test_blocks_are_no_regions_where_these_cannot_be_protected(self, monkeypatch):
+        assert self.regions_in_graph() == 3
+        torch._dynamo.reset()
+        owner = importlib.import_module("torch._functorch.aot_autograd")
+        original = owner.aot_stage2_compile
+        monkeypatch.setattr(owner, "aot_stage2_compile", lambda *args: original(*args))
+        assert not settings.protect_regions()
+        assert self.regions_in_graph() == 0
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "torch._functorch.aot_autograd.aot_stage2_compile",
+            "torch._dynamo.output_graph.OutputGraph._call_user_compiler",
+        ],
+    )
+    def test_regions_cannot_be_protected(self, monkeypatch, name):
+        monkeypatch.delattr(name)
+        assert not settings.protect_regions()
+
+    def test_regions_compile_where_schemas_cannot_be_cached(self, monkeypatch):
+        monkeypatch.setattr(settings, "_gen_schema", lambda original, *args: original(*args))
+        assert self.regions_in_graph() == 3
+        monkeypatch.delattr(sys.modules["torch._higher_order_ops.invoke_subgraph"], "get_invoke_subgraph_cache")
+        assert settings.protect_regions()
+
+    def test_a_setting_that_is_missing_is_not_reported(self, monkeypatch):
+        assert "dynamo.specialize_int" in settings.settings()
+        monkeypatch.setattr(settings, "_DYNAMO_SETTINGS", ("no_such_setting",))
+        assert not any(name.startswith("dynamo.") for name in settings.settings())
+
+    def test_a_limit_that_is_missing_stays(self, monkeypatch):
+        monkeypatch.delattr(torch._dynamo.config, "accumulated_recompile_limit")
+        with settings.without_limits():
+            assert torch._dynamo.config.recompile_limit == 2**20
+
+    def test_side_effects_under_checkpoints_cannot_be_allowed(self, monkeypatch):
+        monkeypatch.delattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint")
+        guarded = watch(nn.Linear(2, 2))
+        unwatch(guarded)
+
+    def test_a_setting_that_is_stored_elsewhere_is_counted_per_process(self):
+        assert not settings._is_per_thread(types.SimpleNamespace(), "anything")
