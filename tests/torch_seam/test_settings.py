@@ -90,11 +90,12 @@ class TestWhileAnObjectNeedsThem:
         assert is_set()
 
     def test_what_somebody_changed_meanwhile_stays(self):
-        holder = Holder()
-        settings._need(holder, dynamo, "recompile_limit", 1234)
-        dynamo.recompile_limit = 5
-        settings.release_settings(holder)
-        assert dynamo.recompile_limit == 5
+        with dynamo.patch(recompile_limit=77):
+            holder = Holder()
+            settings._need(holder, dynamo, "recompile_limit", 1234)
+            dynamo.recompile_limit = 5
+            settings.release_settings(holder)
+            assert dynamo.recompile_limit == 5
 
     def test_what_was_found_is_put_back(self):
         with dynamo.patch(recompile_limit=77):
