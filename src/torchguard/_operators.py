@@ -2,7 +2,7 @@
 
 Dynamo traces Python slowly, cannot trace attributes that are set on tensors, and guards on everything it reads. The
 body of an operator is invisible to it. There are two kinds: AOTAutograd traces into the body of the first (`define`),
-so that Inductor fuses what it does; the second (`define_whole`) stays one opaque call in compiled code and runs as in
+so that Inductor fuses what it does; the second (`define_opaque`) stays one opaque call in compiled code and runs as in
 eager mode.
 """
 
@@ -34,7 +34,7 @@ def define(schema: str, body: Callable[..., Any]) -> Operator:
     return _operator(library, name)
 
 
-def define_whole(schema: str, body: Callable[..., Any], shapes: Callable[..., Any]) -> Operator:
+def define_opaque(schema: str, body: Callable[..., Any], shapes: Callable[..., Any]) -> Operator:
     """Define an operator that is one call in compiled code too. `shapes` is its body for fake tensors."""
     library, name = _defined(schema)
     library.impl(name, body, "CompositeExplicitAutograd")
@@ -66,7 +66,7 @@ def _operator(library: operators.Library, name: str) -> Operator:
     return getattr(getattr(torch.ops, library.ns), name)
 
 
-def revision_of(folder: Path) -> int:
+def source_checksum(folder: Path) -> int:
     """A checksum of the source that an operator traces into, to be passed as one of its arguments.
 
     torch's caches of compiled graphs identify an operator by its name and arguments. The checksum keeps a later version
@@ -75,7 +75,7 @@ def revision_of(folder: Path) -> int:
     return zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))))
 
 
-def are_kept_whole() -> bool:
+def use_operators() -> bool:
     """Whether to call torchguard's operators instead of their bodies: while Dynamo traces.
 
     Not for an export, since an exported program should hold standard operators only; nor under a `torch.func`

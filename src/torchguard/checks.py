@@ -158,7 +158,7 @@ def findings_in(z: Tensor, location: int, codes: Set[int]) -> list[tuple[int, in
     return [(err.NAN, location, _nan(values))] if nan else [(err.INF, location, _inf(values))]
 
 
-def can_be_looked_at(z: Tensor) -> bool:
+def can_be_checked(z: Tensor) -> bool:
     """Whether a tensor can hold NaN or Inf and has a batch dimension."""
     return _can_be_bad(z) and z.layout == torch.strided and not z.is_nested
 

@@ -32,11 +32,11 @@ from torchguard._channel.slots import (
     zero_flags,
 )
 from torchguard._channel.validate import is_intact
-from torchguard._operators import are_kept_whole, define, revision_of
+from torchguard._operators import define, source_checksum, use_operators
 from torchguard._torch.tensors import mutation_count
 from torchguard._torch.tracing import can_read, is_shape_only, is_traced, surely_equal
 
-_REVISION = revision_of(Path(__file__).parent)
+_REVISION = source_checksum(Path(__file__).parent)
 _NOTE = "_torchguard_note"
 _ANY_CODE = -1
 # Up to this number of checks, pairwise comparisons count the errors before each check inside the packing kernel;
@@ -70,7 +70,7 @@ class _Note:
 
 def empty(n: int, device: torch.device | str | None, dtype: torch.dtype, config: ErrorConfig) -> Flags:
     """Flags without errors."""
-    if are_kept_whole():
+    if use_operators():
         template = zero_flags(n, device, dtype, config)
         return _BEGIN(template, _REVISION)
     return zero_flags(n, device, dtype, config)
@@ -84,7 +84,7 @@ def record(f: Flags, masks: list[RowStatus], slots: list[int], config: ErrorConf
             written, it is returned unchanged.
     """
     policy, room = config.accumulation, capacity(f, config)
-    if are_kept_whole():
+    if use_operators():
         axes = [int(policy.priority), int(policy.order), int(policy.dedupe)]
         return _RECORD(f, masks, slots, room, axes, is_known, _REVISION)
     return _record(f, masks, slots, room, policy, is_known)
@@ -92,7 +92,7 @@ def record(f: Flags, masks: list[RowStatus], slots: list[int], config: ErrorConf
 
 def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
     """True where a sample holds that code; without a code, where it holds any error."""
-    return _ROWS_WITH(f, code, _REVISION) if are_kept_whole() else _rows_with(f, code)
+    return _ROWS_WITH(f, code, _REVISION) if use_operators() else _rows_with(f, code)
 
 
 # The operators.

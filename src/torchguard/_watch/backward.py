@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchguard._operators import define, define_whole
+from torchguard._operators import define, define_opaque
 from torchguard._torch.tracing import backward_number, can_read, is_shape_only, is_surely, is_traced
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import PROBE_INF, PROBE_NAN, all_finite, is_finite, is_nan, row_status
@@ -91,7 +91,7 @@ def _call_new_probe_table(locations: int, size: int, device: torch.device) -> Te
     return _NEW_PROBE_TABLE(locations, size, device)
 
 
-_NEW_PROBE_TABLE = define_whole(
+_NEW_PROBE_TABLE = define_opaque(
     "new_probe_table(int locations, SymInt size, Device device) -> Tensor",
     lambda locations, size, device: torch.zeros(2, locations, size, device=device),
     lambda locations, size, device: torch.empty(2, locations, size, device=device),
@@ -233,7 +233,7 @@ def _merge_probes(grads: list[Tensor], firsts: list[int], origins: Tensor | None
     return F.pad(merged, (0, width - merged.shape[1]))
 
 
-_MERGE_PROBES = define_whole(
+_MERGE_PROBES = define_opaque(
     "merge_probes(Tensor[] grads, int[] firsts, Tensor? origins, int count, SymInt width) -> Tensor",
     _merge_probes,
     lambda grads, firsts, origins, count, width: grads[0].new_empty(count, width),
@@ -308,7 +308,7 @@ def _mask_gradient_op(grad: Tensor, table: Tensor, location: int, samples: int) 
         table[0, location] = torch.maximum(table[0, location], probe)
 
 
-_MASK_GRADIENT_ = define_whole(
+_MASK_GRADIENT_ = define_opaque(
     "mask_gradient_(Tensor(a!) grad, Tensor(b!) table, int location, SymInt samples) -> ()",
     _mask_gradient_op,
     lambda *_: None,

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from torchguard._channel.config import get_config
-from torchguard._operators import are_kept_whole
+from torchguard._operators import use_operators
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import INF, NAN, call_row_status, only_fault, row_status
 from torchguard._watch.origins import UNKNOWN_DIM, RowStatuses
 from torchguard._watch.quarantine import call_replace_nonfinite, replace_nonfinite
 from torchguard._watch.select import Checks
 from torchguard._watch.summarize import CallSummary, first_warnings, summarize
-from torchguard.checks import can_be_looked_at
+from torchguard.checks import can_be_checked
 
 
 class OuterRecord(NamedTuple):
@@ -45,7 +45,7 @@ class CallRecord:
         self.ends = (0, locations - 1)  # input and output: nothing but the check reads a tensor there
         self._batch_is_not_first = batch is not None and batch.dim > 0
         self._calls_operators = (
-            are_kept_whole() and batch is not None and batch.dim == 0 and (quarantine or self.only_fault is None)
+            use_operators() and batch is not None and batch.dim == 0 and (quarantine or self.only_fault is None)
         )
         self.locations: list[int] = []
         self.statuses: list[Tensor] = []
@@ -109,7 +109,7 @@ class CallRecord:
         dim: int | None,
         in_place: bool,
     ) -> Tensor:
-        if not self.checks_values or not can_be_looked_at(z) or (is_argument and self.is_unbatched(z)):
+        if not self.checks_values or not can_be_checked(z) or (is_argument and self.is_unbatched(z)):
             return z
         dim = self.dim_of(z, dim)
         vectors = z.unsqueeze(-1) if self._batch_is_not_first and self.batch.dim == z.ndim - 1 else z

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from torchguard._channel.codes import ErrorCode
-from torchguard._operators import are_kept_whole, define, revision_of
+from torchguard._operators import define, source_checksum, use_operators
 from torchguard._torch.tensors import mutation_count
 from torchguard._torch.tracing import is_shape_only, is_surely, is_traced
 from torchguard.checks import floats_of
@@ -45,7 +45,7 @@ _INF_BITS = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF000
 _SOURCE = "_torchguard_source"
 # A GPU holds a piece of this many numbers in registers, and need not read it again to replace it.
 _LONGEST_PIECE, _SHORTEST_PIECE = 1_024, 256
-REVISION = revision_of(Path(__file__).parent)
+REVISION = source_checksum(Path(__file__).parent)
 # What a gradient probe receives for a sample. Gradients may be added up: one NaN outweighs any number of Infs.
 PROBE_INF, PROBE_NAN = 1.0, 2.0**20
 
@@ -56,7 +56,7 @@ def row_status(z: Tensor, alone: bool = False) -> Tensor:
     Args:
         alone: whether nothing else reads the vectors in the same pass, so that the scan may be deferred.
     """
-    return call_row_status(z, alone) if are_kept_whole() else scan(z)
+    return call_row_status(z, alone) if use_operators() else scan(z)
 
 
 def call_row_status(z: Tensor, alone: bool) -> Tensor:

@@ -12,7 +12,7 @@ from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
 from torchguard._watch.select import is_mask, mask_positions
 from torchguard._watch.state import WatchState
-from torchguard.checks import can_be_looked_at, floats_of
+from torchguard.checks import can_be_checked, floats_of
 
 # Names of modules that square their input, and the number of squares they are taken to sum if they do not say.
 _SQUARING, _NUM_SQUARES = re.compile("norm", re.IGNORECASE), 2**20
@@ -135,7 +135,7 @@ def _checked(
 
 
 def _run_other_checks(z: Tensor, call_record: CallRecord, location: int) -> None:
-    if not can_be_looked_at(z) or call_record.batch is None:
+    if not can_be_checked(z) or call_record.batch is None:
         return
     samples = call_record.batch.samples_first(floats_of(z), call_record.dim_of(z, None))
     if samples is None or samples.ndim < 2:

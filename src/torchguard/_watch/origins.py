@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchguard._operators import define_whole
+from torchguard._operators import define_opaque
 from torchguard._torch.tracing import in_transform, is_surely, is_traced, surely_equal
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import OK, faults_of
@@ -145,7 +145,7 @@ def _call_stack_statuses(statuses: list[Tensor]) -> Tensor:
     return _STACK_STATUSES(statuses)
 
 
-_STACK_STATUSES = define_whole(
+_STACK_STATUSES = define_opaque(
     "stack_statuses(Tensor[] statuses) -> Tensor",
     torch.stack,
     lambda statuses: statuses[0].new_empty(len(statuses), *statuses[0].shape),

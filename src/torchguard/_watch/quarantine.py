@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard._operators import are_kept_whole, define
+from torchguard._operators import define, use_operators
 from torchguard._torch.tensors import mutation_count
 from torchguard._torch.tracing import in_transform, is_shape_only, is_traced
 from torchguard._watch.backward import ProbeTable, call_probes, masked_gradient
@@ -138,7 +138,7 @@ def replace_nonfinite(
         num_squares: how many squares the module will sum: a number of which so many squares overflow counts as Inf.
         in_place: whether to use the in-place kernel, where there is one: no kernel that could fuse a `where` reads `z`.
     """
-    if are_kept_whole():
+    if use_operators():
         return call_replace_nonfinite(z, batch, probes, location, dim, mask_gradient, num_squares, False, in_place)
     if torch.compiler.is_compiling():  # an export or a transform, where there are no probes and no notes on tensors
         status = _status(z, _limit(z.dtype, num_squares))

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchguard._operators import are_kept_whole, define
+from torchguard._operators import define, use_operators
 from torchguard._pytrees import map_tensors, tensors_in
 from torchguard._torch.settings import protect_regions
 from torchguard._watch.hooks import ModuleHooks
@@ -63,7 +63,7 @@ class Region:
         call_record = self.watch.call_record
         if (
             call_record is None
-            or not are_kept_whole()
+            or not use_operators()
             or (call_record.probes is not None and not call_record.region_probes)  # the block is compiled alone
         ):
             return self.run(args, kwargs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
-from torchguard._operators import are_kept_whole, define, define_whole, free_namespace
+from torchguard._operators import define, define_opaque, free_namespace, use_operators
 from torchguard._torch.tracing import is_shape_only, is_traced
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import REVISION, empty_status, has_bit_status, is_finite, scan
@@ -39,7 +39,7 @@ def _where(keep: Tensor, z: Tensor) -> Tensor:
 
 def zero_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) -> Tensor:
     """`z` with zeros in samples that have an origin (-1: none); unchanged if it is unbatched."""
-    if are_kept_whole():
+    if use_operators():
         return _call_zero_samples(origin, z, batch, batch.dim if dim is None else dim)
     keep = batch.broadcast((origin < 0).to(z.device), z, dim)
     return z if keep is None else _where(keep, z)
@@ -94,7 +94,7 @@ def _zero_samples_eager_op(z: Tensor, origin: Tensor, size: int, lengths: Sequen
     return _zeroed(z, origin, Batch(size, tuple(lengths), along, z.device))
 
 
-_ZERO_SAMPLES_EAGER = define_whole(
+_ZERO_SAMPLES_EAGER = define_opaque(
     "zero_samples_eager(Tensor z, Tensor origin, SymInt size, SymInt[] lengths, int along) -> Tensor",
     _zero_samples_eager_op,
     lambda z, *_: torch.empty_like(z),

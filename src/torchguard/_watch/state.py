@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchguard._operators import are_kept_whole
+from torchguard._operators import use_operators
 from torchguard._torch.dynamo import keep_static
 from torchguard._torch.settings import allow_side_effects_under_checkpoint
 from torchguard._torch.tracing import holds, in_transform, is_in_backward
@@ -91,7 +91,7 @@ class WatchState:
         if probes is not None:
             probes = probes.view_as(probes) if probes.device == batch.device else None  # a view for this call alone
         record = CallRecord(batch, self.checks, self.quarantine, len(self.paths), probes)
-        if self.regions and probes is not None and are_kept_whole():
+        if self.regions and probes is not None and use_operators():
             record.region_probes = region_probes(probes, batch.size, self.regions)
         return record
 

@@ -22,7 +22,7 @@ from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode, Severity
 from torchguard._channel.config import ErrorConfig
 from torchguard._channel.layout import LOCATION_SHIFT, pack_slot
 from torchguard._channel.slots import Flags, capacity, pack, zero_flags
-from torchguard._operators import are_kept_whole, define, define_whole
+from torchguard._operators import define, define_opaque, use_operators
 from torchguard._torch.tracing import can_read, is_shape_only, is_traced
 from torchguard._watch.backward import set_origins
 from torchguard._watch.batch import Batch
@@ -70,7 +70,7 @@ def summarize(
         quarantine: whether each fault was replaced when it was met, so that the next is a fault of its own.
         probes: the gradient probes of the call, if it has any. Their backward pass is given the origins.
     """
-    if are_kept_whole():
+    if use_operators():
         found = _call_summarize(checked, probes, warnings, location_ids, batch, quarantine, config)
     else:
         found = _summarize(checked, warnings, location_ids, batch, quarantine, config)
@@ -305,7 +305,7 @@ def _summarize_call_eager_shapes(*arguments: Any) -> tuple[Flags, Tensor]:
     return _clean(Batch(size, tuple(lengths), dim, _CPU), _config(*layout))
 
 
-_SUMMARIZE_CALL_EAGER = define_whole(
+_SUMMARIZE_CALL_EAGER = define_opaque(
     "summarize_call_eager(Tensor[] groups, Tensor[] alone, Tensor[] sources, str numbers, Tensor? warnings, "
     "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, bool quarantine, ScalarType dtype, int slots, "
     "int? transposes_from) -> (Tensor, Tensor)",

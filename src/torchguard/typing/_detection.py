@@ -10,7 +10,7 @@ from torchguard._channel.config import CARRIERS, get_config
 from torchguard._channel.record import push_findings
 from torchguard._pytrees import child_at, replace_children, tensors_in
 from torchguard._torch.tracing import holds
-from torchguard.checks import can_be_looked_at, findings_in
+from torchguard.checks import can_be_checked, findings_in
 from torchguard.exceptions import InvalidParameterError
 from torchguard.typing._dims import Named
 from torchguard.typing._nodes import Each, EachValue, Fields, Items, Node, OneOf
@@ -119,7 +119,7 @@ def detect(result: Any, path: Path, is_known: bool, layout: ReturnLayout, codes:
     f = given = _at(result, path)
     flags = [_text(path), *(_text(other) for other, is_sure in layout.flags if is_sure)]
     for where, z in tensors_in(result):
-        if _text(where) in flags or not can_be_looked_at(z) or z.device != given.device:
+        if _text(where) in flags or not can_be_checked(z) or z.device != given.device:
             continue
         dim = _samples_along(_text(where), layout)
         # A tensor without a row per sample cannot be attributed to samples.
