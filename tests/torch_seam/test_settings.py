@@ -22,18 +22,15 @@ IS_PER_THREAD = settings._is_per_thread(dynamo, CHECKPOINT)
 
 
 @pytest.fixture(autouse=True)
-def defaults():
-    """What models of earlier tests need is put back first."""
-    gc.collect()
-    settings._release(0)
+def defaults(monkeypatch):
+    """No model needs a setting, also if earlier tests left watched models alive."""
+    monkeypatch.setattr(settings, "_needed", {})
     with (
         dynamo.patch({CHECKPOINT: False}),
         functorch.patch(donated_buffer=True),
         inductor.patch(inplace_buffers=True, allow_buffer_reuse=True),
     ):
         yield
-        gc.collect()
-        settings._release(0)
 
 
 def is_set() -> bool:

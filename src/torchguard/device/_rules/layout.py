@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from torchguard._torch.tracing import is_surely
 from torchguard.device._graph import Graph
 from torchguard.device._rules.base import Constraint
 from torchguard.device._storages import Size
@@ -54,7 +54,7 @@ def layout_of(tensor: Tensor) -> str:
         return "channels_last"
     if tensor.dim() >= 2 and _is_dense(tensor, (*dims[:-2], dims[-1], dims[-2])):
         return "transposed"
-    return "broadcast" if any(statically_known_true(stride == 0) for stride in tensor.stride()) else "strided"
+    return "broadcast" if any(is_surely(stride == 0) for stride in tensor.stride()) else "strided"
 
 
 def _is_dense(tensor: Tensor, order: "range | tuple[int, ...]") -> bool:
@@ -62,11 +62,11 @@ def _is_dense(tensor: Tensor, order: "range | tuple[int, ...]") -> bool:
     expected: Size = 1
     for dim in reversed(order):
         size, stride = tensor.shape[dim], tensor.stride()[dim]
-        if statically_known_true(size == 0):
+        if is_surely(size == 0):
             return True
-        if statically_known_true(size == 1):
+        if is_surely(size == 1):
             continue
-        if not statically_known_true(stride == expected):
+        if not is_surely(stride == expected):
             return False
         expected = expected * size
     return True
