@@ -1,5 +1,8 @@
 """What `import torchguard` exports, and what it does not load."""
 
+import importlib
+import inspect
+import pkgutil
 import subprocess
 import sys
 
@@ -13,7 +16,7 @@ DOCUMENTED = """
     SLOT_BITS SLOTS_PER_WORD SLOT_MASK SEVERITY_SHIFT SEVERITY_BITS SEVERITY_MASK CODE_SHIFT CODE_BITS CODE_MASK
     LOCATION_SHIFT LOCATION_BITS LOCATION_MASK
     IF HAS IS OR AND NOT Ok Err Result as_result as_exception unwrap experimental TorchGuardError __version__
-    watch unwatch tensorcheck AnnotationError ValidationError
+    watch unwatch Incident WatchError tensorcheck AnnotationError ValidationError
     DimensionMismatchError DTypeMismatchError DeviceMismatchError
     InvalidParameterError TypeMismatchError InvalidReturnTypeError
     guards artifacts device compiled typing
@@ -64,3 +67,18 @@ def test_importing_is_light():
     )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "{'torchguard'}"
+
+
+def public_modules():
+    for found in pkgutil.walk_packages(torchguard.__path__, "torchguard."):
+        if not any(part.startswith("_") for part in found.name.split(".")[1:]):
+            yield importlib.import_module(found.name)
+
+
+def test_public_modules_list_their_names_and_each_is_documented():
+    for module in public_modules():
+        assert module.__all__, module.__name__
+        for name in module.__all__:
+            thing = getattr(module, name)
+            is_undocumented = inspect.isclass(thing) or inspect.isfunction(thing)
+            assert not is_undocumented or inspect.getdoc(thing), f"{module.__name__}.{name} has no docstring"

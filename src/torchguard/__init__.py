@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         SLOT_MASK,
         SLOTS_PER_WORD,
     )
-    from torchguard._watch import unwatch, watch
+    from torchguard._watch import Incident, unwatch, watch
     from torchguard.checks import find, fix, flag_inf, flag_nan, flag_nan_and_inf, flag_oob_indices, has_err, push
     from torchguard.control import AND, HAS, IF, IS, NOT, OR
     from torchguard.exceptions import (
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         TorchGuardError,
         TypeMismatchError,
         ValidationError,
+        WatchError,
     )
     from torchguard.flags import ErrorFlags, UnpackedError
     from torchguard.locations import ErrorLocation, tracked
@@ -88,6 +89,7 @@ __all__ = [
     "ErrorDomain",
     "ErrorFlags",
     "ErrorLocation",
+    "Incident",
     "InvalidParameterError",
     "InvalidReturnTypeError",
     "Ok",
@@ -99,6 +101,7 @@ __all__ = [
     "TypeMismatchError",
     "UnpackedError",
     "ValidationError",
+    "WatchError",
     "__version__",
     "artifacts",
     "as_exception",
@@ -138,12 +141,12 @@ _HOMES = {
     "_channel.layout": "CODE_BITS CODE_MASK CODE_SHIFT LOCATION_BITS LOCATION_MASK LOCATION_SHIFT SEVERITY_BITS "
     "SEVERITY_MASK SEVERITY_SHIFT SLOTS_PER_WORD SLOT_BITS SLOT_MASK",
     "exceptions": "AnnotationError DTypeMismatchError DeviceMismatchError DimensionMismatchError InvalidParameterError "
-    "InvalidReturnTypeError TorchGuardError TypeMismatchError ValidationError",
+    "InvalidReturnTypeError TorchGuardError TypeMismatchError ValidationError WatchError",
     "flags": "ErrorFlags UnpackedError",
     "locations": "ErrorLocation tracked",
     "result": "Err Ok Result as_exception as_result unwrap",
     "typing": "error_t tensorcheck",
-    "_watch": "unwatch watch",
+    "_watch": "Incident unwatch watch",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -21,6 +21,8 @@ from torchguard.exceptions import NotFlagsError
 from torchguard.flags import require_boundary
 from torchguard.locations._tracked import LocationLike, location_id
 
+__all__ = ["find", "fix", "flag_inf", "flag_nan", "flag_nan_and_inf", "flag_oob_indices", "has_err", "push"]
+
 Values = Shaped[Tensor, "batch *rest"]
 
 

@@ -18,6 +18,8 @@ from torchguard._renamed import renamed
 from torchguard._torch.tracing import can_read
 from torchguard.exceptions import BranchError
 
+__all__ = ["AND", "HAS", "IF", "IS", "NOT", "OR", "IfChain"]
+
 T = TypeVar("T")
 Condition = Bool[Tensor, ""] | Bool[Tensor, " batch"]
 
@@ -35,14 +37,17 @@ def IS(code: int, f: Flags, *, config: ErrorConfig | None = None) -> Bool[Tensor
 
 
 def OR(*conds: Condition) -> Condition:
+    """True where any condition is."""
     return _joined("OR", conds, torch.logical_or)
 
 
 def AND(*conds: Condition) -> Condition:
+    """True where all conditions are."""
     return _joined("AND", conds, torch.logical_and)
 
 
 def NOT(cond: Condition) -> Condition:
+    """True where the condition is False."""
     return ~_condition("NOT", cond)
 
 

@@ -7,6 +7,54 @@ if TYPE_CHECKING:
     from torchguard.device._violations import DeviceViolation
 
 
+__all__ = [
+    "AnnotationError",
+    "ArtifactError",
+    "BatchMismatchError",
+    "BoxError",
+    "BranchError",
+    "CastError",
+    "CastOverflowError",
+    "CompileError",
+    "CompiledFunctionWarning",
+    "ConfigError",
+    "CorruptFlagsError",
+    "DTypeMismatchError",
+    "DeviceError",
+    "DeviceMismatchError",
+    "DeviceRejectionError",
+    "DimensionMismatchError",
+    "FilterError",
+    "GivenTwiceError",
+    "GraphMismatchError",
+    "GuardError",
+    "GuardWarning",
+    "IdsGivenError",
+    "ImpureFunctionError",
+    "InvalidParameterError",
+    "InvalidReturnTypeError",
+    "LeafTypeError",
+    "LocationWarning",
+    "LossyCastError",
+    "MissingRuleError",
+    "MixedRowsWarning",
+    "NoSuchArtifactError",
+    "NotFlagsError",
+    "OutOfRangeError",
+    "RecompileError",
+    "SampleIndexError",
+    "SavedGraphError",
+    "StaleGuardError",
+    "TorchGuardError",
+    "TracingError",
+    "TypeMismatchError",
+    "UnwrapError",
+    "ValidationError",
+    "ValidationWarning",
+    "WatchError",
+]
+
+
 class TorchGuardError(Exception):
     """Root of everything torchguard raises."""
 

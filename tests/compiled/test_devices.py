@@ -24,7 +24,7 @@ def test_a_file_for_a_device_that_is_missing_is_refused(point, tmp_path):
     path = tmp_path / "g.json"
     compile_out(f, *point, backend="eager").save(path)
     path.write_text(path.read_text().replace('"cpu"', f'"{MISSING}"'))
-    with pytest.raises(SavedGraphError, match=f"the file is for {MISSING}, and this machine has no such device"):
+    with pytest.raises(SavedGraphError, match=f"the file needs the device {MISSING}, which this machine does not have"):
         load(path, backend="eager")
 
 

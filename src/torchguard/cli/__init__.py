@@ -109,6 +109,7 @@ def _options(version: _Version = False) -> None: ...
 
 
 def main() -> NoReturn:
+    """Run the command with the arguments of the process, and exit with its code."""
     # Calling the app would install typer's excepthook, which the script would then have.
     command = typer.main.get_command(app)
     try:

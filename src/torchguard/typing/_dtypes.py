@@ -30,7 +30,8 @@ class TensorKind(type):
     spec: Any
 
     def __new__(cls, name: str, dtype: DType, spec: Any = None) -> "TensorKind":
-        kind = super().__new__(cls, name, (), {"__module__": "torchguard.typing"})
+        doc = f"The annotation for a tensor of dtype {dtype.name.removesuffix('_t')}."
+        kind = super().__new__(cls, name, (), {"__module__": "torchguard.typing", "__doc__": doc})
         kind.dtype, kind.spec = dtype, spec
         return kind
 
