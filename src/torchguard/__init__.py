@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SLOT_MASK,
         SLOTS_PER_WORD,
     )
+    from torchguard._retry import Retry, RetryReport, TensorHealth, check_grads, check_params, is_retrying
     from torchguard._watch import Incident, unwatch, watch
     from torchguard.checks import find, fix, flag_inf, flag_nan, flag_nan_and_inf, flag_oob_indices, has_err, push
     from torchguard.control import AND, HAS, IF, IS, NOT, OR
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         DTypeMismatchError,
         InvalidParameterError,
         InvalidReturnTypeError,
+        RetryError,
         TorchGuardError,
         TypeMismatchError,
         ValidationError,
@@ -96,7 +98,11 @@ __all__ = [
     "Order",
     "Priority",
     "Result",
+    "Retry",
+    "RetryError",
+    "RetryReport",
     "Severity",
+    "TensorHealth",
     "TorchGuardError",
     "TypeMismatchError",
     "UnpackedError",
@@ -106,6 +112,8 @@ __all__ = [
     "artifacts",
     "as_exception",
     "as_result",
+    "check_grads",
+    "check_params",
     "compiled",
     "device",
     "err",
@@ -121,6 +129,7 @@ __all__ = [
     "get_config",
     "guards",
     "has_err",
+    "is_retrying",
     "push",
     "set_config",
     "tensorcheck",
@@ -141,11 +150,12 @@ _HOMES = {
     "_channel.layout": "CODE_BITS CODE_MASK CODE_SHIFT LOCATION_BITS LOCATION_MASK LOCATION_SHIFT SEVERITY_BITS "
     "SEVERITY_MASK SEVERITY_SHIFT SLOTS_PER_WORD SLOT_BITS SLOT_MASK",
     "exceptions": "AnnotationError DTypeMismatchError DeviceMismatchError DimensionMismatchError InvalidParameterError "
-    "InvalidReturnTypeError TorchGuardError TypeMismatchError ValidationError WatchError",
+    "InvalidReturnTypeError RetryError TorchGuardError TypeMismatchError ValidationError WatchError",
     "flags": "ErrorFlags UnpackedError",
     "locations": "ErrorLocation tracked",
     "result": "Err Ok Result as_exception as_result unwrap",
     "typing": "error_t tensorcheck",
+    "_retry": "Retry RetryReport TensorHealth check_grads check_params is_retrying",
     "_watch": "Incident unwatch watch",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

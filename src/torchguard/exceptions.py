@@ -42,6 +42,7 @@ __all__ = [
     "NotFlagsError",
     "OutOfRangeError",
     "RecompileError",
+    "RetryError",
     "SampleIndexError",
     "SavedGraphError",
     "StaleGuardError",
@@ -161,6 +162,10 @@ class IdsGivenError(TorchGuardError, RuntimeError):
 
 class WatchError(TorchGuardError, ValueError):
     """A model cannot be watched as requested."""
+
+
+class RetryError(TorchGuardError, RuntimeError):
+    """A training step cannot be guarded as requested."""
 
 
 class GuardError(TorchGuardError, ValueError):

@@ -1,0 +1,469 @@
+"""One guarded step: save what it may change, run it, and run it again without its bad samples if it is not finite."""
+
+import collections
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchguard._retry.batch import Batch
+from torchguard._retry.health import all_finite, check_params, total_norm
+from torchguard._retry.ranks import Alone, ranks_of
+from torchguard._retry.reach import Reached, reach
+from torchguard._retry.report import RetryReport
+from torchguard._retry.run import Closure, Losses, Result, Step
+from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search
+from torchguard._retry.state import PythonState, RandomState, refuse_uninitialized
+from torchguard._torch.tensors import Versions, is_unchanged, versions_of
+from torchguard._torch.training import add_all, communication_hooks, multiply_all, steps_in_backward, tracing_errors
+from torchguard.exceptions import RetryError
+
+if TYPE_CHECKING:
+    from torchguard._retry.retry import Retry
+
+Gradients = dict[str, Tensor]
+
+
+class Attempt:
+    """One guarded step, from saving what it may change to its gradients."""
+
+    def __init__(self, guard: "Retry", closure: Closure, batches: list[Batch], scaler: Any, number: int) -> None:
+        self.guard, self.number = guard, number
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        models = {f"model{i or ''}": model for i, model in enumerate(guard.models)}
+        self.reached: Reached = reach({**models, "closure": closure})
+        self.parameters = self._trained()
+        device = next((one.device for one in self.parameters.values()), torch.device("cpu"))
+        ranks: Alone = ranks_of(self.reached.modules, guard.process_group, device)
+        self.run = Step(closure, batches, ranks, guard.keep_shapes)
+        self.runs = 0
+        self.last: tuple[Rows, int, bool] | None = None  # of the last run: samples, random stream, whether it is final
+        self.results: dict[Rows, list[Losses | None]] = {}
+        self.is_random = False
+        self.loss = self.norm = float("nan")
+        self._refuse()
+
+    def _trained(self) -> dict[str, Tensor]:
+        """Every leaf that gets a gradient: of the modules, of the optimizers, of the closure."""
+        found = {
+            id(parameter): (f"{path}.{name}", parameter)
+            for path, module in self.reached.modules
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        found |= {id(tensor): (name, tensor) for name, tensor in self.reached.tensors if tensor.is_leaf}
+        for number, optimizer in enumerate(self.guard.optimizers):
+            for group in optimizer.param_groups:
+                found |= {id(one): (f"optimizer{number or ''}", one) for one in group["params"] if id(one) not in found}
+        return {f"{name}": tensor for name, tensor in _unique(found.values()) if tensor.requires_grad}
+
+    def _refuse(self) -> None:
+        """Refuse what cannot be undone."""
+        known = self.guard.accepted
+        refuse_uninitialized(self.reached.modules)
+        for name, parameter in self.parameters.items():
+            if id(parameter) not in known and steps_in_backward(parameter):
+                raise RetryError(
+                    f"Retry: {name} has a hook that runs in backward once its gradient is there, as optimizers do that "
+                    "step in backward. What such a step changes cannot be undone. Remove the hook, and give the "
+                    "optimizer to Retry."
+                )
+        known.clear()
+        known.update(map(id, self.parameters.values()))
+        for path, module in self.reached.modules:
+            for hook, state in communication_hooks(module):
+                if state is not None and not isinstance(state, dist.ProcessGroup):
+                    raise RetryError(
+                        f"Retry: {path} has the communication hook {hook} with a state ({type(state).__name__}), which "
+                        "each run would change. Use a hook without one."
+                    )
+
+    # The step.
+
+    def report(self) -> RetryReport:
+        tensors = [*self.parameters.values()]
+        versions = versions_of(tensors)
+        self._save()
+        try:
+            self.runs += 1
+            result = self.run.first_run(self._scale)
+            self._correct(result)
+            loss, norm, is_finite = self._read(result)
+            if not is_unchanged(versions):
+                raise RetryError(
+                    f"Retry: the closure or a hook changed {self._changed(versions)}, which an optimizer trains. Such "
+                    "a step cannot be undone. Change trained parameters outside of the closure."
+                )
+            if is_finite:
+                if self.guard.tensors.has_news:
+                    self.guard.tensors.learn()
+                self._accumulate()
+                return RetryReport(self.number, 1, loss, norm)
+            return self._recovered(result)
+        except BaseException:
+            self._undo()
+            raise
+
+    def start(self) -> Tensor:
+        """Run the step without waiting, and put its buffers back on the device if it is not finite.
+
+        Returns:
+            On the device: loss, norm of the gradients, and whether anything is not finite.
+        """
+        self._save()
+        try:
+            self.runs += 1
+            result = self.run.first_run(self._scale)
+            self._correct(result)
+            if changed := self.python.changed():
+                raise RetryError(
+                    "Retry: with wait=False a step must not change Python state, since later steps start before it can "
+                    f"be restored. The closure changed {', '.join(changed[:5])}. Use wait=True."
+                )
+            status = self._status(result)
+            self.guard.tensors.restore_where(status[2] != 0)
+        except BaseException:
+            self._undo()
+            raise
+        return status
+
+    def _save(self) -> None:
+        devices = {one.device for one in self.parameters.values()}
+        self.guard.tensors.save(self.reached, self.parameters.values())
+        self.python = PythonState(self.reached)
+        self.random = RandomState(self.reached, devices)
+        self.accumulated = [parameter.grad for parameter in self.parameters.values()]
+        self._clear()
+
+    def _clear(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def _restore(self, stream: int = 0) -> None:
+        """Everything as before the step, but the gradients that were accumulated before are still set aside."""
+        self.guard.tensors.restore()
+        self.python.restore()
+        self.random.restore(stream)
+        self._clear()
+
+    def _undo(self) -> None:
+        self._restore()
+        for parameter, before in zip(self.parameters.values(), self.accumulated, strict=True):
+            parameter.grad = before
+
+    def _accumulate(self) -> None:
+        """Add the gradients of this step to those of before."""
+        both = [
+            (parameter, before)
+            for parameter, before in zip(self.parameters.values(), self.accumulated, strict=True)
+            if before is not None
+        ]
+        if not both:
+            return
+        with torch.no_grad():
+            dense = [(before, one.grad) for one, before in both if one.grad is not None and not before.is_sparse]
+            dense = [(before, grad) for before, grad in dense if not grad.is_sparse]
+            add_all([before for before, _ in dense], [grad for _, grad in dense])
+            added = {id(before) for before, _ in dense}
+            for parameter, before in both:
+                if id(before) not in added and parameter.grad is not None:
+                    before = before + parameter.grad
+                parameter.grad = before
+
+    def _gradients(self) -> list[Tensor]:
+        return [one.grad for one in self.parameters.values() if one.grad is not None]
+
+    def _correct(self, result: Result) -> None:
+        if result.correction is not None:
+            multiply_all(self._gradients(), result.correction)
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def _read(self, result: Result) -> tuple[float, float, bool]:
+        """The loss, the norm of the gradients, and whether all of the run is finite. The one wait for the device.
+
+        A finite norm proves that every gradient is finite. An infinite one may be an overflow: then each gradient is
+        checked, and likewise each loss and each buffer that the run changed.
+        """
+        status = self._status(result)
+        loss, norm, flag = status.tolist()
+        if not flag:
+            return loss, norm, True
+        is_finite = (
+            all(bool(one.sums.isfinite().all()) for one in result.losses if one is not None)
+            and all_finite(self._gradients())
+            and not self.guard.tensors.newly_non_finite()
+        )
+        return loss, norm, not self.run.ranks.any(not is_finite)
+
+    def _status(self, result: Result) -> Tensor:
+        """On the device: the loss, the norm of the gradients, and whether anything may be non-finite on any rank."""
+        gradients = self._gradients()
+        norm = total_norm(gradients) if gradients else torch.zeros(())
+        buffers = self.guard.tensors.largest()
+        values = [result.loss, norm] if buffers is None else [result.loss, norm, buffers]
+        dtype = torch.float64 if any(one.dtype is torch.float64 for one in values) else torch.float32
+        found = torch.stack([one.detach().to(result.loss.device, dtype) for one in values])
+        flag = (~found.isfinite()).any().to(dtype)
+        if self.run.ranks.size == 1:
+            return torch.stack([found[0], found[1], flag])
+        loss, flag = self.run.ranks.total(torch.stack([found[0], flag]))
+        return torch.stack([loss, found[1], flag])
+
+    def _changed(self, versions: Versions) -> str:
+        names = [*self.parameters]
+        return ", ".join(name for name, one in zip(names, versions, strict=True) if not is_unchanged([one]))
+
+    # A step that is not finite.
+
+    def _recovered(self, first: Result) -> RetryReport:
+        if bad := self._bad_parameters():
+            self._undo()
+            note = f"not finite before the step: {', '.join(bad)}. No sample is to blame: load an earlier checkpoint"
+            return self._skipped(note, parameters=bad)
+        if lost := self.guard.tensors.lost():
+            raise RetryError(
+                f"Retry: the first step changed {', '.join(lost)} and was not finite. Tensors of this size are not "
+                "copied before they were seen to change, so they cannot be restored. Run a step on good samples first."
+            )
+        inputs, shown = self._suspects(first)
+        if len(inputs) == len(shown) == self.run.size and not self.run.is_scalar:
+            self._undo()
+            return self._skipped("all samples are bad", bad=inputs, inputs=inputs, shown=shown)
+        losses_are_finite = not self.run.ranks.any(bool(shown))
+        scaled = None if self.scaler is None or not losses_are_finite else self._gradients_by_name()
+        constants = self.guard.tensors.constants()
+        both = [row for row in shown if row in set(inputs)]
+        search = Search(
+            self._try,
+            tuple(range(self.run.size)),
+            stages=[stage for stage in (both, shown, inputs) if 0 < len(stage) < self.run.size],
+            certain=both,
+            is_random=lambda: self.is_random,
+            is_coupled=self._is_coupled,
+            min_batch=self.guard.min_batch,
+        )
+        with self._calling_again():
+            finding = search.find()
+            if changed := self.guard.tensors.changed_constants(constants):
+                raise RetryError(
+                    f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
+                    "before this step is lost. From now on it is saved."
+                )
+            return self._concluded(finding, first, inputs, shown, scaled)
+
+    def _bad_parameters(self) -> list[str]:
+        """Trained parameters that are not finite, and frozen ones with NaN: some masks are frozen parameters of Inf."""
+        found = {}
+        for number, model in enumerate(self.guard.models):
+            frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
+            prefix = f"model{number or ''}." if len(self.guard.models) > 1 else ""
+            bad = check_params(model).bad
+            found |= {f"{prefix}{name}": kind for name, kind in bad.items() if kind == "NaN" or name not in frozen}
+        listed = {id(one) for model in self.guard.models for one in model.parameters()}
+        for name, one in self.parameters.items():
+            if id(one) not in listed and not all_finite([one]):
+                found[name] = "not finite"
+        gathered = self.run.ranks.gather([f"{name} ({kind})" for name, kind in found.items()])
+        return [*dict.fromkeys(name for names in gathered for name in names)]
+
+    def _suspects(self, first: Result) -> tuple[list[int], list[int]]:
+        """The samples of all ranks whose inputs, and those whose losses, are not finite."""
+        inputs, shown, start = [], [], 0
+        for batch, losses in zip(self.run.batches, first.losses, strict=True):
+            inputs += [start + row for row in batch.non_finite_inputs()]
+            if losses is not None and not losses.is_scalar:
+                shown += [start + row for row in (~losses.sums.isfinite()).nonzero().flatten().tolist()]
+            elif losses is not None and not bool(losses.sums.isfinite()):
+                shown += range(start, start + batch.size)
+            start += batch.size
+        gathered = self.run.ranks.gather((inputs, shown))
+        starts = [sum(map(sum, self.run.sizes[:rank])) for rank in range(len(gathered))]
+        return tuple(
+            [start + row for start, both in zip(starts, gathered, strict=True) for row in both[kind]] for kind in (0, 1)
+        )  # pyright: ignore[reportReturnType]
+
+    @contextlib.contextmanager
+    def _calling_again(self) -> Iterator[None]:
+        """Have the closure called so that nothing that is compiled for the healthy step changes."""
+        if self.guard.keep_shapes:
+            yield
+            return
+        if self.guard.retries == "compiled":
+            self.run.call_again = compiled_apart(self.run.closure)
+            yield
+            return
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+    def _try(self, rows: Rows, stream: int = 0, is_final: bool = False, is_scaled: bool = False) -> Outcome:
+        if self.runs >= self.guard.max_runs:
+            raise RunLimitError
+        self._restore(stream)
+        self.runs += 1
+        self.last = rows, stream, is_final or 2 * len(rows) > self.run.size
+        before = RandomState(self.reached, {one.device for one in self.parameters.values()}) if self.runs == 2 else None
+        result = self.run.run_again(rows, is_final, self._scale if is_scaled else lambda loss: loss)
+        if before is not None:
+            self.is_random = self.run.ranks.any(not before.is_unchanged())
+        if result is None:
+            return Outcome.UNKNOWN
+        self._correct(result)
+        if stream == 0:
+            self.results[rows] = result.losses
+        self.loss, self.norm, is_finite = self._read(result)
+        return Outcome.FINITE if is_finite else Outcome.NON_FINITE
+
+    def _is_coupled(self, good: Rows) -> bool:
+        """Whether the losses of the good samples differ with and without the bad ones."""
+        whole, part = self.results.get(tuple(range(self.run.size))), self.results.get(good)
+        differ = whole is None or part is None
+        if whole is not None and part is not None:
+            for all_rows, of_all, of_part in zip(self.run.split(good)[self.run.ranks.rank], whole, part, strict=True):
+                if of_all is not None and of_part is not None:
+                    differ |= of_all.is_scalar or not _close(of_all.sums[all_rows], of_part.sums, self._tolerance())
+        return self.run.ranks.any(differ)
+
+    def _tolerance(self) -> float:
+        """How far the losses of a sample may differ between batches by rounding alone."""
+        return 1e-2 if any(one.dtype in (torch.float16, torch.bfloat16) for one in self.parameters.values()) else 1e-4
+
+    def _concluded(
+        self, finding: Finding, first: Result, inputs: list[int], shown: list[int], scaled: Gradients | None
+    ) -> RetryReport:
+        count = self.run.size
+        if finding.reason is Reason.NOT_REPRODUCED:
+            if scaled is not None:  # finite at scale 1: the scaler has to see that its scale is too large
+                return self._left_to_the_scaler(scaled)
+            note = finding.reason.value
+        elif finding.reason is not None:
+            self._undo()
+            is_all = finding.reason is Reason.NO_FINITE_PART and len(shown) == count and not self.run.is_scalar
+            bad = [*range(count)] if is_all else []
+            return self._skipped(finding.reason.value, bad=bad, inputs=inputs, shown=shown)
+        else:
+            note = ""
+        too_many = self._too_many(len(finding.bad), count)
+        if too_many:
+            self._undo()
+            return self._skipped(too_many, bad=[*finding.bad], inputs=inputs, shown=shown)
+        return self._final(finding, note, inputs, shown)
+
+    def _final(self, finding: Finding, note: str, inputs: list[int], shown: list[int]) -> RetryReport:
+        """Gradients of the good samples."""
+        if self.last != (finding.good, 0, True) or self.scaler is not None:
+            outcome = self._try(finding.good, is_final=True, is_scaled=True)
+            if outcome is not Outcome.FINITE and self.scaler is None:
+                self._undo()
+                return self._skipped("the step without the bad samples is not finite", bad=[*finding.bad])
+        if not self.run.split(finding.good)[self.run.ranks.rank] or not self._has_own(finding.good):
+            self.guard.tensors.restore()  # this rank ran the samples of another
+        self._accumulate()
+        report = self._report([*finding.bad], inputs, shown)
+        report.loss, report.grad_norm, report.note = self.loss, self.norm, note
+        report.groups = [rows for group in finding.groups if (rows := self._own(group))]
+        report.left_out = self._own(finding.left_out)
+        for group in report.groups:
+            report.because |= {row: f"bad only together with {[one for one in group if one != row]}" for row in group}
+        return report
+
+    def _left_to_the_scaler(self, scaled: Gradients) -> RetryReport:
+        for name, parameter in self.parameters.items():
+            parameter.grad = scaled.get(name)
+        self._accumulate()
+        note = "the loss scale overflows: finite at a scale of 1, so the step is left to the GradScaler"
+        return RetryReport(self.number, self.runs, self.loss, self.norm, note=note)
+
+    def _too_many(self, bad: int, count: int) -> str:
+        most = self.guard.max_bad
+        if most is None:
+            return ""
+        limit = most * count if isinstance(most, float) and most < 1 else most
+        return f"{bad} of {count} samples are bad, more than max_bad={most} allows" if bad > limit else ""
+
+    def _skipped(
+        self,
+        note: str,
+        bad: Sequence[int] = (),
+        inputs: Sequence[int] = (),
+        shown: Sequence[int] = (),
+        parameters: Sequence[str] = (),
+    ) -> RetryReport:
+        report = self._report(bad, inputs, shown)
+        report.skipped, report.note, report.parameters = True, note, [*parameters]
+        return report
+
+    def _report(self, bad: Sequence[int], inputs: Sequence[int], shown: Sequence[int]) -> RetryReport:
+        """A report of samples of all ranks, by their index in this rank's batch."""
+        of_ranks = [self._of_rank(bad, rank) for rank in range(self.run.ranks.size)]
+        own = of_ranks[self.run.ranks.rank]
+        report = RetryReport(self.number, self.runs, bad=own)
+        in_input, in_loss = ({*self._own(rows)} for rows in (inputs, shown))
+        report.because = {row: _because(row in in_input, row in in_loss) for row in own}
+        report.elsewhere = {rank: rows for rank, rows in enumerate(of_ranks) if rows and rank != self.run.ranks.rank}
+        names = [batch.ids(self.guard.ids) for batch in self.run.batches]
+        if own and all(one is not None for one in names):
+            joined = [name for one in names if one is not None for name in one]
+            report.ids = [joined[row] for row in own]
+        return report
+
+    def _of_rank(self, rows: Iterable[int], rank: int) -> list[int]:
+        start = sum(map(sum, self.run.sizes[:rank]))
+        return [row - start for row in rows if start <= row < start + sum(self.run.sizes[rank])]
+
+    def _own(self, rows: Iterable[int]) -> list[int]:
+        return self._of_rank(rows, self.run.ranks.rank)
+
+    def _has_own(self, rows: Rows) -> bool:
+        return bool(self._own(rows))
+
+    def _gradients_by_name(self) -> Gradients:
+        return {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
+
+
+def compiled_apart(closure: Closure) -> Closure:
+    """A closure compiled with dynamic sizes, beside what is compiled already.
+
+    Dynamo stores compiled code by code object. It traces the closure and all it calls into the graph of this function,
+    so nothing is added to the code of the model. Where the closure cannot be traced into one graph, it is called
+    eagerly.
+    """
+
+    def call(batch: Any) -> Any:
+        return closure(batch)
+
+    compiled = torch.compile(call, dynamic=True, fullgraph=True)
+
+    def call_compiled(batch: Any) -> Any:
+        try:
+            return compiled(batch)
+        except tracing_errors():
+            with torch.compiler.set_stance("force_eager"):
+                return closure(batch)
+
+    return call_compiled
+
+
+def _because(in_input: bool, in_loss: bool) -> str:
+    if in_input:
+        return "NaN or Inf in the input" + (" and in the loss" if in_loss else "")
+    return "NaN or Inf in the loss" if in_loss else "the batch is finite without it, and not with it"
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape or not bool(one.isfinite().all()):
+        return False
+    return bool(((one - other).abs() <= tolerance * (one.abs() + other.abs()) + 1e-30).all())
+
+
+def _unique(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Names made different where two objects have one."""
+    seen: collections.Counter[str] = collections.Counter()
+    found = []
+    for name, tensor in named:
+        seen[name] += 1
+        found.append((name if seen[name] == 1 else f"{name}#{seen[name]}", tensor))
+    return found

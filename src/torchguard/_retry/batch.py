@@ -1,0 +1,139 @@
+"""A batch: how many samples it has, some of them as a batch of their own, and which have non-finite inputs."""
+
+import collections
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchguard._pytrees import children, replace_children
+from torchguard.exceptions import RetryError
+
+Select = Callable[[Any, list[int]], Any]
+
+# Where a batch has the ids of its samples in the dataset, in a mapping or as attributes.
+ID_NAMES = ("sample_id", "sample_ids", "index", "indices", "idx", "id", "ids")
+
+
+class Batch:
+    """One batch of samples along dim 0, or whatever `select` takes samples of.
+
+    Args:
+        value: a tensor, or a pytree of tensors.
+        shared: keys, names or positions of what belongs to no sample although it has as many rows as there are samples.
+        select: `select(batch, rows)` returns the batch of these samples, in that order.
+        size: the number of samples, if `select` is given and the batch does not tell.
+    """
+
+    def __init__(
+        self, value: Any, shared: Collection[Any] = (), select: Select | None = None, size: int | None = None
+    ) -> None:
+        self.value, self.shared, self._select = value, shared, select
+        self.size = _count(value, shared) if size is None else size
+
+    def part(self, rows: Sequence[int]) -> Any:
+        if self._select is not None:
+            return self._select(self.value, [*rows])
+        return self._part(self.value, list(rows))
+
+    def _part(self, value: Any, rows: list[int]) -> Any:
+        if isinstance(value, Tensor):
+            return self._rows_of(value, rows)
+        if isinstance(value, np.ndarray):
+            return value[rows] if value.ndim and len(value) == self.size else value
+        if type(value) is list and len(value) == self.size and not any(map(self._has_rows, value)):
+            return [value[row] for row in rows]  # one item per sample: names, images of different sizes
+        return replace_children(
+            value, {key: self._part(child, rows) for key, child in children(value) if key not in self.shared}
+        )
+
+    def _rows_of(self, tensor: Tensor, rows: list[int]) -> Tensor:
+        if tensor.is_nested:
+            parts = tensor.unbind()
+            if len(parts) != self.size:
+                return tensor
+            return torch.nested.as_nested_tensor([parts[row] for row in rows], layout=tensor.layout)
+        if not self._has_rows(tensor):
+            return tensor
+        return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+
+    def _has_rows(self, value: Any) -> bool:
+        if isinstance(value, (Tensor, np.ndarray)):
+            return value.ndim > 0 and len(value) == self.size
+        return any(self._has_rows(child) for _, child in children(value))
+
+    def non_finite_inputs(self) -> list[int]:
+        """The samples with NaN or Inf in a tensor. Waits for the device."""
+        if self._select is not None:
+            return []
+        found = torch.zeros(self.size, dtype=torch.bool)
+        for tensor in tensors_of(self.value, self.shared):
+            if (
+                tensor.is_nested
+                or not self._has_rows(tensor)
+                or not (tensor.is_floating_point() or tensor.is_complex())
+            ):
+                continue
+            found |= ~tensor.detach().reshape(self.size, -1).isfinite().all(1).cpu()
+        return found.nonzero().flatten().tolist()
+
+    def ids(self, source: str | Callable[[Any], Any] | None) -> list[Any] | None:
+        """The ids of the samples in the dataset, or None."""
+        if callable(source):
+            found = source(self.value)
+        else:
+            by_name = dict(children(self.value)) if not isinstance(self.value, (tuple, list)) else {}
+            names = ID_NAMES if source is None else (source,)
+            found = next((by_name[name] for name in names if name in by_name), None)
+            if source is not None and found is None:
+                raise RetryError(f"Retry: the batch has no {source!r} to take the ids of its samples from.")
+        if isinstance(found, Tensor):
+            found = found.tolist()
+        if found is None or not hasattr(found, "__len__") or len(found) != self.size:
+            return None
+        return list(found)
+
+
+def _count(value: Any, shared: Collection[Any]) -> int:
+    """The most frequent size of dim 0; of several, the first."""
+    sizes = collections.Counter(
+        tensor.size(0) if not tensor.is_nested else len(tensor.unbind())
+        for tensor in tensors_of(value, shared)
+        if tensor.ndim
+    )
+    if not sizes:
+        raise RetryError(
+            f"Retry: the batch ({type(value).__name__}) holds no tensor with samples along dim 0. "
+            "Give select=, which returns the batch of some samples, and size=, which counts them."
+        )
+    return sizes.most_common(1)[0][0]
+
+
+def tensors_of(value: Any, shared: Collection[Any] = ()) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for key, child in children(value) if key not in shared for tensor in tensors_of(child, shared)]
+
+
+def micro_batches(value: Any, window: bool | None) -> list[Any]:
+    """The micro-batches that `backward` was given: those of a list, unless it is the list of a batch's tensors.
+
+    Raises:
+        RetryError: a list of tensors may be either.
+    """
+    if window is None:
+        window = type(value) is list and not any(isinstance(one, Tensor) for one in value)
+        if type(value) is list and value and all(isinstance(one, Tensor) and one.ndim for one in value):
+            kinds = {(one.dtype, one.shape[1:]) for one in value}
+            if len(kinds) == 1 and len(value) > 1:
+                raise RetryError(
+                    f"Retry: a list of {len(value)} tensors of one dtype and shape may be one batch or as many "
+                    "micro-batches. Give window=True for micro-batches, window=False for one batch."
+                )
+    if not window:
+        return [value]
+    if not isinstance(value, (list, tuple)) or not value:
+        raise RetryError(f"Retry: window=True needs a list of micro-batches, got {type(value).__name__}.")
+    return [*value]

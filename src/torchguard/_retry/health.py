@@ -1,0 +1,94 @@
+"""Whether parameters and gradients are finite, and their norms: `check_params`, `check_grads`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchguard._torch.training import norms
+
+
+class TensorHealth:
+    """NaN, Inf and the norm of each of some named tensors. Nothing waits for the device until it is read.
+
+    Attributes:
+        names: of the tensors.
+        norms: `(len(names),)`, float64 and on the device: the norm of each tensor, NaN if it holds a NaN, Inf if it
+            holds an Inf. Sums in float64 do not overflow for any narrower dtype.
+    """
+
+    def __init__(self, names: Sequence[str], norms: Tensor) -> None:
+        self.names, self.norms = tuple(names), norms
+
+    @property
+    def ok(self) -> bool:
+        """Whether all are finite."""
+        return bool(self.norms.isfinite().all())
+
+    @property
+    def bad(self) -> dict[str, str]:
+        """The names of the tensors that are not finite, with "NaN" or "Inf"."""
+        values = self.norms.tolist()
+        kinds = ["NaN" if value != value else "Inf" if value == float("inf") else "" for value in values]
+        return {name: kind for name, kind in zip(self.names, kinds, strict=True) if kind}
+
+    def __str__(self) -> str:
+        bad = self.bad
+        if not bad:
+            return f"{len(self.names)} tensors, all finite"
+        shown = ", ".join(f"{name} ({kind})" for name, kind in [*bad.items()][:5])
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        return f"{len(bad)} of {len(self.names)} tensors are not finite: {shown}{more}"
+
+    __repr__ = __str__
+
+
+def check_params(model: nn.Module) -> TensorHealth:
+    """NaN, Inf and norm of each parameter, in one pass and without waiting for the device.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> _ = torch.nn.init.constant_(model.bias, float("nan"))
+    >>> print(check_params(model))
+    1 of 2 tensors are not finite: bias (NaN)
+    """
+    return _health(dict(model.named_parameters()))
+
+
+def check_grads(model: nn.Module) -> TensorHealth:
+    """NaN, Inf and norm of the gradient of each parameter that has one, in one pass and without waiting."""
+    return _health({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+
+
+def _health(tensors: dict[str, Tensor]) -> TensorHealth:
+    if not tensors:
+        return TensorHealth([], torch.zeros(0, dtype=torch.float64))
+    values = [local(values_of(tensor.detach())) for tensor in tensors.values()]
+    found = norms(values, 2, torch.float64)
+    # Squares of float64 overflow. The largest magnitude does not, and is enough to tell finite from Inf.
+    wide = [i for i, value in enumerate(values) if value.dtype in (torch.float64, torch.complex128)]
+    for i, largest in zip(wide, norms([values[i] for i in wide], torch.inf), strict=True):
+        found[i] = torch.where(found[i].isinf() & largest.isfinite(), largest, found[i])
+    device = found[0].device
+    return TensorHealth([*tensors], torch.stack([one.to(device, torch.float64) for one in found]))
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor, those of one index added; a dense tensor as it is."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def local(tensor: Any) -> Tensor:
+    """The shard of a DTensor that is in this process; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients together, as `clip_grad_norm_` computes it. It may overflow."""
+    found = torch.nn.utils.get_total_norm([values_of(one) for one in gradients])
+    return found.full_tensor() if hasattr(found, "full_tensor") else found  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether every element is finite, whatever the norm. Waits for the device."""
+    return all(bool(local(values_of(tensor.detach())).isfinite().all()) for tensor in tensors)

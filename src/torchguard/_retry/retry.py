@@ -1,0 +1,253 @@
+"""`Retry`: a training step that is run again without its bad samples, if it is not finite."""
+
+import collections
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchguard._retry.attempt import Attempt
+from torchguard._retry.batch import Batch, Select, micro_batches
+from torchguard._retry.report import PendingReport, RetryReport
+from torchguard._retry.run import Closure
+from torchguard._retry.state import TensorState
+from torchguard._torch.training import skips_on_device
+from torchguard.exceptions import RetryError
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+class Retry:
+    """Guards training steps: one bad sample costs one sample, whatever the model does with its rows.
+
+    A step whose losses and gradients are finite costs one check of what it computed anyway. A step that is not is
+    undone, its bad samples are found, and it is run again without them.
+
+    Args:
+        model: the model, or several. Everything else that a closure uses is found from the closure.
+        optimizer: one or several, for `step`.
+        shared: keys, names or positions in the batch of what belongs to no sample.
+        select: `select(batch, rows)` for batches that are no pytree of tensors with samples along dim 0.
+        size: `size(batch)` counts the samples, where `select` is given and the batch does not tell.
+        ids: where the batch has the ids of its samples: a key, or a function of the batch.
+        min_batch: the smallest part of a batch to run.
+        max_bad: the most bad samples to do without, as a number or a share of the batch.
+        max_runs: the most runs of one step.
+        wait: whether to wait for the outcome before the optimizer steps. See `docs/retry.md` for False.
+        retries: how the closure is called again: "eager", or "compiled", apart from what is compiled already.
+        keep_shapes: replace bad samples by copies of good ones whose losses do not count. Not exact.
+        process_group: the ranks that have different samples; found for DDP and FSDP2.
+        on_bad: called with the report of each step that was not finite as it was given.
+        history: how many reports to keep.
+
+    >>> from torchguard._retry import Retry
+    >>> model = torch.nn.Linear(2, 1)
+    >>> guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> x = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [0.5, 0.5]])
+    >>> guard.step(lambda x: model(x).square().squeeze(1), x).bad
+    [1]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizers = None,
+        *,
+        shared: Collection[Any] = (),
+        select: Select | None = None,
+        size: Callable[[Any], int] | None = None,
+        ids: str | Callable[[Any], Any] | None = None,
+        min_batch: int = 1,
+        max_bad: float | None = None,
+        max_runs: int = 200,
+        wait: bool = True,
+        retries: str = "eager",
+        keep_shapes: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        on_bad: Callable[[RetryReport], object] | None = None,
+        history: int = 1000,
+    ) -> None:
+        self.models = [model] if isinstance(model, nn.Module) else [*model]
+        self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
+        for one in self.models:
+            if not isinstance(one, nn.Module):
+                raise RetryError(f"Retry: expected an nn.Module or several, got {type(one).__name__}.")
+        if retries not in ("eager", "compiled"):
+            raise RetryError(f"Retry: retries is {retries!r}. Give 'eager' or 'compiled'.")
+        self.shared = (shared,) if isinstance(shared, (str, int)) else tuple(shared)
+        self.select, self.size, self.ids = select, size, ids
+        self.min_batch, self.max_bad, self.max_runs = min_batch, max_bad, max_runs
+        self.wait, self.retries, self.keep_shapes = wait, retries, keep_shapes
+        self.process_group, self.on_bad = process_group, on_bad
+        self.history: collections.deque[RetryReport] = collections.deque(maxlen=history)
+        self.tensors = TensorState()
+        self._steps = 0
+        self._pending: Pending | None = None
+        self.accepted: set[int] = set()  # ids of parameters without hooks that would have to be refused
+
+    def backward(self, closure: Closure, batch: Any, *, window: bool | None = None, scaler: Any = None) -> RetryReport:
+        """Add the gradients of the batch without its bad samples to those that the parameters have.
+
+        Args:
+            closure: takes a batch and returns the loss of each sample; or `(sums, weights)` of each sample, whose loss
+                is the sum of all sums divided by the sum of all weights; or one loss.
+            batch: a batch, or a list of micro-batches that are one window.
+            window: whether the batch is a list of micro-batches, where that is not clear.
+            scaler: a `GradScaler`: the gradients are scaled, and an overflow that the scale causes is left to it.
+        """
+        report = self._guarded(closure, batch, window, scaler)
+        self._conclude(report)
+        return report
+
+    def step(
+        self,
+        closure: Closure,
+        batch: Any,
+        *,
+        clip: float | None = None,
+        scaler: Any = None,
+        window: bool | None = None,
+    ) -> RetryReport:
+        """One step of the optimizers with the gradients of the batch without its bad samples.
+
+        Clears the gradients before. If all samples are bad, or it cannot be told which, nothing is changed.
+
+        Args:
+            closure, batch, scaler, window: as for `backward`.
+            clip: the largest norm of all gradients together.
+        """
+        if not self.optimizers:
+            raise RetryError("Retry: step needs an optimizer. Give Retry(model, optimizer), or use backward.")
+        if not self.wait and self._can_be_deferred(scaler):
+            return self._step_without_waiting(closure, batch, clip, window)
+        self.finish()
+        return self._step(closure, batch, clip, scaler, window)
+
+    def _step(
+        self, closure: Closure, batch: Any, clip: float | None, scaler: Any, window: bool | None, is_late: bool = False
+    ) -> RetryReport:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        report = self._guarded(closure, batch, window, scaler)
+        if not report.skipped:
+            self._update(clip, scaler)
+        self._conclude(report, is_late)
+        return report
+
+    def _update(self, clip: float | None, scaler: Any) -> None:
+        if scaler is not None:
+            for optimizer in self.optimizers:
+                scaler.unscale_(optimizer)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self._trained(), clip)
+        for optimizer in self.optimizers:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+
+    # wait=False: the optimizer skips a bad step by itself, and its samples are trained one step later.
+
+    def finish(self) -> None:
+        """With `wait=False`: read the outcome of the last step, and train its good samples if it was bad."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.resolve()
+
+    def _can_be_deferred(self, scaler: Any) -> bool:
+        if scaler is not None and scaler.is_enabled():
+            raise RetryError("Retry: with a GradScaler the host waits for each step anyway. Use wait=True.")
+        for optimizer in self.optimizers:
+            if not skips_on_device(optimizer):
+                raise RetryError(
+                    "Retry: wait=False needs optimizers that skip a step on the device, and this "
+                    f"{type(optimizer).__name__} does not. Give fused=True where the optimizer has it, or use wait=True."
+                )
+        # An optimizer makes its state in its first step, from the gradients of that step if these are skipped, too.
+        return all(optimizer.state or not _has_state(optimizer) for optimizer in self.optimizers)
+
+    def _step_without_waiting(
+        self, closure: Closure, batch: Any, clip: float | None, window: bool | None
+    ) -> RetryReport:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        attempt = self._attempt(closure, batch, window, None)
+        status = attempt.start()
+        flag = status[2]
+        if clip is not None:
+            nn.utils.clip_grads_with_norm_(self._trained(), clip, status[1])
+        for optimizer in self.optimizers:
+            optimizer.found_inf, optimizer.grad_scale = flag.to(torch.float32), None  # pyright: ignore
+            optimizer.step()
+            del optimizer.found_inf, optimizer.grad_scale  # pyright: ignore
+        previous, self._pending = self._pending, Pending(self, attempt, status, (closure, batch, clip, None, window))
+        self.history.append(self._pending.report)
+        newest = self._pending.report
+        if previous is not None:
+            previous.resolve()
+        return newest
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]]
+
+    def _conclude(self, report: RetryReport, is_late: bool = False) -> None:
+        if not is_late:  # a late one is in the history since its step
+            self.history.append(report)
+        if self.on_bad is not None and not report.ok:
+            self.on_bad(report)
+
+    def _guarded(self, closure: Closure, batch: Any, window: bool | None, scaler: Any) -> RetryReport:
+        return self._attempt(closure, batch, window, scaler).report()
+
+    def _attempt(self, closure: Closure, batch: Any, window: bool | None, scaler: Any) -> Attempt:
+        batches = [
+            Batch(one, self.shared, self.select, None if self.size is None else self.size(one))
+            for one in micro_batches(batch, window)
+        ]
+        self._steps += 1
+        return Attempt(self, closure, batches, scaler, self._steps - 1)
+
+
+class Pending:
+    """A step whose outcome is on its way to the host."""
+
+    def __init__(self, guard: Retry, attempt: Attempt, status: torch.Tensor, step: tuple[Any, ...]) -> None:
+        self.guard, self.attempt, self.step = guard, attempt, step
+        self.report = PendingReport(self._resolved)
+        self._found: RetryReport | None = None
+        self._status, self._event = status, None
+        if status.is_cuda:
+            self._status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
+            self._status.copy_(status, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def resolve(self) -> RetryReport:
+        """Wait for the outcome of this step, not of later ones; train its good samples if it was bad."""
+        if self._found is None:
+            if self._event is not None:
+                self._event.synchronize()
+            loss, norm, flag = self._status.tolist()
+            number = self.attempt.number
+            if not flag:
+                self._found = RetryReport(number, 1, loss, norm)
+            else:
+                self._found = self.guard._step(*self.step, is_late=True)
+                self._found.step, self._found.runs = number, self._found.runs + 1
+            del self.attempt, self.step
+        return self._found
+
+    def _resolved(self) -> RetryReport:
+        if self._found is None and self.attempt.run.ranks.size > 1:
+            raise RetryError(
+                "Retry: the outcome of this step is not known yet. Call guard.finish() on every rank first."
+            )
+        if self.guard._pending is self:
+            self.guard._pending = None
+        return self.resolve()
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer keeps something from step to step: all but SGD without momentum do."""
+    return any(group.get("momentum", 1) for group in optimizer.param_groups)

@@ -1,0 +1,259 @@
+"""One run of a closure over samples of a batch: forward, loss, backward.
+
+A step is run once as it was given. It is run again only if that was not finite: on parts of its batch, until the bad
+samples are found, and at last on the good ones.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchguard._pytrees import map_tensors
+from torchguard._retry.batch import Batch, tensors_of
+from torchguard._retry.ranks import Alone
+from torchguard._retry.search import Rows
+from torchguard.exceptions import RetryError
+
+Closure = Callable[[Any], Any]
+Scale = Callable[[Tensor], Tensor]
+
+_STAND_IN = 4  # samples that a rank without any of its own gets from another
+_running_again = 0
+
+
+def is_retrying() -> bool:
+    """Whether a closure is being run again by `Retry`: hooks that count calls or log can ask this.
+
+    >>> is_retrying()
+    False
+    """
+    return _running_again > 0
+
+
+@contextlib.contextmanager
+def running_again() -> Iterator[None]:
+    global _running_again
+    _running_again += 1
+    try:
+        yield
+    finally:
+        _running_again -= 1
+
+
+@dataclass
+class Losses:
+    """What a closure returned for the samples of one batch.
+
+    Args:
+        sums: the loss of each sample, or one loss for all of them.
+        weights: what the sum of the losses is divided by, for each sample; None for 1.
+    """
+
+    sums: Tensor
+    weights: Tensor | None
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.sums.ndim == 0
+
+
+def losses_of(returned: Any, size: int) -> Losses:
+    """Read what a closure returned for a batch of `size` samples.
+
+    Raises:
+        RetryError: it is neither a loss per sample, nor sums and weights, nor a scalar.
+    """
+    weights = None
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        returned, weights = returned
+    if not isinstance(returned, Tensor) or not (weights is None or isinstance(weights, Tensor)):
+        raise RetryError(
+            f"Retry: the closure returned {type(returned).__name__}. Return a loss for each sample, (sums, weights) of "
+            "each sample, or one loss."
+        )
+    if returned.ndim == 0 and weights is None:
+        return Losses(returned, None)
+    if returned.numel() != size or (weights is not None and weights.numel() != size):
+        given = tuple(returned.shape) if weights is None else (tuple(returned.shape), tuple(weights.shape))
+        raise RetryError(
+            f"Retry: the closure returned losses of shape {given} for {size} samples. Return one for each sample; of "
+            "losses per token the sums and the numbers of tokens, (sums, weights). If the batch has another number of "
+            "samples, name what belongs to no sample in shared=, or give select= and size=."
+        )
+    return Losses(returned.reshape(-1), None if weights is None else weights.detach().reshape(-1))
+
+
+@dataclass
+class Result:
+    """A run that went through: its loss, not read yet, and what the closure returned for each micro-batch.
+
+    Args:
+        loss: of this rank's samples; the sum over ranks is that of the step.
+        losses: for each micro-batch, None where it has no samples in this run.
+        correction: what the gradients have yet to be multiplied by.
+    """
+
+    loss: Tensor
+    losses: list[Losses | None]
+    correction: Tensor | None = None
+
+
+class Step:
+    """A closure and its batch, which can be run on any part of the samples.
+
+    Args:
+        closure: returns the losses of a batch.
+        batches: one batch, or the micro-batches of a window.
+        ranks: those that share the gradients.
+        keep_shapes: fill up parts with copies of their samples, whose losses do not count.
+    """
+
+    def __init__(self, closure: Closure, batches: Sequence[Batch], ranks: Alone, keep_shapes: bool = False) -> None:
+        self.closure, self.batches, self.ranks, self.keep_shapes = closure, batches, ranks, keep_shapes
+        self.call_again = closure  # how the closure is called when the step is run again
+        self.is_scalar = False
+        self.raised: Exception | None = None
+        self._sizes: list[list[int]] | None = None  # of the micro-batches of each rank
+        self._weight: Tensor | None = None  # of all samples of this rank
+
+    @property
+    def sizes(self) -> list[list[int]]:
+        """The sizes of the micro-batches of each rank. The first reader asks the other ranks."""
+        if self._sizes is None:
+            self._sizes = self.ranks.gather([batch.size for batch in self.batches])
+            if len({len(sizes) for sizes in self._sizes}) > 1:
+                raise RetryError(f"Retry: ranks have different numbers of micro-batches: {self._sizes}.")
+        return self._sizes
+
+    @property
+    def size(self) -> int:
+        """The samples of all ranks."""
+        return sum(map(sum, self.sizes))
+
+    @property
+    def local_size(self) -> int:
+        return sum(batch.size for batch in self.batches)
+
+    def split(self, rows: Sequence[int]) -> list[list[list[int]]]:
+        """For each rank and micro-batch, which of its samples are among these of all ranks."""
+        found, start = [], 0
+        for sizes in self.sizes:
+            of_rank = []
+            for size in sizes:
+                of_rank.append([row - start for row in rows if start <= row < start + size])
+                start += size
+            found.append(of_rank)
+        return found
+
+    def first_run(self, scale: Scale) -> Result:
+        """The step as it was given."""
+        samples = self.ranks.total_number(self.local_size)
+        result = self._run([[None] for _ in self.batches], samples, None, scale)
+        assert result is not None
+        weights = [one.weights for one in result.losses if one is not None and one.weights is not None]
+        self._weight = torch.stack([one.nan_to_num(0, 0, 0).sum() for one in weights]).sum() if weights else None
+        self.is_scalar = any(one is not None and one.is_scalar for one in result.losses)
+        return result
+
+    def run_again(self, rows: Rows, is_final: bool, scale: Scale) -> Result | None:
+        """The step on a part of its samples; None if the closure raised an exception on any rank.
+
+        The losses of a small part are divided by the number of all samples, as in the whole batch: its own mean has
+        larger gradients, which may overflow where those of the batch did not.
+        """
+        has_own_mean = is_final or 2 * len(rows) > self.size
+        of_ranks = self.split(rows)
+        parts = [[of_rank[number] for of_rank in of_ranks] for number in range(len(self.batches))]
+        with running_again():
+            if has_own_mean:
+                return self._run(parts, len(rows), None, scale)
+            weight = None if self._weight is None else self.ranks.total(self._weight)
+            return self._run(parts, self.size, weight, scale)
+
+    def _run(self, parts: list[list[Any]], samples: int | Tensor, weight: Tensor | None, scale: Scale) -> Result | None:
+        """Forward and backward over the micro-batches.
+
+        Args:
+            parts: for each micro-batch, the samples of each rank; `[None]` for the batch as it was given.
+            samples: what losses per sample are divided by.
+            weight: what weighted losses are divided by; None for the weights of this run.
+            scale: multiplies a loss by the scale of a GradScaler.
+        """
+        parts_left = sum(1 for of_ranks in parts if any(part is None or part for part in of_ranks))
+        losses: list[Losses | None] = [None] * len(parts)
+        divisor, weights, total = weight, None, None
+        for number, (batch, of_ranks) in enumerate(zip(self.batches, parts, strict=True)):
+            is_first_run = of_ranks == [None]
+            if not is_first_run and not any(of_ranks):
+                continue
+            found, size = self._forward(batch, of_ranks)
+            if found is None:
+                return None
+            is_own = is_first_run or bool(of_ranks[self.ranks.rank])
+            if found.weights is not None:
+                own = self.ranks.total(found.weights.sum() * is_own)
+                weights = own if weights is None else weights + own
+                # The weights of later micro-batches are not known yet: gradients are corrected for them at the end.
+                divisor = own * parts_left if divisor is None else divisor
+                loss = found.sums.sum() / divisor
+            elif found.is_scalar:
+                loss = found.sums if isinstance(samples, int) and size == samples else found.sums * (size / samples)
+            else:
+                loss = found.sums.sum() / samples
+            if is_own:
+                losses[number] = Losses(found.sums.detach(), found.weights)
+            else:
+                loss = loss * 0
+            scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        if parts_left == 1 or weights is None or divisor is None or weight is not None:
+            return Result(total, losses)
+        return Result(total * (divisor / weights), losses, divisor / weights)
+
+    def _forward(self, batch: Batch, of_ranks: list[Any]) -> tuple[Losses | None, int]:
+        """The losses of some samples of a batch, and how many these are; None if a rank raised an exception."""
+        if of_ranks == [None]:
+            return losses_of(self.closure(batch.value), batch.size), batch.size
+        own = of_ranks[self.ranks.rank]
+        stand_in = None if all(of_ranks) else self._stand_in(batch, of_ranks)
+        found, raised = None, None
+        value, size = (batch.value, batch.size) if own == [*range(batch.size)] else self._part(batch, own, stand_in)
+        try:
+            found = losses_of(self.call_again(value), size)
+        except RetryError:
+            raise
+        except Exception as exception:
+            raised = exception
+        if self.ranks.any(raised is not None):
+            self.raised = raised
+            return None, 0
+        assert found is not None
+        if size > len(own) and own:  # copies that keep the shape
+            if found.is_scalar:
+                raise RetryError("Retry: keep_shapes=True needs a loss for each sample, not one loss for all.")
+            weights = None if found.weights is None else found.weights[: len(own)]
+            found = Losses(found.sums[: len(own)], weights)
+        return found, len(own) or size
+
+    def _part(self, batch: Batch, own: list[int], stand_in: Any) -> tuple[Any, int]:
+        if not own:
+            return stand_in
+        if self.keep_shapes and len(own) < batch.size:
+            return batch.part(own + [own[0]] * (batch.size - len(own))), batch.size
+        return batch.part(own), len(own)
+
+    def _stand_in(self, batch: Batch, of_ranks: list[Any]) -> tuple[Any, int]:
+        """Samples of this part for a rank that has none, from the first rank that has."""
+        donor = next(rank for rank, rows in enumerate(of_ranks) if rows)
+        rows = of_ranks[donor][:_STAND_IN]
+        sent = None
+        if donor == self.ranks.rank:
+            sent = map_tensors(batch.part(rows), lambda tensor: tensor.detach().cpu())
+        received = self.ranks.gather(sent)[donor]
+        device = next((one.device for one in tensors_of(batch.value)), torch.device("cpu"))
+        return map_tensors(received, lambda tensor: tensor.to(device)), len(rows)

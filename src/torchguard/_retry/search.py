@@ -1,0 +1,259 @@
+"""Which samples of a batch make a step non-finite: a search that sees nothing but the outcomes of runs.
+
+A run evaluates a part of the batch and is finite, non-finite, or unknown: a part that raised, because it is too small
+for a norm or has no positive pair, says nothing about its samples. The search accuses a sample only if a finite part
+became non-finite when the sample was added. It works in four steps:
+
+1. The whole batch again. If that is finite, the fault was not reproduced, and nobody is accused.
+2. A finite part: the batch without the suspects of one stage (those that show in input and loss, then in the loss, then
+   in the input), else a half, a quarter and so on, or what is left without it.
+3. The rest of the batch is added to the finite part by halves. A half that leaves it finite joins it.
+4. Where samples influence each other or random numbers were drawn, an accused sample has to be bad in other company,
+   with other random numbers, and beside a copy of itself. If it is not, its partner is searched for, or it is not
+   accused.
+
+Nothing here uses torch: `tests/retry/test_search.py` tests it against plain models of a batch.
+"""
+
+import enum
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+Rows = tuple[int, ...]
+
+_MAX_PARTS = 8  # parts of one size that are tried while no finite part is known
+_MAX_CHOICES = 16  # choices of as many samples that are tried to accuse fewer
+_MAX_GROUP = 4  # samples that are reported as bad only together
+
+
+class Outcome(enum.Enum):
+    FINITE = "finite"
+    NON_FINITE = "non-finite"
+    UNKNOWN = "unknown"
+
+
+class Reason(enum.Enum):
+    """Why no sample is accused although the step was not finite."""
+
+    NOT_REPRODUCED = "the fault was not reproduced when the step was run again unchanged"
+    RANDOM = "the fault depends on the random numbers that the step draws"
+    RAISED = "the step raised an exception when it was run again unchanged"
+    NO_FINITE_PART = "no part of the batch that was tried is finite: all samples are bad, or the cause is not in them"
+    UNTRIED = "some samples could not be tried: the closure raises an exception for the parts that contain them"
+    TOGETHER = "the fault needs many samples at once: no small group of them is to blame"
+    LIMIT = "the limit of runs was reached before the bad samples were found"
+
+
+class RunLimitError(Exception):
+    """Raised by a run that would be one too many."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a search.
+
+    Args:
+        good: the samples that remain. Their run was finite, unless there is a reason other than NOT_REPRODUCED.
+        bad: the samples that are accused, those of `groups` included.
+        groups: samples that are bad only together.
+        left_out: samples that are not accused, but cannot be trained without those that are: the last of its class in a
+            contrastive loss, say.
+        reason: why nobody is accused.
+    """
+
+    good: Rows
+    bad: Rows = ()
+    groups: tuple[Rows, ...] = ()
+    left_out: Rows = ()
+    reason: Reason | None = None
+
+
+@dataclass
+class Search:
+    """One search over the samples `rows`.
+
+    Args:
+        run: evaluates a part of the batch, given in ascending order; a sample may be in it twice. The second argument
+            is the number of the random stream: 0 is that of the step, others differ from it.
+        rows: all samples.
+        stages: samples under suspicion, most suspicious first.
+        certain: samples whose input and loss both show the fault: they are accused without step 4.
+        is_random: whether the step draws random numbers; known once the batch was run again.
+        is_coupled: whether samples influence each other; asked after a finite run of the batch without the accused.
+        min_batch: the smallest part to run.
+    """
+
+    run: Callable[[Rows, int], Outcome]
+    rows: Rows
+    stages: Sequence[Collection[int]] = ()
+    certain: Collection[int] = ()
+    is_random: Callable[[], bool] = lambda: False
+    is_coupled: Callable[[Rows], bool] = lambda good: True
+    min_batch: int = 1
+    _outcomes: dict[tuple[Rows, int], Outcome] = field(default_factory=dict)
+
+    def find(self) -> Finding:
+        try:
+            return self._find()
+        except RunLimitError:
+            return Finding(self.rows, reason=Reason.LIMIT)
+
+    def _find(self) -> Finding:
+        again = self._try(self.rows)
+        if again is not Outcome.NON_FINITE:
+            reason = Reason.NOT_REPRODUCED if again is Outcome.FINITE else Reason.RAISED
+            return Finding(self.rows, reason=reason)
+        base = self._finite_part()
+        if base is None:
+            return self._no_finite_part()
+        good, bad, untried = list(base), [], []
+        self._add(list(self._without(base)), good, bad, untried)
+        if untried and not self._is_finite([*good, *untried]):
+            return Finding(self.rows, reason=Reason.UNTRIED)
+        good += untried
+        uncertain = [row for row in bad if row not in self.certain]
+        if not uncertain or not (self.is_random() or self.is_coupled(_sorted(good))):
+            return Finding(_sorted(good), _sorted(bad)) if self._is_finite(good) else self._no_finite_part()
+        return self._verified(good, bad)
+
+    def _no_finite_part(self) -> Finding:
+        return Finding(self.rows, reason=Reason.NO_FINITE_PART)
+
+    def _verified(self, good: list[int], bad: list[int]) -> Finding:
+        bad = self._fewest(bad)
+        good = list(self._without(bad))
+        groups: list[Rows] = []
+        left_out: list[int] = []
+        for row in [row for row in bad if row not in self.certain]:
+            if self.is_random() and not self._is_bad_for_other_draws(row, good):
+                return Finding(self.rows, reason=Reason.RANDOM)
+            if self._is_finite([*good, row, row]):
+                left_out.append(row)
+                continue
+            group = self._group_of(row, good)
+            if group is None:
+                return Finding(self.rows, reason=Reason.TOGETHER)
+            if len(group) > 1:
+                groups.append(group)
+                good = [one for one in good if one not in group]
+        accused = {*bad, *(row for group in groups for row in group)} - {*left_out}
+        if not accused or not self._is_finite(good):
+            return self._no_finite_part()
+        return Finding(_sorted(good), _sorted(accused), tuple(groups), _sorted(left_out))
+
+    def _try(self, rows: Iterable[int], stream: int = 0) -> Outcome:
+        part = _sorted(rows)
+        if len(part) < self.min_batch:
+            return Outcome.UNKNOWN
+        key = part, stream
+        if key not in self._outcomes:
+            self._outcomes[key] = self.run(part, stream)
+        return self._outcomes[key]
+
+    def _is_finite(self, rows: Iterable[int]) -> bool:
+        return self._try(rows) is Outcome.FINITE
+
+    # 2. A finite part.
+
+    def _finite_part(self) -> Rows | None:
+        for stage in self.stages:
+            rest = self._without(stage)
+            if stage and rest and self._is_finite(rest):
+                return rest
+        size = len(self.rows)
+        while size > 1:
+            size = (size + 1) // 2
+            for part in self._parts(size):
+                for tried in (part, self._without(part)):
+                    if tried and self._is_finite(tried):
+                        return tried
+        return next((rest for row in self.rows if (rest := self._without((row,))) and self._is_finite(rest)), None)
+
+    def _parts(self, size: int) -> list[Rows]:
+        """At most `_MAX_PARTS` parts of this size, spread over the batch."""
+        parts = [self.rows[start : start + size] for start in range(0, len(self.rows), size)]
+        step = max(1, len(parts) // _MAX_PARTS)
+        return parts[::step][:_MAX_PARTS]
+
+    def _without(self, rows: Collection[int]) -> Rows:
+        left_out = set(rows)
+        return tuple(row for row in self.rows if row not in left_out)
+
+    # 3. The rest, by halves.
+
+    def _add(self, rows: list[int], good: list[int], bad: list[int], untried: list[int]) -> None:
+        """Sort samples into those that leave `good` finite, which join it, and those that do not.
+
+        `good` with all of `rows` is not finite. A sample whose run is unknown is in neither.
+        """
+        if len(rows) == 1:
+            lists = {Outcome.FINITE: good, Outcome.NON_FINITE: bad, Outcome.UNKNOWN: untried}
+            lists[self._try([*good, *rows])] += rows
+            return
+        first, second = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        if self._is_finite([*good, *first]):
+            good += first
+            self._add(second, good, bad, untried)  # which is not finite: the first half did not change that
+            return
+        self._add(first, good, bad, untried)
+        if self._is_finite([*good, *second]):
+            good += second
+        else:
+            self._add(second, good, bad, untried)
+
+    # 4. Other company, other random numbers.
+
+    def _fewest(self, bad: list[int]) -> list[int]:
+        """The fewest of these samples without which the batch is finite.
+
+        A sample that has no partner in a part, such as the only one of its class, makes that part non-finite, so the
+        halves may have accused more samples than needed.
+        """
+        for count in range(1, len(bad)):
+            chosen = list(itertools.islice(itertools.combinations(bad, count), _MAX_CHOICES))
+            for some in chosen:
+                if self._is_finite(self._without(some)):
+                    return [*some]
+            if len(chosen) == _MAX_CHOICES:
+                break
+        return bad
+
+    def _is_bad_for_other_draws(self, row: int, good: list[int]) -> bool:
+        if self._try(good, 1) is not Outcome.FINITE:
+            return False
+        return all(self._try([*good, row], stream) is Outcome.NON_FINITE for stream in (1, 2))
+
+    def _group_of(self, row: int, good: list[int]) -> Rows | None:
+        """The smallest group with `row` that is bad together; `(row,)` if it is bad in any company.
+
+        None if the group is larger than `_MAX_GROUP`.
+        """
+        group = [row]
+        while len(group) <= _MAX_GROUP:
+            others = [one for one in good if one not in group]
+            partner = self._partner(group, others)
+            if partner is None:
+                return _sorted(group)
+            group.append(partner)
+        return None
+
+    def _partner(self, group: list[int], others: list[int]) -> int | None:
+        """A sample without which `group` is finite among the others. None if no single one is needed."""
+        needed = others
+        while True:
+            half = len(needed) // 2
+            halves = (needed[:half], needed[half:])
+            found = next((part for part in halves if part and self._is_finite(_left(group, others, part))), None)
+            if found is None or len(found) == 1:
+                return found[0] if found else None
+            needed = found
+
+
+def _left(group: list[int], others: list[int], part: list[int]) -> list[int]:
+    left_out = set(part)
+    return [*group, *(one for one in others if one not in left_out)]
+
+
+def _sorted(rows: Iterable[int]) -> Rows:
+    return tuple(sorted(rows))

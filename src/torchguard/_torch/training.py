@@ -1,0 +1,90 @@
+"""Training steps: many tensors in one kernel, and what a step leaves on parameters, optimizers and DDP.
+
+Everything here is required but `steps_in_backward`, `communication_hooks` and `skips_on_device`, whose docstrings say
+what happens where torch lacks a name. torch 2.11 to 2.15 have all of them.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """`target.copy_(source)` for each pair. The public way launches a kernel for each tensor."""
+    for some, others in _by_kind(targets, sources):
+        torch._foreach_copy_(some, others)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """`target.add_(source)` for each pair of dense tensors."""
+    for some, others in _by_kind(targets, sources):
+        torch._foreach_add_(some, others)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def multiply_all(targets: Sequence[Tensor], factor: Tensor) -> None:
+    """`target.mul_(factor)` for each tensor, with a factor on the device."""
+    for target in targets:
+        target.mul_(factor.to(target.device, target.dtype))
+
+
+def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The norm of each dense tensor, in one pass over those of a device and dtype."""
+    found: list[Tensor | None] = [None] * len(tensors)
+    places = sorted(range(len(tensors)), key=lambda place: str((tensors[place].device, tensors[place].dtype)))
+    for _, group in itertools.groupby(places, key=lambda place: (tensors[place].device, tensors[place].dtype)):
+        chosen = [*group]
+        real = [torch.view_as_real(tensors[one]) if tensors[one].is_complex() else tensors[one] for one in chosen]
+        found_norms = torch._foreach_norm(real, order, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+        for place, norm in zip(chosen, found_norms, strict=True):
+            found[place] = norm
+    return [norm for norm in found if norm is not None]
+
+
+def _by_kind(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Pairs grouped by device and dtype of the target: one kernel takes one group."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        some, others = groups.setdefault((target.device, target.dtype), ([], []))
+        some.append(target)
+        others.append(source)
+    yield from groups.values()
+
+
+def steps_in_backward(parameter: Tensor) -> bool:
+    """Whether a hook runs once the gradient of a parameter is accumulated: an optimizer that steps in backward.
+
+    Degraded where torch renames the attributes: such an optimizer is noticed by the version of the parameter.
+    """
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) or hasattr(parameter, "_in_backward_optimizers")
+
+
+def communication_hooks(module: nn.Module) -> list[tuple[str, object]]:
+    """The communication hooks of a DistributedDataParallel: name and state.
+
+    Degraded where torch renames `_comm_hooks`: none are seen.
+    """
+    return [(getattr(hook, "__qualname__", str(hook)), state) for hook, state in getattr(module, "_comm_hooks", ())]
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` skips a step by itself if the attribute `found_inf` says so: the fused optimizers.
+
+    Degraded where torch renames `_step_supports_amp_scaling`: no optimizer does.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def module_dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The parameters, buffers and children of a module, as the module itself stores them."""
+    return module._parameters, module._buffers, module._modules
+
+
+def tracing_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile(fullgraph=True)` raises for code that it cannot trace into one graph, or not compile."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
