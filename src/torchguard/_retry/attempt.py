@@ -1,24 +1,20 @@
 """One guarded step: save what it may change, run it, and run it again without its bad samples if it is not finite."""
 
-import collections
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchguard._retry.batch import Batch
 from torchguard._retry.health import all_finite, check_params, total_norm
-from torchguard._retry.ranks import Alone, ranks_of
-from torchguard._retry.reach import Reached, reach
+from torchguard._retry.plan import Plan
 from torchguard._retry.report import RetryReport
 from torchguard._retry.run import Closure, Losses, Result, Step
 from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search
-from torchguard._retry.state import PythonState, RandomState, refuse_uninitialized
 from torchguard._torch.tensors import Versions, is_unchanged, versions_of
-from torchguard._torch.training import add_all, communication_hooks, multiply_all, steps_in_backward, tracing_errors
+from torchguard._torch.training import add_all, multiply_all, tracing_errors
 from torchguard.exceptions import RetryError
 
 if TYPE_CHECKING:
@@ -30,55 +26,16 @@ Gradients = dict[str, Tensor]
 class Attempt:
     """One guarded step, from saving what it may change to its gradients."""
 
-    def __init__(self, guard: "Retry", closure: Closure, batches: list[Batch], scaler: Any, number: int) -> None:
-        self.guard, self.number = guard, number
+    def __init__(self, guard: "Retry", plan: Plan, closure: Closure, batches: list[Batch], scaler: Any) -> None:
+        self.guard, self.plan, self.parameters = guard, plan, plan.parameters
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        models = {f"model{i or ''}": model for i, model in enumerate(guard.models)}
-        self.reached: Reached = reach({**models, "closure": closure})
-        self.parameters = self._trained()
-        device = next((one.device for one in self.parameters.values()), torch.device("cpu"))
-        ranks: Alone = ranks_of(self.reached.modules, guard.process_group, device)
-        self.run = Step(closure, batches, ranks, guard.keep_shapes)
+        self.run = Step(closure, batches, plan.ranks, guard.keep_shapes)
+        self.number = guard.next_number()
         self.runs = 0
         self.last: tuple[Rows, int, bool] | None = None  # of the last run: samples, random stream, whether it is final
         self.results: dict[Rows, list[Losses | None]] = {}
         self.is_random = False
         self.loss = self.norm = float("nan")
-        self._refuse()
-
-    def _trained(self) -> dict[str, Tensor]:
-        """Every leaf that gets a gradient: of the modules, of the optimizers, of the closure."""
-        found = {
-            id(parameter): (f"{path}.{name}", parameter)
-            for path, module in self.reached.modules
-            for name, parameter in module.named_parameters(recurse=False)
-        }
-        found |= {id(tensor): (name, tensor) for name, tensor in self.reached.tensors if tensor.is_leaf}
-        for number, optimizer in enumerate(self.guard.optimizers):
-            for group in optimizer.param_groups:
-                found |= {id(one): (f"optimizer{number or ''}", one) for one in group["params"] if id(one) not in found}
-        return {f"{name}": tensor for name, tensor in _unique(found.values()) if tensor.requires_grad}
-
-    def _refuse(self) -> None:
-        """Refuse what cannot be undone."""
-        known = self.guard.accepted
-        refuse_uninitialized(self.reached.modules)
-        for name, parameter in self.parameters.items():
-            if id(parameter) not in known and steps_in_backward(parameter):
-                raise RetryError(
-                    f"Retry: {name} has a hook that runs in backward once its gradient is there, as optimizers do that "
-                    "step in backward. What such a step changes cannot be undone. Remove the hook, and give the "
-                    "optimizer to Retry."
-                )
-        known.clear()
-        known.update(map(id, self.parameters.values()))
-        for path, module in self.reached.modules:
-            for hook, state in communication_hooks(module):
-                if state is not None and not isinstance(state, dist.ProcessGroup):
-                    raise RetryError(
-                        f"Retry: {path} has the communication hook {hook} with a state ({type(state).__name__}), which "
-                        "each run would change. Use a hook without one."
-                    )
 
     # The step.
 
@@ -117,7 +74,7 @@ class Attempt:
             self.runs += 1
             result = self.run.first_run(self._scale)
             self._correct(result)
-            if changed := self.python.changed():
+            if changed := self.plan.python.changed():
                 raise RetryError(
                     "Retry: with wait=False a step must not change Python state, since later steps start before it can "
                     f"be restored. The closure changed {', '.join(changed[:5])}. Use wait=True."
@@ -130,10 +87,8 @@ class Attempt:
         return status
 
     def _save(self) -> None:
-        devices = {one.device for one in self.parameters.values()}
-        self.guard.tensors.save(self.reached, self.parameters.values())
-        self.python = PythonState(self.reached)
-        self.random = RandomState(self.reached, devices)
+        self.guard.tensors.save(self.plan.buffers, self.plan.others)
+        self.random = self.plan.random_state()
         self.accumulated = [parameter.grad for parameter in self.parameters.values()]
         self._clear()
 
@@ -144,7 +99,7 @@ class Attempt:
     def _restore(self, stream: int = 0) -> None:
         """Everything as before the step, but the gradients that were accumulated before are still set aside."""
         self.guard.tensors.restore()
-        self.python.restore()
+        self.plan.python.restore()
         self.random.restore(stream)
         self._clear()
 
@@ -305,7 +260,7 @@ class Attempt:
         self._restore(stream)
         self.runs += 1
         self.last = rows, stream, is_final or 2 * len(rows) > self.run.size
-        before = RandomState(self.reached, {one.device for one in self.parameters.values()}) if self.runs == 2 else None
+        before = self.plan.random_state() if self.runs == 2 else None
         result = self.run.run_again(rows, is_final, self._scale if is_scaled else lambda loss: loss)
         if before is not None:
             self.is_random = self.run.ranks.any(not before.is_unchanged())
@@ -457,13 +412,3 @@ def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     if one.shape != other.shape or not bool(one.isfinite().all()):
         return False
     return bool(((one - other).abs() <= tolerance * (one.abs() + other.abs()) + 1e-30).all())
-
-
-def _unique(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Names made different where two objects have one."""
-    seen: collections.Counter[str] = collections.Counter()
-    found = []
-    for name, tensor in named:
-        seen[name] += 1
-        found.append((name if seen[name] == 1 else f"{name}#{seen[name]}", tensor))
-    return found

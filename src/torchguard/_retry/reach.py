@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchguard._torch.training import module_dicts
 
-_SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic, type)
+SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic, type)
 _FOREIGN = ("torch", "numpy", "builtins", "torchguard", *sys.stdlib_module_names)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONTAINERS = (dict, list, set, collections.deque)
@@ -40,12 +40,14 @@ class Reached:
         tensors: tensors that are neither parameters nor buffers of a module.
         states: mutable containers, the `__dict__` of objects, the cells of functions, and globals that code assigns.
         generators: generators of random numbers other than torch's, NumPy's and Python's own.
+        globals: the globals that code reads, each as namespace, name and value.
     """
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     states: list[tuple[str, Any]] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
+    globals: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
 
 
 class GlobalNames:
@@ -62,7 +64,7 @@ def reach(roots: dict[str, Any]) -> Reached:
     stack = [*roots.items()]
     while stack:
         name, value = stack.pop()
-        if isinstance(value, _SIMPLE) or id(value) in seen:
+        if isinstance(value, SIMPLE) or id(value) in seen:
             continue
         seen.add(id(value))
         stack += _enter(name, value, found)
@@ -124,11 +126,14 @@ def _enter_function(name: str, function: types.FunctionType, found: Reached) -> 
         found.states.append((", ".join(assigned), GlobalNames(namespace, assigned)))
     for variable in names & namespace.keys():
         value = namespace[variable]
+        found.globals.append((namespace, variable, value))
         if not isinstance(value, types.ModuleType):
             yield variable, value
         elif not _is_foreign(value.__name__):
             members = vars(value)
-            yield from ((f"{variable}.{member}", members[member]) for member in names & members.keys())
+            for member in names & members.keys():
+                found.globals.append((members, member, members[member]))
+                yield f"{variable}.{member}", members[member]
 
 
 @functools.lru_cache(maxsize=4096)

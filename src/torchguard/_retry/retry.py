@@ -10,6 +10,7 @@ from torch import nn
 
 from torchguard._retry.attempt import Attempt
 from torchguard._retry.batch import Batch, Select, micro_batches
+from torchguard._retry.plan import Plan
 from torchguard._retry.report import PendingReport, RetryReport
 from torchguard._retry.run import Closure
 from torchguard._retry.state import TensorState
@@ -85,7 +86,7 @@ class Retry:
         self.tensors = TensorState()
         self._steps = 0
         self._pending: Pending | None = None
-        self.accepted: set[int] = set()  # ids of parameters without hooks that would have to be refused
+        self._plan: Plan | None = None
 
     def backward(self, closure: Closure, batch: Any, *, window: bool | None = None, scaler: Any = None) -> RetryReport:
         """Add the gradients of the batch without its bad samples to those that the parameters have.
@@ -162,7 +163,7 @@ class Retry:
             if not skips_on_device(optimizer):
                 raise RetryError(
                     "Retry: wait=False needs optimizers that skip a step on the device, and this "
-                    f"{type(optimizer).__name__} does not. Give fused=True where the optimizer has it, or use wait=True."
+                    f"{type(optimizer).__name__} does not. Give it fused=True, if it has that, or use wait=True."
                 )
         # An optimizer makes its state in its first step, from the gradients of that step if these are skipped, too.
         return all(optimizer.state or not _has_state(optimizer) for optimizer in self.optimizers)
@@ -205,8 +206,13 @@ class Retry:
             Batch(one, self.shared, self.select, None if self.size is None else self.size(one))
             for one in micro_batches(batch, window)
         ]
+        if self._plan is None or not self._plan.update(closure):
+            self._plan = Plan(self.models, self.optimizers, self.process_group, closure)
+        return Attempt(self, self._plan, closure, batches, scaler)
+
+    def next_number(self) -> int:
         self._steps += 1
-        return Attempt(self, closure, batches, scaler, self._steps - 1)
+        return self._steps - 1
 
 
 class Pending:

@@ -1,0 +1,185 @@
+"""What `Retry` costs a training step: `python benchmarks/retry.py cpu`, `... gpu [RESULT.json]`.
+
+The models are transformers' own, with random weights. The baseline clears gradients, computes the losses, their mean,
+the gradients, the norm of the gradients, and steps a fused AdamW. All variants are compiled, have the same weights, and
+alternate in one process. CPU figures are minima on one thread, GPU figures medians of the time of a step, with eight
+steps back to back. A bad step has a NaN in the input of one sample.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.nn.functional as F
+from record import RESULTS, environment
+from torch import Tensor, nn
+
+from torchguard import Retry
+
+Step = Callable[[Any], Any]
+TARGETS = {"gpu": {"wait=True": 1.03, "wait=False": 1.005}, "cpu": {"wait=True": 1.02, "wait=False": 1.02}}
+
+
+def llama(is_large: bool) -> tuple[nn.Module, Callable[[], Any], Callable[[nn.Module], Step]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, layers, length, vocabulary = (2048, 8, 1024, 32_000) if is_large else (128, 4, 64, 1000)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=16 if is_large else 4,
+        num_key_value_heads=8 if is_large else 2,
+        vocab_size=vocabulary,
+        use_cache=False,
+    )
+
+    def losses(model: nn.Module) -> Step:
+        def of(batch: dict[str, Tensor]) -> Tensor:
+            logits = model(inputs_embeds=batch["noise"] + model.get_input_embeddings()(batch["ids"])).logits
+            targets = batch["ids"][:, 1:].flatten()
+            flat = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="none")
+            return flat.view(len(logits), -1).mean(1)
+
+        return of
+
+    def batch() -> dict[str, Tensor]:
+        return {"ids": torch.randint(vocabulary, (4, length)), "noise": torch.zeros(4, length, width)}
+
+    return LlamaForCausalLM(config), batch, losses
+
+
+def vit(is_large: bool) -> tuple[nn.Module, Callable[[], Any], Callable[[nn.Module], Step]]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    width, size, count = (768, 224, 64) if is_large else (96, 64, 8)
+    config = ViTConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=8 if is_large else 4,
+        num_attention_heads=12 if is_large else 4,
+        image_size=size,
+        num_labels=100,
+    )
+
+    def losses(model: nn.Module) -> Step:
+        return lambda batch: F.cross_entropy(
+            model(pixel_values=batch["noise"]).logits.float(), batch["y"], reduction="none"
+        )
+
+    def batch() -> dict[str, Tensor]:
+        return {"noise": torch.randn(count, 3, size, size), "y": torch.randint(100, (count,))}
+
+    return ViTForImageClassification(config), batch, losses
+
+
+MODELS = {"Llama": llama, "ViT": vit}
+
+
+def steps_of(model: nn.Module, losses: Callable[[nn.Module], Step]) -> dict[str, tuple[Step, Any]]:
+    """For each variant a function that takes a step, and its guard."""
+    found = {}
+    for name in ("plain", "wait=True", "wait=False"):
+        own = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-4, fused=True)
+        of = torch.compile(losses(own), fullgraph=True)
+        if name == "plain":
+
+            def plain(batch: Any, own: nn.Module = own, optimizer: Any = optimizer, of: Step = of) -> None:
+                optimizer.zero_grad(set_to_none=True)
+                of(batch).mean().backward()
+                nn.utils.get_total_norm([one.grad for one in own.parameters() if one.grad is not None])
+                optimizer.step()
+
+            found[name] = plain, None
+        else:
+            guard = Retry(own, optimizer, wait=name == "wait=True")
+            found[name] = (lambda batch, guard=guard, of=of: guard.step(of, batch)), guard
+    return found
+
+
+def measured(device: str, rounds: int, kind: str, model_name: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, make, losses = MODELS[model_name](device != "cpu")
+    model = model.to(device, torch.float32 if device == "cpu" else torch.bfloat16).train()
+    dtype = next(model.parameters()).dtype
+    batches = [
+        {key: one.to(device, dtype) if one.is_floating_point() else one.to(device) for key, one in make().items()}
+        for _ in range(2)
+    ]
+    steps = steps_of(model, losses)
+    memory, times = {}, {name: [] for name in steps}
+    for name, (step, _) in steps.items():
+        for number in range(3):
+            step(batches[number % 2])
+        if device != "cpu":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step(batches[0])
+            torch.cuda.synchronize()
+            memory[name] = torch.cuda.max_memory_allocated() - before
+    repeats = 1 if device == "cpu" else 8  # GPU steps back to back
+    for _ in range(rounds):
+        for name, (step, _) in steps.items():
+            start = time.perf_counter()
+            for number in range(repeats):
+                step(batches[number % 2])
+            if device != "cpu":
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) / repeats)
+    best = {name: min(one) if device == "cpu" else statistics.median(one) for name, one in times.items()}
+    bad = {key: one.clone() for key, one in batches[0].items()}
+    bad["noise"][1].view(-1)[0] = float("nan")
+    step, _ = steps["wait=True"]
+    step(bad)
+    start = time.perf_counter()
+    report = step(bad)
+    bad_time = time.perf_counter() - start
+    assert report.bad == [1], report
+    result = {
+        "ms": {name: round(1e3 * one, 3) for name, one in best.items()},
+        "ratio": {name: round(one / best["plain"], 4) for name, one in best.items() if name != "plain"},
+        "targets": TARGETS[kind],
+        "bad step": {"runs": report.runs, "ratio": round(bad_time / best["plain"], 2), "retries": "eager"},
+    }
+    if memory:
+        base = memory["plain"]
+        result["memory"] = {"plain MiB": base // 2**20} | {
+            name: round(one / base, 4) for name, one in memory.items() if name != "plain"
+        }
+    del steps, model
+    gc.collect()
+    torch._dynamo.reset()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=["cpu", "gpu"])
+    parser.add_argument("result", nargs="?", type=Path)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", nargs="+", default=[*MODELS])
+    arguments = parser.parse_args()
+    device = "cpu" if arguments.kind == "cpu" else "cuda"
+    torch.set_num_threads(1)
+    results = {"environment": environment(device)}
+    for name in arguments.models:
+        results[name] = measured(device, arguments.rounds, arguments.kind, name)
+        print(name, json.dumps(results[name]), flush=True)
+    path = arguments.result or RESULTS / f"retry-{'cpu' if device == 'cpu' else 'h200'}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
