@@ -13,7 +13,9 @@ export OMP_NUM_THREADS := 1
 .PHONY: demo test test-long lint types layers unit bench docs clean
 
 demo: $(VENV)/.demo
-	@echo "demo: training a small GPT with a broken sample in every batch"
+	@echo "demo: training with BatchNorm and a contrastive loss on batches with broken samples"
+	@$(BIN)/python examples/one_bad_sample.py
+	@echo "demo: training a small GPT with a broken sample in every batch, checked inside the graph"
 	@$(BIN)/python examples/train_with_a_bad_sample.py
 
 test: lint types layers unit
@@ -47,6 +49,8 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/typed.py
 	@echo "bench: watched models against unwatched ones"
 	@$(BIN)/python benchmarks/watched.py cpu
+	@echo "bench: guarded training steps against plain ones"
+	@$(BIN)/python benchmarks/retry.py cpu
 	@echo "bench: all guards, filtered and audited"
 	@$(BIN)/python benchmarks/guarded.py
 	@echo "bench: compiling with and without capturing artifacts"

@@ -174,6 +174,7 @@ def __getattr__(name: str) -> Any:
 
 if "torch" in sys.modules:  # then all but what is heavy is there from the start, and Dynamo need not come by here
     for _name in ("err", "experimental", "flags", *_HOME_OF):
-        __getattr__(_name)
+        if _HOME_OF.get(_name) != "_retry":  # which needs NumPy and torch.distributed
+            __getattr__(_name)
 if os.environ.get("TORCHGUARD_CAPTURE"):
     importlib.import_module("torchguard.artifacts")  # which starts to capture, if that is what it says

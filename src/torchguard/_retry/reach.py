@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchguard._torch.modules import wrapped_function
 from torchguard._torch.training import module_dicts
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic, type)
@@ -111,8 +112,7 @@ def _enter_module(name: str, module: nn.Module, found: Reached) -> list[tuple[st
 
 
 def _enter_function(name: str, function: types.FunctionType, found: Reached) -> Iterator[tuple[str, Any]]:
-    wrapped = getattr(function, "__wrapped__", None) or getattr(function, "_torchdynamo_orig_callable", None)
-    if wrapped is not None:
+    if (wrapped := wrapped_function(function)) is not None:
         yield name, wrapped
     if _is_foreign(function.__module__ or ""):
         return

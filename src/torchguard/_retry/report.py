@@ -63,7 +63,8 @@ class RetryReport:
         if self.skipped:
             return "no gradients; model, gradients and random numbers are as before"
         if self.bad or self.elsewhere:
-            return f"trained without {len(self.bad) + sum(map(len, self.elsewhere.values()))} bad samples"
+            count = len(self.bad) + sum(map(len, self.elsewhere.values()))
+            return f"trained without {count} bad sample{'s' if count > 1 else ''}, loss {self.loss:.4g}"
         return f"trained on the whole batch, loss {self.loss:.4g}"
 
 

@@ -69,6 +69,11 @@ def is_compiled_function(function: object) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
+def wrapped_function(function: object) -> object | None:
+    """The function that `torch.compile` or `functools.wraps` wrapped; None if nothing is wrapped."""
+    return getattr(function, "__wrapped__", None) or getattr(function, "_torchdynamo_orig_callable", None)
+
+
 def compiled_function(compiled: Any) -> Any:
     """The function that `torch.compile` made, of a module also that which it holds; None if nothing is compiled.
 
