@@ -16,7 +16,8 @@ DOCUMENTED = """
     SLOT_BITS SLOTS_PER_WORD SLOT_MASK SEVERITY_SHIFT SEVERITY_BITS SEVERITY_MASK CODE_SHIFT CODE_BITS CODE_MASK
     LOCATION_SHIFT LOCATION_BITS LOCATION_MASK
     IF HAS IS OR AND NOT Ok Err Result as_result as_exception unwrap experimental TorchGuardError __version__
-    watch unwatch Incident WatchError Retry RetryReport RetryError TensorHealth check_params check_grads is_retrying tensorcheck AnnotationError ValidationError
+    Retry RetryReport RetryError TensorHealth check_params check_grads is_retrying
+    watch unwatch Incident WatchError tensorcheck AnnotationError ValidationError
     DimensionMismatchError DTypeMismatchError DeviceMismatchError
     InvalidParameterError TypeMismatchError InvalidReturnTypeError
     guards artifacts device compiled typing
