@@ -43,6 +43,7 @@ __all__ = [
     "OutOfRangeError",
     "RecompileError",
     "RetryError",
+    "RetryWarning",
     "SampleIndexError",
     "SavedGraphError",
     "StaleGuardError",
@@ -166,6 +167,10 @@ class WatchError(TorchGuardError, ValueError):
 
 class RetryError(TorchGuardError, RuntimeError):
     """A training step cannot be guarded as requested."""
+
+
+class RetryWarning(UserWarning):
+    """A guarded step may not be restored completely."""
 
 
 class GuardError(TorchGuardError, ValueError):

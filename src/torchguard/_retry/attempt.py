@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchguard._retry.batch import Batch
-from torchguard._retry.health import all_finite, check_params, total_norm
+from torchguard._retry.health import all_finite, health_of, total_norm
 from torchguard._retry.plan import Plan
 from torchguard._retry.report import RetryReport
 from torchguard._retry.run import Closure, Losses, Result, Step
@@ -212,18 +212,14 @@ class Attempt:
 
     def _bad_parameters(self) -> list[str]:
         """Trained parameters that are not finite, and frozen ones with NaN: some masks are frozen parameters of Inf."""
-        found = {}
-        for number, model in enumerate(self.guard.models):
-            frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
-            prefix = f"model{number or ''}." if len(self.guard.models) > 1 else ""
-            bad = check_params(model).bad
-            found |= {f"{prefix}{name}": kind for name, kind in bad.items() if kind == "NaN" or name not in frozen}
-        listed = {id(one) for model in self.guard.models for one in model.parameters()}
-        for name, one in self.parameters.items():
-            if id(one) not in listed and not all_finite([one]):
-                found[name] = "not finite"
-        gathered = self.run.ranks.gather([f"{name} ({kind})" for name, kind in found.items()])
-        return [*dict.fromkeys(name for names in gathered for name in names)]
+        frozen = {name: one for name, one in self.plan.others.values() if isinstance(one, nn.Parameter)}
+        bad = health_of(self.parameters | frozen).bad
+        found = [
+            f"{name.removeprefix('model.')} ({kind})"
+            for name, kind in bad.items()
+            if kind == "NaN" or name in self.parameters
+        ]
+        return [*dict.fromkeys(name for names in self.run.ranks.gather(found) for name in names)]
 
     def _suspects(self, first: Result) -> tuple[list[int], list[int]]:
         """The samples of all ranks whose inputs, and those whose losses, are not finite."""
@@ -296,7 +292,8 @@ class Attempt:
             note = finding.reason.value
         elif finding.reason is not None:
             self._undo()
-            is_all = finding.reason is Reason.NO_FINITE_PART and len(shown) == count and not self.run.is_scalar
+            shows_in_all = len(inputs) == count or (len(shown) == count and not self.run.is_scalar)
+            is_all = finding.reason is Reason.NO_FINITE_PART and shows_in_all
             bad = [*range(count)] if is_all else []
             return self._skipped(finding.reason.value, bad=bad, inputs=inputs, shown=shown)
         else:
@@ -336,7 +333,7 @@ class Attempt:
         most = self.guard.max_bad
         if most is None:
             return ""
-        limit = most * count if isinstance(most, float) and most < 1 else most
+        limit = most * count if isinstance(most, float) else most
         return f"{bad} of {count} samples are bad, more than max_bad={most} allows" if bad > limit else ""
 
     def _skipped(

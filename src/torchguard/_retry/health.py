@@ -52,15 +52,16 @@ def check_params(model: nn.Module) -> TensorHealth:
     >>> print(check_params(model))
     1 of 2 tensors are not finite: bias (NaN)
     """
-    return _health(dict(model.named_parameters()))
+    return health_of(dict(model.named_parameters()))
 
 
 def check_grads(model: nn.Module) -> TensorHealth:
     """NaN, Inf and norm of the gradient of each parameter that has one, in one pass and without waiting."""
-    return _health({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    return health_of({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
 
 
-def _health(tensors: dict[str, Tensor]) -> TensorHealth:
+def health_of(tensors: dict[str, Tensor]) -> TensorHealth:
+    """NaN, Inf and norm of each of these tensors."""
     if not tensors:
         return TensorHealth([], torch.zeros(0, dtype=torch.float64))
     values = [local(values_of(tensor.detach())) for tensor in tensors.values()]

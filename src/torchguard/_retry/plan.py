@@ -7,6 +7,7 @@ that nothing changed takes a tenth of that.
 import collections
 import operator
 import types
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import reach
 from torchguard._retry.state import PythonState, RandomState, refuse_uninitialized, tensors_of
 from torchguard._torch.training import communication_hooks, steps_in_backward
-from torchguard.exceptions import RetryError
+from torchguard.exceptions import RetryError, RetryWarning
 
 
 class Plan:
@@ -85,6 +86,19 @@ class Plan:
     def _refuse(self) -> None:
         """Refuse what cannot be undone."""
         refuse_uninitialized(self.reached.modules)
+        if not self.reached.is_complete:
+            warnings.warn(
+                "Retry: the closure reaches more objects than are followed, so what it changes in the farthest of them "
+                "is not restored. Give a closure that refers to less: a function instead of a trainer's method, say.",
+                RetryWarning,
+                stacklevel=6,
+            )
+        for name in self.reached.iterators:
+            if name.isidentifier():  # the closure's own variable
+                raise RetryError(
+                    f"Retry: the closure uses {name}, an iterator that cannot be rewound when a step is run again. "
+                    "Take the next item outside of the closure, and pass it in the batch."
+                )
         for name, parameter in self.parameters.items():
             if steps_in_backward(parameter):
                 raise RetryError(

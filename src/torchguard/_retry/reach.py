@@ -26,6 +26,7 @@ SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _FOREIGN = ("torch", "numpy", "builtins", "torchguard", *sys.stdlib_module_names)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONTAINERS = (dict, list, set, collections.deque)
+_MAX_OBJECTS = 50_000  # that are followed, the nearest first
 _MAX_ITEMS = 4096  # of a container that is entered; a larger one is data, not state
 _HOOKS = frozenset(
     name for name in vars(nn.Module()) if "hooks" in name or name in ("_parameters", "_buffers", "_modules")
@@ -42,6 +43,8 @@ class Reached:
         states: mutable containers, the `__dict__` of objects, the cells of functions, and globals that code assigns.
         generators: generators of random numbers other than torch's, NumPy's and Python's own.
         globals: the globals that code reads, each as namespace, name and value.
+        iterators: generators, files and other iterators, which cannot be rewound.
+        is_complete: whether there was nothing more to follow.
     """
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -49,26 +52,57 @@ class Reached:
     states: list[tuple[str, Any]] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
     globals: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    iterators: list[str] = field(default_factory=list)
+    is_complete: bool = True
 
 
 class GlobalNames:
     """The globals that a function assigns, as one piece of state."""
 
     def __init__(self, namespace: dict[str, Any], names: tuple[str, ...]) -> None:
-        self.namespace, self.names = namespace, names
+        self._namespace, self._names = namespace, names
+
+    def read(self) -> dict[str, Any]:
+        return {name: self._namespace[name] for name in self._names if name in self._namespace}
+
+    def write(self, values: dict[str, Any]) -> None:
+        for name in self._names:
+            self._namespace.pop(name, None)
+        self._namespace.update(values)
+
+
+class Slots:
+    """The attributes of an object whose class has `__slots__`."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        classes = type(owner).__mro__
+        listed = [vars(one).get("__slots__", ()) for one in classes]
+        self._names = [name for names in listed for name in ((names,) if isinstance(names, str) else names)]
+
+    def read(self) -> dict[str, Any]:
+        return {name: getattr(self._owner, name) for name in self._names if hasattr(self._owner, name)}
+
+    def write(self, values: dict[str, Any]) -> None:
+        for name in self._names:
+            if name in values:
+                object.__setattr__(self._owner, name, values[name])
+            elif hasattr(self._owner, name):
+                object.__delattr__(self._owner, name)
 
 
 def reach(roots: dict[str, Any]) -> Reached:
     """Everything mutable that can be reached from these objects."""
     found = Reached()
     seen: set[int] = set()
-    stack = [*roots.items()]
-    while stack:
-        name, value = stack.pop()
+    waiting = collections.deque(roots.items())
+    while waiting and found.is_complete:
+        name, value = waiting.popleft()
         if isinstance(value, SIMPLE) or id(value) in seen:
             continue
         seen.add(id(value))
-        stack += _enter(name, value, found)
+        waiting += _enter(name, value, found)
+        found.is_complete = len(seen) < _MAX_OBJECTS
     return found
 
 
@@ -99,10 +133,16 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     if isinstance(value, types.CellType):
         found.states.append((name, value))
         return [(name, value.cell_contents)] if is_filled(value) else []
-    if _is_foreign(type(value).__module__) or not hasattr(value, "__dict__"):
+    if _is_foreign(type(value).__module__) and not isinstance(value, types.SimpleNamespace):
+        if isinstance(value, Iterator):
+            found.iterators.append(name)
         return []
-    found.states.append((name, value.__dict__))
-    return [(f"{name}.{key}", item) for key, item in vars(value).items()]
+    if hasattr(value, "__dict__"):
+        found.states.append((name, value.__dict__))
+        return [(f"{name}.{key}", item) for key, item in vars(value).items()]
+    slots = Slots(value)
+    found.states.append((name, slots))
+    return [(f"{name}.{key}", item) for key, item in slots.read().items()]
 
 
 def _enter_module(name: str, module: nn.Module, found: Reached) -> list[tuple[str, Any]]:

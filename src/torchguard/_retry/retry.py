@@ -34,7 +34,7 @@ class Retry:
         size: `size(batch)` counts the samples, where `select` is given and the batch does not tell.
         ids: where the batch has the ids of its samples: a key, or a function of the batch.
         min_batch: the smallest part of a batch to run.
-        max_bad: the most bad samples to do without, as a number or a share of the batch.
+        max_bad: the most bad samples to do without: an int, or a float for a share of the batch.
         max_runs: the most runs of one step.
         wait: whether to wait for the outcome before the optimizer steps. See `docs/retry.md` for False.
         retries: how the closure is called again: "eager", or "compiled", apart from what is compiled already.

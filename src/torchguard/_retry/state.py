@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchguard._retry.reach import SIMPLE, GlobalNames, Reached, is_filled
+from torchguard._retry.reach import SIMPLE, GlobalNames, Reached, Slots, is_filled
 from torchguard._torch.training import copy_all, module_dicts, norms
 from torchguard.exceptions import RetryError
 
@@ -208,7 +208,8 @@ class PythonState:
         """All values one after the other: to compare them at once takes a tenth of the time of a loop."""
         found = [*itertools.chain.from_iterable([state.values() for _, state in self._dicts])]
         for _, state in self._others:
-            found += _copy(state).values() if isinstance(state, GlobalNames) else _copy(state)
+            copied = _copy(state)
+            found += copied.values() if isinstance(copied, dict) else copied
         return found
 
     def update(self) -> bool:
@@ -239,8 +240,8 @@ class PythonState:
 def _copy(state: Any) -> Any:
     if isinstance(state, dict):
         return dict(state)
-    if isinstance(state, GlobalNames):
-        return {name: state.namespace[name] for name in state.names if name in state.namespace}
+    if isinstance(state, (GlobalNames, Slots)):
+        return state.read()
     if isinstance(state, CellType):
         return [state.cell_contents] if is_filled(state) else []
     return [*state]
@@ -257,10 +258,8 @@ def _is_same(state: Any, before: Any) -> bool:
 
 
 def _put_back(state: Any, before: Any) -> None:
-    if isinstance(state, GlobalNames):
-        for name in state.names:
-            state.namespace.pop(name, None)
-        state.namespace.update(before)
+    if isinstance(state, (GlobalNames, Slots)):
+        state.write(before)
     elif isinstance(state, CellType):
         if before:
             state.cell_contents = before[0]
@@ -278,7 +277,7 @@ class RandomState:
         self._python = random.getstate()
         self._numpy = np.random.get_state()
         self._torch = torch.get_rng_state()
-        self._devices = [(one, _module_of(one).get_rng_state(one)) for one in devices if one.type != "cpu"]
+        self._devices = [(one, _device_state(one)) for one in devices if one.type not in ("cpu", "meta")]
         self._own = [(one, _state_of(one)) for _, one in reached.generators]
 
     def restore(self, stream: int = 0) -> None:
@@ -287,7 +286,7 @@ class RandomState:
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
         for device, state in self._devices:
-            _module_of(device).set_rng_state(state, device)
+            torch.get_device_module(device).set_rng_state(state, *_place(device))
         for generator, state in self._own:
             _set_state(generator, state)
         if stream:
@@ -312,13 +311,17 @@ class RandomState:
             random.getstate() == self._python
             and all(np.array_equal(one, other) for one, other in zip(numpy, self._numpy, strict=True))
             and torch.equal(torch.get_rng_state(), self._torch)
-            and all(torch.equal(_module_of(one).get_rng_state(one), state) for one, state in self._devices)
+            and all(torch.equal(_device_state(one), state) for one, state in self._devices)
             and all(_same_state(_state_of(one), state) for one, state in self._own)
         )
 
 
-def _module_of(device: torch.device) -> Any:
-    return torch.get_device_module(device)
+def _device_state(device: torch.device) -> Tensor:
+    return torch.get_device_module(device).get_rng_state(*_place(device))
+
+
+def _place(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # there is one, and torch.mps takes no argument
 
 
 def _state_of(generator: Any) -> Any:
