@@ -147,7 +147,7 @@ class TestWhileAnObjectNeedsThem:
         assert not is_set()
 
     def test_a_watched_checkpoint_compiles_without_a_break(self):
-        class Net(nn.Module):
+        class Checkpointed(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.inner = nn.Linear(2, 2)
@@ -155,7 +155,7 @@ class TestWhileAnObjectNeedsThem:
             def forward(self, x):
                 return checkpoint(self.inner, x, use_reentrant=False)
 
-        guarded = watch(Net())
+        guarded = watch(Checkpointed())
         out, _ = torch.compile(guarded, backend="aot_eager", fullgraph=True)(torch.ones(3, 2))
         out.sum().backward()
         assert guarded.inner.weight.grad is not None
