@@ -208,7 +208,7 @@ def _without_fused_layers() -> Iterator[None]:
 def trace(
     fn: Callable[..., Any], fakes: Sequence[Tensor], decompose: Any = None, *, grad_enabled: bool = False
 ) -> GraphModule:
-    """The ATen graph of a function on fake tensors; whatever needs a value raises.
+    """The ATen graph of a function on fake tensors. An operation that needs a value raises.
 
     Inference mode is switched off: in it nothing would be recorded, and gradients would be zero.
     """

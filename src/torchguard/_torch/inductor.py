@@ -57,7 +57,8 @@ def compile_aten_graph(graph: GraphModule, fakes: Sequence[Tensor], layout_optim
     output.meta["user_visible_output_idxs"] = tensors
     settings: dict[str, Any] = {"layout_optimization": layout_optimization and config.layout_optimization}
     settings["triton.cudagraphs"] = False  # the next run would overwrite what this one returned
-    # Leaves are checked in each call, and a graph returns what the next was compiled for: a fifth of a small call.
+    # Not needed, as leaves are checked in each call and a graph returns what the next was compiled for. They take a
+    # fifth of a small call.
     settings |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
     with config.patch(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Inductor's warnings about its own code are of no use to the caller

@@ -86,7 +86,7 @@ def protect_regions() -> bool:
         Whether regions can be compiled. Degraded where torch lacks one of the first two functions: False, and
         `compile_once` compiles each block on its own. Where it lacks `gen_schema`, compiling takes longer.
     """
-    import torch._functorch.aot_autograd as aot  # not at import: they are heavy
+    import torch._functorch.aot_autograd as aot  # here, because loading it takes seconds
     from torch._dynamo.output_graph import OutputGraph
 
     if not takes_compilers(getattr(aot, "aot_stage2_compile", None)) or not hasattr(OutputGraph, "_call_user_compiler"):
@@ -205,7 +205,7 @@ def allow_side_effects_under_checkpoint(holder: object) -> None:
     torch 2.11 it is set in this thread alone. Degraded where torch lacks it: a watched model with checkpoints compiles
     with graph breaks, and with `fullgraph=True` Dynamo raises.
     """
-    import torch._dynamo.config as config  # not at import: it is heavy
+    import torch._dynamo.config as config  # here, because loading it takes seconds
 
     name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     if hasattr(config, name):
@@ -213,7 +213,7 @@ def allow_side_effects_under_checkpoint(holder: object) -> None:
 
 
 def release_settings(holder: object) -> None:
-    """Put back what was set for an object, unless others need it or somebody has changed it since."""
+    """Put back what was set for an object, unless others need it or other code has changed it since."""
     _release(id(holder))
 
 
@@ -252,7 +252,7 @@ def _release(holder: int) -> None:
 
 
 def _put_back() -> None:
-    """Put back the settings that nobody needs. A thread cannot change another's: that waits until it comes by here."""
+    """Put back the settings that no object needs. Those of another thread wait until that thread calls this."""
     for key in [key for key in tuple(_needed) if key[1] in (0, threading.get_ident()) and _is_current(key)]:
         if _needed[key]["holders"]:
             continue
