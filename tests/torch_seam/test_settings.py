@@ -3,7 +3,9 @@
 import copy
 import gc
 import pickle
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,3 +249,9 @@ class TestAroundACompilation:
             assert not functorch.enable_autograd_cache
             assert not inductor.fx_graph_cache
         assert (dynamo.recompile_limit, functorch.enable_autograd_cache, inductor.fx_graph_cache) == before
+
+
+def test_one_module_changes_settings():
+    changing = re.compile(r"\bpatch\(\w+=|config\.patch\(|\b_set_\w+_enabled\(")
+    files = Path(settings.__file__).parents[1].rglob("*.py")
+    assert [path.name for path in files if changing.search(path.read_text())] == ["settings.py"]

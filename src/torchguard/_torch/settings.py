@@ -3,7 +3,8 @@
 torch's settings (`torch._dynamo.config` and the like) are process-wide in torch 2.11. In later ones each thread has
 values of its own, and a new thread starts with the defaults. So a setting is changed in the narrowest of three ways:
 
-- around one compilation, in the thread that compiles (`without_graph_caches`, `without_limits`, `protect_regions`);
+- around one compilation or trace, in the thread that does it (`without_graph_caches`, `without_limits`,
+  `protect_regions`, `for_aten_graph`, `without_fused_layers`);
 - while an object needs it, counted and put back when the last one is gone (`allow_side_effects_under_checkpoint`);
 - for good: never.
 
@@ -71,6 +72,37 @@ def without_graph_caches() -> Iterator[None]:
             if settings := {name: False for name in names if getattr(config, name, False) is not False}:
                 stack.enter_context(config.patch(settings))  # pyright: ignore[reportAttributeAccessIssue]
         yield
+
+
+def for_aten_graph(layout_optimization: bool) -> contextlib.AbstractContextManager[Any]:
+    """The settings under which Inductor compiles a graph of `compiled`.
+
+    `size_asserts` and `alignment_asserts` are off where torch has them: leaves are checked in each call, and a graph
+    returns what the next one was compiled for. They take a fifth of a small call.
+    """
+    import torch._inductor.config as config
+
+    settings: dict[str, Any] = {"layout_optimization": layout_optimization and config.layout_optimization}
+    settings["triton.cudagraphs"] = False  # the next run would overwrite what this one returned
+    settings |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
+    return config.patch(settings)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """Keep recurrent layers from becoming one oneDNN or cuDNN operation, whose backward cannot be traced.
+
+    The public `torch.backends.mkldnn.flags` and `cudnn.flags` set more than this one flag each, and warn about it.
+    Both flags are process-wide; `fakes.TRACING_LOCK` keeps two traces from undoing each other's. Required.
+    """
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_cudnn_enabled(before[1])
 
 
 @constant_in_graphs
