@@ -7,7 +7,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torchguard.exceptions import UnwrapError
 
-__all__ = ["Err", "Ok", "Result", "as_exception", "as_result", "unwrap"]
+__all__ = ["Err", "Ok", "Result", "UnwrapError", "as_exception", "as_result", "unwrap"]
 
 T = TypeVar("T")
 U = TypeVar("U")
