@@ -3,6 +3,14 @@
 import torch
 from torch import Tensor, nn
 
+from torchguard import flags
+
+
+def faults(f: Tensor) -> dict[int, list[str]]:
+    """The errors of each bad sample: `{1: ["NAN @ input"]}`."""
+    found = enumerate(flags.unpack_all(f))
+    return {row: [f"{e.code_name} @ {e.location_name}" for e in errors] for row, errors in found if errors}
+
 
 def assert_same(got, want, rtol: float = 1e-4, atol: float = 1e-5) -> None:
     """Compare nested tensors up to the rounding of another order of operations."""

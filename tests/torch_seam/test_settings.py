@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.models import Residual
 from torch import nn
 from torch._dynamo import config as dynamo
 from torch._functorch import config as functorch
@@ -161,19 +162,6 @@ class TestWhileAnObjectNeedsThem:
         out, _ = torch.compile(guarded, backend="aot_eager", fullgraph=True)(torch.ones(3, 2))
         out.sum().backward()
         assert guarded.inner.weight.grad is not None
-
-
-class Residual(nn.Module):
-    """Its blocks save what they are given, and what is given to them is used again behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.GELU()) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x * 2 + block(x).sin()
-        return x.sin() @ x.cos().transpose(-1, -2)
 
 
 def region_settings():

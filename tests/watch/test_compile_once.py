@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from tests.models import Residual
 from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
 from torch._functorch import config as functorch_settings
@@ -156,19 +157,6 @@ def test_a_fault_in_a_block_is_reported_at_its_module(backend):
     guarded = watch(model, compile_once=True)
     torch.compile(guarded, backend=backend, fullgraph=True)(sample())
     assert {incident.path for incident in guarded.report()} == {"blocks.2.up"}
-
-
-class Residual(nn.Module):
-    """Its blocks save what they are given, and what is given to them is used again behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x * 2 + block(x).sin()
-        return x.sin() @ x.cos().transpose(-1, -2)
 
 
 @pytest.mark.inductor

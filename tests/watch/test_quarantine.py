@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from tests.breadth import breadth
-from tests.compare import assert_same_gradients, take_gradients
+from tests.compare import assert_same_gradients, faults, take_gradients
 from torch import nn
 
 from torchguard import ErrorConfig, err, flags, get_config, set_config
@@ -85,12 +85,6 @@ class Vanishing(nn.Module):
 
     def forward(self, x, s):
         return self.second((self.first(x).sigmoid() * s[:, :1]).exp().rsqrt())
-
-
-def faults(f):
-    """What each bad row has, as `{row: ["NAN @ input", ...]}`."""
-    found = enumerate(flags.unpack_all(f))
-    return {row: [f"{e.code_name} @ {e.location_name}" for e in errors] for row, errors in found if errors}
 
 
 def tolerance(expected):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from tests.breadth import breadth
-from tests.compare import take_gradients
+from tests.compare import faults, take_gradients
 from tests.models import bert, gpt2, mlp
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
@@ -24,7 +24,7 @@ from transformers import (
     ViTModel,
 )
 
-from torchguard import err, flags
+from torchguard import err
 from torchguard._watch import watch
 
 NAN, INF = float("nan"), float("inf")
@@ -34,12 +34,10 @@ BAD = 1
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-@pytest.fixture(params=["plain", "aot_eager"])
-def run(request):
-    """As the fixture of all tests, without the backends that take long: these models are large to compile."""
-    if request.param == "plain":
-        return lambda fn: fn
-    return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
+@pytest.fixture
+def run(run_light):
+    """As the fixture of all tests, without the slow backends: these models are large to compile."""
+    return run_light
 
 
 def llama():
@@ -126,12 +124,6 @@ def tensors(output):
 
 def loss_of(output):
     return sum(z.float().square().mean() for z in tensors(output) if z.requires_grad)
-
-
-def faults(f):
-    """What each bad row has, as `{row: ["NAN @ input"]}`."""
-    found = enumerate(flags.unpack_all(f))
-    return {row: [f"{e.code_name} @ {e.location_name}" for e in errors] for row, errors in found if errors}
 
 
 def assert_equal(got, want):
