@@ -60,7 +60,7 @@ def compiled(function, backend="aot_eager"):
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
-class Net(nn.Module):
+class Small(nn.Module):
     def __init__(self):
         super().__init__()
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
@@ -116,7 +116,7 @@ def runs_watched(copy, function, x=None):
     assert_recorded(copy, f, "input")
 
 
-def compiles_watched(copy, backend="aot_eager", model=Net, **options):
+def compiles_watched(copy, backend="aot_eager", model=Small, **options):
     guarded = copy.tg.watch(model(), quarantine=True, **options)
     function = compiled(guarded, backend)
     runs_watched(copy, guarded)
@@ -325,7 +325,7 @@ def one_graph_can_hold_checks_of_both_copies():
 
 @again
 def locations_have_one_name_in_both_copies():
-    tracked = first.tg.tracked(Net())
+    tracked = first.tg.tracked(Small())
     x = batch()
     f = second.tg.flag_nan(x, tracked.two, second.tg.flag_nan(x, "by the second", second.err.new(x)))
     f = first.tg.flag_inf(x.log(), "by the first", f)

@@ -217,7 +217,7 @@ class TestLocations:
 
     def test_a_tracked_module(self, run):
         @tracked
-        class Net(nn.Module):
+        class Checked(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.layer = nn.Linear(2, 2)
@@ -228,7 +228,7 @@ class TestLocations:
                 return out, flag_nan(out, self.layer, f)
 
         x = torch.tensor([[1.0, 1.0], [NAN, 1.0], [1e9, 1e9]])
-        net = Net()
+        net = Checked()
         nn.init.ones_(net.layer.weight)
         _, f = run(net)(x)
         assert flags.summary(f) == {"layer": {"NAN": 1, "OVERFLOW": 1}}

@@ -3,12 +3,15 @@
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import torchguard
 from torchguard import ErrorCode, ErrorDomain, Severity, err, experimental
 
+ROOT = Path(__file__).parents[1]
 DOCUMENTED = """
     err flags error_t has_err find push fix flag_nan flag_inf flag_nan_and_inf flag_oob_indices tracked
     ErrorCode ErrorDomain Severity ErrorFlags UnpackedError ErrorLocation
@@ -83,3 +86,26 @@ def test_public_modules_list_their_names_and_each_is_documented():
             thing = getattr(module, name)
             is_undocumented = inspect.isclass(thing) or inspect.isfunction(thing)
             assert not is_undocumented or inspect.getdoc(thing), f"{module.__name__}.{name} has no docstring"
+
+
+def documented_tree() -> dict[str, list[str]]:
+    """Each folder of the tree in docs/architecture.md, and what is listed in it; nothing for a folder as a whole."""
+    tree = (ROOT / "docs/architecture.md").read_text().split("```")[1]
+    folders, path = {"": []}, [""]
+    for line in tree.strip().splitlines()[1:]:
+        branch = re.fullmatch(r"((?:│   |    )*)[├└]── (.+?)(?:  .*)?", line)
+        depth = len(branch[1]) // 4
+        for name in branch[2].split(", "):
+            folders[path[depth]].append(name.removesuffix("/"))
+            if name.endswith("/"):
+                path[depth + 1 :] = [f"{path[depth]}{name}"]
+                folders[path[-1]] = []
+    return folders
+
+
+def test_the_tree_in_the_docs_is_the_tree():
+    package = ROOT / "src/torchguard"
+    for folder, listed in documented_tree().items():
+        names = {path.name for path in (package / folder).iterdir() if path.suffix == ".py" or path.is_dir()}
+        names -= {"__init__.py", "__main__.py", "__pycache__"}
+        assert not listed or names == set(listed) - {"__init__.py"}, folder

@@ -96,7 +96,7 @@ def test_summary_of_flags_on_a_gpu():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_training_with_a_bad_sample(dtype, mode):
-    class Net(nn.Module):
+    class WithFix(nn.Module):
         def __init__(self):
             super().__init__()
             self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 1)
@@ -105,7 +105,7 @@ def test_training_with_a_bad_sample(dtype, mode):
             x, f = fix(x, flag_nan_and_inf(x, 1, err.new(x)), 1)
             return self.outer(self.inner(x).relu()).squeeze(-1), f
 
-    net = Net().to("cuda", dtype)
+    net = WithFix().to("cuda", dtype)
     x = torch.randn(6, 8, device="cuda", dtype=dtype)
     net(x[:5])[0].square().mean().backward()
     want = [p.grad.clone() for p in net.parameters()]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.compare import assert_same_gradients, take_gradients
 from torch import nn
 
 from torchguard import IF, err, fix, flag_nan_and_inf
@@ -18,20 +19,7 @@ def plant(x, value):
     return x
 
 
-def grads(module):
-    found = {name: p.grad.clone() for name, p in module.named_parameters()}
-    module.zero_grad()
-    return found
-
-
-def assert_same(got, want):
-    assert got.keys() == want.keys()
-    for name in want:
-        assert torch.isfinite(got[name]).all(), name
-        torch.testing.assert_close(got[name], want[name], msg=lambda text, name=name: f"{name}: {text}")
-
-
-class Net(nn.Module):
+class WithFixes(nn.Module):
     """The recipe: `fix` at the input, and after every step that can create NaN or Inf."""
 
     def __init__(self):
@@ -52,15 +40,15 @@ class Net(nn.Module):
 
 def test_the_recipe_for_bad_input(run):
     for value in (NAN, INF, -INF):
-        net, x = Net(), torch.randn(6, 4)
+        net, x = WithFixes(), torch.randn(6, 4)
         y = torch.randn(6, 3)
         net(x[GOOD])[0].sub(y[GOOD]).square().mean(-1).mean().backward()
-        want = grads(net)
+        want = take_gradients(net)
 
         out, f = run(net)(plant(x, value))
         err.mean_ok(f, out.sub(y).square().mean(-1)).backward()
         assert err.is_err(f).nonzero().flatten().tolist() == BAD
-        assert_same(grads(net), want)
+        assert_same_gradients(take_gradients(net), want)
 
 
 @pytest.mark.inductor
@@ -81,14 +69,14 @@ def test_the_recipe_for_overflow_inside_the_model(run):
 
     net, x = Burst(), torch.randn(6, 4)
     net(x[GOOD])[0].square().mean().backward()
-    want = grads(net)
+    want = take_gradients(net)
 
     x = x.clone()
     x[BAD] = 1e4 * net.inner.weight[0].detach().sign()  # exp overflows in these rows
     out, f = run(net)(x)
     err.mean_ok(f, out.square()).backward()
     assert err.has_inf(f).nonzero().flatten().tolist() == BAD
-    assert_same(grads(net), want)
+    assert_same_gradients(take_gradients(net), want)
 
 
 def test_dropping_rows_at_the_loss_alone_is_not_enough():
@@ -167,9 +155,9 @@ class TestOwnOps:
             return err.take_ok_p(f, z)
 
         (layer(x[GOOD]) / x[GOOD].norm(dim=-1, keepdim=True)).sum().backward()
-        want = grads(layer)
+        want = take_gradients(layer)
         run(fn)(x).sum().backward()
-        assert_same(grads(layer), want)
+        assert_same_gradients(take_gradients(layer), want)
 
     def test_a_function_of_good_rows_when_all_are_bad(self, run):
         layer = nn.Linear(3, 3)
@@ -204,9 +192,9 @@ def test_gradients_of_a_clean_batch_are_bit_equal(dtype):
     net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(dtype)
     x = torch.randn(5, 4, dtype=dtype)
     net(x).square().mean(-1).mean().backward()
-    want = grads(net)
+    want = take_gradients(net)
     z, f = fix(x, err.new(x), 1)
     h, f = fix(net[1](net[0](z)), f, 2)
     err.mean_ok(f, net[2](h).square().mean(-1)).backward()
-    for name, grad in grads(net).items():
+    for name, grad in take_gradients(net).items():
         assert torch.equal(grad, want[name])

@@ -1,6 +1,8 @@
 """torchguard makes a `torch.compile` region safe to run and easy to see into, without breaking its graph.
 
-Where torch is not loaded yet, nothing here loads it: the command starts before the script that it runs.
+Importing this package does not import torch: the command `torchguard run` is imported before the script that it runs,
+and the script may have to set variables before it imports torch. If torch is imported already, the names that need
+nothing but torch are loaded at once.
 """
 
 import importlib
@@ -162,8 +164,9 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 
 
 def __getattr__(name: str) -> Any:
-    if name == "CONFIG":  # looked up each time: it is what `set_config` last set
-        return (globals().get("get_config") or __getattr__("get_config"))()  # its own, if this is imported once more
+    if name == "CONFIG":  # looked up each time, as `set_config` replaces it
+        # By the `get_config` of this copy: a second import of the package has another in `sys.modules`.
+        return (globals().get("get_config") or __getattr__("get_config"))()
     if name in _MODULES:
         return importlib.import_module(f"torchguard.{name}")
     if name not in _HOME_OF:
@@ -172,9 +175,9 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-if "torch" in sys.modules:  # then all but what is heavy is there from the start, and Dynamo need not come by here
+if "torch" in sys.modules:  # Dynamo then finds the names as globals, and need not trace `__getattr__`
     for _name in ("err", "experimental", "flags", *_HOME_OF):
         if _HOME_OF.get(_name) != "_retry":  # which needs NumPy and torch.distributed
             __getattr__(_name)
 if os.environ.get("TORCHGUARD_CAPTURE"):
-    importlib.import_module("torchguard.artifacts")  # which starts to capture, if that is what it says
+    importlib.import_module("torchguard.artifacts")  # its import starts the capture

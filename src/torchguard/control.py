@@ -18,7 +18,7 @@ from torchguard._renamed import renamed
 from torchguard._torch.tracing import can_read
 from torchguard.exceptions import BranchError
 
-__all__ = ["AND", "HAS", "IF", "IS", "NOT", "OR", "IfChain"]
+__all__ = ["AND", "HAS", "IF", "IS", "NOT", "OR", "BranchError", "IfChain"]
 
 T = TypeVar("T")
 Condition = Bool[Tensor, ""] | Bool[Tensor, " batch"]

@@ -26,10 +26,20 @@ from torchguard._channel.slots import Flags
 from torchguard._channel.slots import unpack as flags_to_slots
 from torchguard._channel.validate import require_flags, require_intact
 from torchguard._renamed import renamed
-from torchguard.exceptions import SampleIndexError, TracingError
+from torchguard.exceptions import CorruptFlagsError, SampleIndexError, TracingError
 from torchguard.locations._registry import names_of
 
-__all__ = ["ErrorFlags", "UnpackedError", "repr", "summary", "unpack", "unpack_all"]
+__all__ = [
+    "CorruptFlagsError",
+    "ErrorFlags",
+    "SampleIndexError",
+    "TracingError",
+    "UnpackedError",
+    "repr",
+    "summary",
+    "unpack",
+    "unpack_all",
+]
 
 _MAX_ENTRIES = 12
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torchguard.exceptions import UnwrapError
 
-__all__ = ["Err", "Ok", "Result", "as_exception", "as_result", "unwrap"]
+__all__ = ["Err", "Ok", "Result", "UnwrapError", "as_exception", "as_result", "unwrap"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Ok(Generic[T]):
-    """It worked, and this is the value.
+    """The value of a call that succeeded.
 
     >>> Ok(20).map(lambda x: x + 1)
     Ok(21)
@@ -71,7 +71,7 @@ class Ok(Generic[T]):
 
 @dataclass(frozen=True)
 class Err(Generic[E]):
-    """It failed, and this is why.
+    """The error of a call that failed.
 
     >>> Err("no such row").unwrap_or(0)
     0

@@ -10,22 +10,13 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from functorch.compile import default_partition, make_boxed_func, nop
+from tests.models import TwoLayers as Net
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import checkpoint
 
 from torchguard import artifacts, guards
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
-
-    def forward(self, x):
-        hidden = torch.tanh(self.first(x))
-        return self.second(hidden)
 
 
 def names(artifact):
@@ -72,7 +63,7 @@ class TestContent:
         tensor = {"shape": [3, 8], "stride": [8, 1], "dtype": "float32", "device": "cpu", "requires_grad": False}
         assert tanh["values"] == [{"tensor": tensor}]
         assert tanh["source"]["text"] == "hidden = torch.tanh(self.first(x))"
-        assert tanh["source"]["file"] == __file__
+        assert tanh["source"]["file"] == Net.forward.__code__.co_filename
         linear = next(n for n in one.read_json("backward.json")["nodes"] if n["target"] == "aten.mm.default")
         assert linear["modules"][-1]["type"] == "torch.nn.modules.linear.Linear"
 
@@ -87,7 +78,7 @@ class TestContent:
         assert environment["versions"]["torch"] == torch.__version__
         assert environment["torch"]["grad_enabled"] == "True"
         about = one.manifest()
-        assert (about["backend"], about["function"]) == ("eager", "Net.forward")
+        assert (about["backend"], about["function"]) == ("eager", "TwoLayers.forward")
 
     def test_variables_that_look_like_secrets_are_left_out(self, captured_of, monkeypatch):
         monkeypatch.setenv("TORCH_API_TOKEN", "hush")

@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from tests.models import bert, gpt2
 
 from torchguard import artifacts
-
-SMALL_BERT = BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50)
-SMALL_GPT2 = GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=50, use_cache=False)
 
 
 @pytest.mark.parametrize(
     ("make", "module"),
     [
-        pytest.param(lambda: BertModel(SMALL_BERT), "BertSelfAttention", marks=pytest.mark.long),
-        (lambda: GPT2LMHeadModel(SMALL_GPT2), "GPT2Attention"),
+        pytest.param(lambda: bert(num_hidden_layers=2), "BertSelfAttention", marks=pytest.mark.long),
+        (lambda: gpt2(n_layer=2), "GPT2Attention"),
     ],
     ids=["bert", "gpt2"],
 )

@@ -147,7 +147,7 @@ def test_dynamic_batch(compiled):
 
 @pytest.mark.inductor
 def test_int64_flags_train_on_every_backend(compiled):
-    class Net(nn.Module):
+    class Layers(nn.Module):
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
@@ -159,7 +159,7 @@ def test_int64_flags_train_on_every_backend(compiled):
                 f = flag_nan(x, place + 1, f)
             return x, f
 
-    net = Net()
+    net = Layers()
     x = torch.randn(5, 4)
     net(x)[0].sum().backward()
     want = [p.grad.clone() for p in net.parameters()]
@@ -193,17 +193,17 @@ def test_checks_inside_checkpointed_blocks(compiled):
 
 
 def test_export_holds_standard_operators_only():
-    class Net(nn.Module):
+    class PushesTwice(nn.Module):
         def forward(self, x):
             f = err.push(err.new(x), err.NAN, 4, where=torch.isnan(x).any(-1))
             return x, err.push(f, err.INF, 5, where=torch.isinf(x).any(-1))
 
     x = torch.tensor([[float("nan")], [float("inf")], [1.0]])
     for strict in (True, False):
-        program = torch.export.export(Net(), (x,), strict=strict)
+        program = torch.export.export(PushesTwice(), (x,), strict=strict)
         targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
         assert all(target.startswith("aten.") for target in targets), targets
-        assert torch.equal(program.module()(x)[1], Net()(x)[1])
+        assert torch.equal(program.module()(x)[1], PushesTwice()(x)[1])
 
 
 def test_a_graph_traced_by_hand():

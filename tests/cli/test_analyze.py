@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from tests.models import gpt2
 
 from torchguard import artifacts
 from torchguard.cli._analyze import chart
@@ -126,11 +127,8 @@ def test_a_device_is_given_by_name_or_file_and_broken_rules_exit_with_1(invoke, 
     assert invoke("analyze", "-t", "device", "--device", "any.toml", target).exit_code == 0
 
 
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config), torch.randint(0, 64, (2, 8))
+def tiny_gpt2():
+    return gpt2(n_embd=32, vocab_size=64, use_cache=True), torch.randint(0, 64, (2, 8))
 
 
 def resnet():
@@ -139,7 +137,7 @@ def resnet():
     return ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])), torch.randn(2, 3, 16, 16)
 
 
-@pytest.mark.parametrize("build", [gpt2, resnet])
+@pytest.mark.parametrize("build", [tiny_gpt2, resnet])
 def test_a_graph_rebuilt_from_an_artifact_gets_the_report_of_the_graph_itself(tmp_path, build):
     model, given = build()
     live = GraphCollector()

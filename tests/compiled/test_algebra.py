@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import pytest
 import torch
-from autograd_functions import SavesInputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.breadth import breadth
+from tests.compiled.autograd_functions import SavesInputs
 from tests.compiled.programs import BINARY, UNARY
 from tests.compiled.zoo import ZOO, attention_block, attention_block_inputs, graphs, graphs_of, traced
 from torch.fx.experimental.proxy_tensor import make_fx

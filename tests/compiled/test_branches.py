@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn.functional as F
-from autograd_functions import SavesInputs
+from tests.compiled.autograd_functions import SavesInputs
 from tests.compiled.zoo import graphs_of, traced
 from torch.func import vjp
 

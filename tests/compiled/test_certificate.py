@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from autograd_functions import SavesInputs
 from rich.console import Console
+from tests.compiled.autograd_functions import SavesInputs
 
 from torchguard.compiled import Builder, Certificate, CompileError, compile_out, compile_scalar
 from torchguard.compiled._executables import BACKENDS

@@ -5,31 +5,20 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from autograd_functions import Doubled
+from tests.compare import assert_same
+from tests.compiled.autograd_functions import Doubled
+from tests.models import affine_softmax as mlp
+from tests.models import bert, gpt2
 from torch import func, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from torchguard._graphs.op_facts import facts_of
 from torchguard.compiled import CompileError, LeafTypeError, MissingRuleError, compile_out, compile_scalar, state_of
 
 
-@pytest.fixture(params=["eager", "aot_eager", "inductor"])
-def backend(request):
-    return request.param
-
-
-def mlp(x, w, b):
-    return torch.softmax(torch.relu(x @ w + b), dim=-1)
-
-
 @pytest.fixture
 def point():
     return torch.randn(4, 8), torch.randn(8, 3), torch.randn(3)
-
-
-def assert_same(found, right):
-    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.inductor
@@ -148,8 +137,7 @@ def test_a_module_is_a_function_of_its_state_and_arguments(backend):
 
 
 def test_a_model_that_tests_whether_it_is_traced():
-    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16, use_cache=False)
-    model, ids = GPT2LMHeadModel(config).eval(), torch.randint(0, 50, (2, 6))
+    model, ids = gpt2().eval(), torch.randint(0, 50, (2, 6))
     state, w = state_of(model), torch.randn(2, 6, 50)
     c = compile_out(
         lambda state, ids: func.functional_call(model, state, (ids,))["logits"], state, ids, backend="eager"
@@ -161,8 +149,7 @@ def test_a_model_that_tests_whether_it_is_traced():
 
 
 def test_a_real_model_compiles():
-    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
-    model = BertModel(config, add_pooling_layer=False).eval()
+    model = bert(add_pooling_layer=False).eval()
     ids = torch.randint(0, 50, (2, 6))
     f = lambda state, ids: func.functional_call(model, state, (ids,))["last_hidden_state"]  # noqa: E731
     state = state_of(model)
@@ -582,9 +569,9 @@ def test_an_unknown_backend_is_refused():
 def test_the_graph_is_listed_with_types_and_lines(point):
     c = compile_out(mlp, *point, backend="eager")
     lines = str(c).splitlines()
-    assert lines[0] == "mlp(%x: f32[4, 8], %w: f32[8, 3], %b: f32[3]):"
+    assert lines[0] == "affine_softmax(%x: f32[4, 8], %w: f32[8, 3], %b: f32[3]):"
     assert lines[1].startswith("  %mm = aten.mm.default(%x, %w) : f32[4, 3]")
-    assert "test_functions.py" in lines[1]
+    assert "models.py" in lines[1]
     assert lines[-1] == "  return %_softmax: f32[4, 3]"
     assert [node.op for node in c.nodes] == [
         "aten.mm.default",
@@ -599,7 +586,7 @@ def test_nonsmooth_points_are_recorded(point):
     (found,) = compile_out(mlp, *point, backend="eager").nonsmooth_points
     assert found.op == "aten.relu"
     assert found.convention == "relu'(0) = 0"
-    assert "test_functions.py" in found.source
+    assert "models.py" in found.source
 
 
 def test_selu_has_a_nonsmooth_point_and_celu_has_none():

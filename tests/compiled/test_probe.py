@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from autograd_functions import WronglyDoubled
+from tests.compiled.autograd_functions import WronglyDoubled
 
 from torchguard.compiled import CompiledFunctionWarning, compile_out
 from torchguard.compiled._executables import BACKENDS

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from autograd_functions import Doubled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compiled.autograd_functions import Doubled
 
 from torchguard.compiled import CompiledScalar, SavedGraphError, compile_out, compile_scalar, load
 from torchguard.compiled._save import graph_hash

@@ -5,24 +5,17 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from autograd_functions import SavesInputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compare import assert_same
+from tests.compiled.autograd_functions import SavesInputs
+from tests.models import affine_softmax as mlp
 from torch import func, nn
 
 from torchguard.compiled import CompileError, compile_out, compile_scalar, state_of
 
 BATCH = {"x": {0: "batch"}}
 W, B = torch.linspace(-1, 1, 24).view(8, 3).sin(), torch.linspace(-1, 1, 3)
-
-
-@pytest.fixture(params=["eager", "aot_eager", "inductor"])
-def backend(request):
-    return request.param
-
-
-def mlp(x, w, b):
-    return torch.softmax(torch.relu(x @ w + b), -1)
 
 
 def by_size(x, w, b):
@@ -59,10 +52,6 @@ def counted(f):
         return f(x, w, b)
 
     return counting, calls
-
-
-def assert_same(found, right):
-    torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
 
 
 def gradients(f, x, cotangent):

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from tests.compare import assert_same_state
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -93,12 +94,7 @@ def check_equal_to_eager(make, x, within=1e-5, **compile_options):
         torch.testing.assert_close(got, expected, atol=within, rtol=1e-4)
         expected.float().pow(2).sum().backward()
         got.float().pow(2).sum().backward()
-    for (name, one), (_, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        torch.testing.assert_close(
-            two.grad, one.grad, atol=within, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    for one, two in zip(model.buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(two, one)
+    assert_same_state(other, model, atol=within, rtol=1e-4)
 
 
 # The documented use.

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from chip import codes, only, violations_of
+from tests.device.chip import codes, only, violations_of
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from tests.compare import assert_same_state
+from tests.models import gpt2
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel
 
 from torchguard.device import Device, DeviceRejectionError, examples, mock_backend
 
@@ -19,10 +21,6 @@ def bert():
         problem_type="single_label_classification",  # otherwise the first call sets it, which fails a guard
     )
     return BertForSequenceClassification(config).eval()
-
-
-def gpt2():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)).eval()
 
 
 class Cnn(nn.Module):
@@ -50,7 +48,7 @@ def loss_of(model, inputs):
 TOKENS = torch.arange(32).reshape(2, 16)
 MODELS = {
     "bert": (bert, TOKENS),
-    "gpt2": (gpt2, TOKENS),
+    "gpt2": (lambda: gpt2().eval(), TOKENS),
     "cnn": (Cnn, torch.linspace(-1, 1, 1536).reshape(2, 3, 16, 16)),
 }
 # An op of the forward graph of each, and one of its backward graph.
@@ -79,10 +77,7 @@ def test_results_and_gradients_equal_those_of_eager(name):
         torch.testing.assert_close(got, expected)
         expected.backward()
         got.backward()
-    for (path, one), (_, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        torch.testing.assert_close(two.grad, one.grad, msg=lambda text, path=path: f"{path}: {text}")
-    for one, two in zip(model.buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(two, one)
+    assert_same_state(other, model)
     report = backend.report()
     assert [graph.name for graph in report.graphs] == ["forward", "backward"]
     denied = {(one.graph, one.op.rpartition(".")[0]) for one in report.violations if one.code == "TGD501"}
@@ -146,7 +141,7 @@ def test_indices_and_views_make_no_violations():
 @pytest.mark.long
 def test_sequences_of_any_length_need_one_compilation():
     backend = mock_backend(Device(alignment=16), mode="warning")
-    compiled = torch.compile(gpt2(), backend=backend, dynamic=True)
+    compiled = torch.compile(gpt2().eval(), backend=backend, dynamic=True)
     for length in (8, 12, 20):
         loss_of(compiled, TOKENS[:, :1].repeat(1, length)).backward()
     assert len(backend.report().graphs) == 2

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from chip import codes, only, violations_of
+from tests.device.chip import codes, only, violations_of
 from torch import nn
 
 ANY = {"parameters": None, "activations": None}

@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 import torch
+from tests.models import bert
 from torch import nn
-from transformers import BertConfig, BertModel
 
 from torchguard.exceptions import GuardError
 from torchguard.guards._certify import CORRECT, EAGER_FAILS, HARMFUL, NOT_EXERCISED, STALE, UNGUARDED, certify
@@ -211,8 +211,7 @@ def test_the_suggested_filter_saves_and_does_no_harm():
 
 @pytest.mark.long
 def test_bert():
-    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=50)
-    model = BertModel(config).eval()
+    model = bert().eval()
     ids = torch.randint(0, 50, (2, 5))
     found = suggest(model, ids)
     assert found.certificate.is_clean

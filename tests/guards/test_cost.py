@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from tests.models import bert
 from torch import nn
 
 from torchguard.exceptions import GuardError
@@ -124,10 +125,7 @@ def test_inductor():
 
 
 def test_a_real_model():
-    transformers = pytest.importorskip("transformers")
-    size = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
-    model = transformers.BertModel(transformers.BertConfig(vocab_size=20, **size)).eval()
-    net = compiled(model)
+    net = compiled(bert(num_hidden_layers=2).eval())
     ids = torch.ones(1, 4, dtype=torch.int64)
     with torch.no_grad():
         net(ids)

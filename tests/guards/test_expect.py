@@ -7,19 +7,10 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
-from torch import nn
+from tests.models import Net
 
 from torchguard.exceptions import GuardError, RecompileError
 from torchguard.guards._inspect import expect_no_recompile
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.k = nn.Linear(3, 3), 2
-
-    def forward(self, x, flag=True):
-        return self.layer(x) * self.k if flag else x + self.k
 
 
 def compiled(fn, **options):
@@ -35,7 +26,7 @@ def test_a_recompile_is_an_error_with_all_failing_guards_and_advice():
         net(torch.ones(4, 3), flag=False)
     text = str(error.value)
     assert "Net.forward" in text
-    assert __file__ in text
+    assert Net.forward.__code__.co_filename in text
     assert "was recompiled" in text
     assert "L['self'].k == 2, but it is 5" in text
     assert "size mismatch at index 0" in text

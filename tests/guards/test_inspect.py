@@ -7,19 +7,11 @@ import types
 
 import pytest
 import torch
+from tests.models import Net, bert
 from torch import nn
 
 from torchguard.exceptions import GuardError
 from torchguard.guards._inspect import GuardInspector, inspect
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.k = nn.Linear(3, 3), 2
-
-    def forward(self, x, flag=True):
-        return self.layer(x) * self.k if flag else x + self.k
 
 
 def compiled(fn, **options):
@@ -44,7 +36,7 @@ def test_a_frame_has_its_guards_as_a_tree():
     with inspect() as inspection:
         compiled(Net())(torch.ones(2, 3))
     (frame,) = inspection.frames
-    assert (frame.function, frame.file, frame.cache_size) == ("Net.forward", __file__, 1)
+    assert (frame.function, frame.file, frame.cache_size) == ("Net.forward", Net.forward.__code__.co_filename, 1)
     assert frame.line == Net.forward.__code__.co_firstlineno
     assert frame.seconds is not None
     assert frame.seconds > 0
@@ -63,7 +55,7 @@ def test_a_guard_has_the_users_source_line_and_the_stack_into_torch():
         g for g in inspection.frames[0].guards.all_guards() if g.type == "TENSOR_MATCH" and g.source == "L['x']"
     )
     line = line_of(Net.forward, "self.layer(x)")
-    assert f"{__file__}:{line} in forward" in guard.line
+    assert f"{Net.forward.__code__.co_filename}:{line} in forward" in guard.line
     assert guard.stack[0].line == line
     assert "linear.py" in guard.stack[-1].file
 
@@ -326,10 +318,7 @@ def test_inductor():
 
 
 def test_a_real_model():
-    transformers = pytest.importorskip("transformers")
-    size = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
-    model = transformers.BertModel(transformers.BertConfig(vocab_size=20, **size)).eval()
-    net = compiled(model)
+    net = compiled(bert(num_hidden_layers=2).eval())
     with torch.no_grad(), inspect() as inspection:
         net(torch.ones(1, 4, dtype=torch.int64))
         net(torch.ones(1, 5, dtype=torch.int64))

@@ -5,20 +5,12 @@ import functools
 
 import pytest
 import torch
+from tests.models import Net
 from torch import nn
 
 from torchguard.exceptions import GuardError
 from torchguard.guards._compile import compile as guards_compile
 from torchguard.guards._why import why
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.k, self.calls = nn.Linear(3, 3), 2, 0
-
-    def forward(self, x, flag=True):
-        return self.layer(x) * self.k if flag else x
 
 
 def compiled(fn, **options):

@@ -1,14 +1,18 @@
 """A torch that lacks a private name: what is required says so, and what is not does without, as the docstring says."""
 
+import ast
 import functools
 import importlib
 import importlib.util
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchguard import err, flag_nan, flags, guards, unwatch, watch
 from torchguard._torch import aot, dynamo, events, fakes, inductor, modules, nodes, process, settings, tensors, tracing
@@ -218,8 +222,12 @@ class TestGuards:
 
     def test_a_mode_does_not_go_with_a_filter(self, monkeypatch):
         monkeypatch.delattr("torch._inductor.list_mode_options")
-        with pytest.raises(GuardError, match=r"has no list_mode_options, so mode='max-autotune' and filter="):
-            guards.compile(double, filter=guards.skip_globals(), mode="max-autotune")
+        for call in (
+            lambda: inductor.mode_options("max-autotune", None),
+            lambda: guards.compile(double, filter=guards.skip_globals(), mode="max-autotune"),
+        ):
+            with pytest.raises(GuardError, match=r"has no list_mode_options, so mode='max-autotune' and filter="):
+                call()
 
 
 class TestEvents:
@@ -374,5 +382,36 @@ class TestSettings:
         guarded = watch(nn.Linear(2, 2))
         unwatch(guarded)
 
+    # Dynamo, of itself, when a graph breaks after a tensor was computed.
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+    def test_without_side_effects_under_checkpoints_graphs_break(self, monkeypatch):
+        class Checkpointed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(2, 2)
+
+            def forward(self, x):
+                return checkpoint(self.inner, x, use_reentrant=False)
+
+        monkeypatch.setattr("torchguard._watch.allow_side_effects_under_checkpoint", lambda holder: None)
+        guarded, x = watch(Checkpointed()), torch.tensor([[1.0, 2.0], [float("nan"), 1.0]])
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(guarded, backend="eager", fullgraph=True)(x)
+        torch._dynamo.reset()
+        _, f = torch.compile(guarded, backend="eager")(x)
+        assert flags.repr(f) == "ErrorFlags(2 samples, 1 errors: 1xNAN @ input)"
+
     def test_a_setting_that_is_stored_elsewhere_is_counted_per_process(self):
         assert not settings._is_per_thread(types.SimpleNamespace(), "anything")
+
+
+def test_every_degraded_mode_is_tested_here():
+    tests, modules = Path(__file__).read_text(), Path(process.__file__).parent.glob("*.py")
+    functions = [node for path in modules for node in ast.walk(ast.parse(path.read_text()))]
+    degraded = {
+        node.name
+        for node in functions
+        if isinstance(node, ast.FunctionDef) and "degraded" in (ast.get_docstring(node) or "").lower()
+    }
+    assert len(degraded) > 20
+    assert {name for name in degraded if not re.search(rf"\b{name}\b", tests)} == set()

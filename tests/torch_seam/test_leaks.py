@@ -178,3 +178,17 @@ def test_what_is_public_or_torchguards_own_is_no_leak(code):
 def test_every_exception_is_used():
     for file, name in EXCEPTIONS:
         assert name in (SOURCE / file).read_text()
+
+
+def test_every_attribute_on_objects_of_torch_is_listed():
+    """The docstring of `_watch` names each attribute that torchguard hangs on tensors, modules and the like."""
+    attribute = re.compile(r"_torchguard\w*|_fx_\w+|torchguard_line")
+    trees = [ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")]
+    strings = {
+        node.value
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    listed = set(re.findall(r"`(_torchguard\w*|_fx_\w+|torchguard_line)`", torchguard._watch.__doc__))
+    assert listed == {text for text in strings if attribute.fullmatch(text)}

@@ -3,10 +3,13 @@
 import copy
 import gc
 import pickle
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from tests.models import Residual
 from torch import nn
 from torch._dynamo import config as dynamo
 from torch._functorch import config as functorch
@@ -147,7 +150,7 @@ class TestWhileAnObjectNeedsThem:
         assert not is_set()
 
     def test_a_watched_checkpoint_compiles_without_a_break(self):
-        class Net(nn.Module):
+        class Checkpointed(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.inner = nn.Linear(2, 2)
@@ -155,23 +158,10 @@ class TestWhileAnObjectNeedsThem:
             def forward(self, x):
                 return checkpoint(self.inner, x, use_reentrant=False)
 
-        guarded = watch(Net())
+        guarded = watch(Checkpointed())
         out, _ = torch.compile(guarded, backend="aot_eager", fullgraph=True)(torch.ones(3, 2))
         out.sum().backward()
         assert guarded.inner.weight.grad is not None
-
-
-class Residual(nn.Module):
-    """Its blocks save what they are given, and what is given to them is used again behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.GELU()) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x * 2 + block(x).sin()
-        return x.sin() @ x.cos().transpose(-1, -2)
 
 
 def region_settings():
@@ -247,3 +237,9 @@ class TestAroundACompilation:
             assert not functorch.enable_autograd_cache
             assert not inductor.fx_graph_cache
         assert (dynamo.recompile_limit, functorch.enable_autograd_cache, inductor.fx_graph_cache) == before
+
+
+def test_one_module_changes_settings():
+    changing = re.compile(r"\bpatch\(\w+=|config\.patch\(|\b_set_\w+_enabled\(")
+    files = Path(settings.__file__).parents[1].rglob("*.py")
+    assert [path.name for path in files if changing.search(path.read_text())] == ["settings.py"]

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from tests.models import Residual
 from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
 from torch._functorch import config as functorch_settings
@@ -35,7 +36,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
+class Stack(nn.Module):
     def __init__(self, *blocks):
         super().__init__()
         self.blocks, self.head = nn.ModuleList(blocks or [Block() for _ in range(4)]), nn.Linear(WIDTH, 2)
@@ -92,7 +93,7 @@ def regions_of(model, x, **settings):
     return len(calls), len({node.args[1] for node in calls})
 
 
-def assert_same(one, two):
+def assert_same_outcome(one, two):
     torch.testing.assert_close(one[0], two[0], equal_nan=True)
     assert one[1] == two[1]
     assert one[2] == two[2]
@@ -102,16 +103,16 @@ def assert_same(one, two):
 
 @pytest.mark.parametrize("quarantine", [False, True])
 def test_it_changes_nothing_but_what_is_compiled(backend, quarantine):
-    model, x = Net(), sample(bad=[1])
+    model, x = Stack(), sample(bad=[1])
     one, two = (outcome(model, x, backend, quarantine=quarantine, compile_once=once) for once in (False, True))
-    assert_same(one, two)
+    assert_same_outcome(one, two)
     assert one[2]
 
 
 @pytest.mark.parametrize("quarantine", [False, True])
 def test_blocks_that_are_alike_are_one_region(quarantine):
     x = sample().requires_grad_()
-    assert regions_of(Net(), x, quarantine=quarantine, compile_once=True) == (4, 1)
+    assert regions_of(Stack(), x, quarantine=quarantine, compile_once=True) == (4, 1)
 
 
 @pytest.mark.long
@@ -123,7 +124,7 @@ def test_more_blocks_are_not_traced_more_often(monkeypatch):
     def times(blocks):
         torch._dynamo.reset()
         traced.clear()
-        outcome(Net(*(Block() for _ in range(blocks))), sample(), "aot_eager", quarantine=True, compile_once=True)
+        outcome(Stack(*(Block() for _ in range(blocks))), sample(), "aot_eager", quarantine=True, compile_once=True)
         return len(traced)
 
     assert times(8) == times(4)
@@ -135,40 +136,27 @@ def test_blocks_that_are_not_alike_are_several():
             return super().forward(x).tanh()
 
     blocks = [kind() for kind in (Block, Wide) for _ in range(3)]
-    assert regions_of(Net(*blocks), sample().requires_grad_(), compile_once=True) == (6, 2)
+    assert regions_of(Stack(*blocks), sample().requires_grad_(), compile_once=True) == (6, 2)
 
 
 def test_without_it_nothing_is_a_region():
-    assert regions_of(Net(), sample()) == (0, 0)
+    assert regions_of(Stack(), sample()) == (0, 0)
 
 
 @pytest.mark.parametrize("level", [pytest.param("outputs", marks=pytest.mark.long), "blocks"])
 def test_at_every_level(backend, level):
-    model, x = Net(), sample(bad=[2])
+    model, x = Stack(), sample(bad=[2])
     settings = {"level": level, "quarantine": True}
-    assert_same(*(outcome(model, x, backend, compile_once=once, **settings) for once in (False, True)))
+    assert_same_outcome(*(outcome(model, x, backend, compile_once=once, **settings) for once in (False, True)))
 
 
 def test_a_fault_in_a_block_is_reported_at_its_module(backend):
-    model = Net()
+    model = Stack()
     with torch.no_grad():
         model.blocks[2].up.bias[0] = NAN
     guarded = watch(model, compile_once=True)
     torch.compile(guarded, backend=backend, fullgraph=True)(sample())
     assert {incident.path for incident in guarded.report()} == {"blocks.2.up"}
-
-
-class Residual(nn.Module):
-    """Its blocks save what they are given, and what is given to them is used again behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x * 2 + block(x).sin()
-        return x.sin() @ x.cos().transpose(-1, -2)
 
 
 @pytest.mark.inductor
@@ -224,14 +212,14 @@ def all_probes():
 
 def test_calls_leave_nothing_behind():
     before = all_probes()
-    compiled = torch.compile(watch(Net(), quarantine=True, compile_once=True), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(watch(Stack(), quarantine=True, compile_once=True), backend="aot_eager", fullgraph=True)
     for _ in range(2):
         compiled(sample())[0].sum().backward()
     assert len(all_probes()) <= len(before)
 
 
 def test_two_calls_and_one_backward_pass():
-    model = Net()
+    model = Stack()
     guarded = watch(model, quarantine=True, compile_once=True)
     compiled = torch.compile(guarded, backend="aot_eager", fullgraph=True)
     (one, f), (two, g) = compiled(sample(bad=[0])), compiled(sample(bad=[3]))
@@ -265,7 +253,7 @@ class Handing(nn.Module):
 
 def test_a_block_may_return_what_it_was_given(backend):
     model, x = Handing(), sample(bad=[0])
-    assert_same(*(outcome(model, x, backend, quarantine=True, compile_once=once) for once in (False, True)))
+    assert_same_outcome(*(outcome(model, x, backend, quarantine=True, compile_once=once) for once in (False, True)))
 
 
 class Parting(Passing):
@@ -287,7 +275,7 @@ def test_a_block_may_return_what_it_was_given_in_a_dict():
             return parts["x"]
 
     model, x = Handing(), sample(bad=[0])
-    assert_same(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
+    assert_same_outcome(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
 
 
 class Indexing(nn.Module):
@@ -302,17 +290,17 @@ class Indexing(nn.Module):
 
 
 def test_indices_and_checks_of_your_own_within_blocks(backend):
-    model, x = Net(*[Indexing() for _ in range(3)]), torch.zeros(BATCH, TOKENS, WIDTH)
+    model, x = Stack(*[Indexing() for _ in range(3)]), torch.zeros(BATCH, TOKENS, WIDTH)
     x[2, 0, 0] = 7.0
     checks = ["nan", "inf", "indices", "zero", ("large", lambda z: z > 0.5, "is large")]
     one, two = (outcome(model, x, backend, checks=checks, compile_once=once) for once in (False, True))
-    assert_same(one, two)
+    assert_same_outcome(one, two)
     assert any("OUT_OF_BOUNDS at blocks.0.table" in line for line in one[2])
 
 
 @pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_checkpoint_around_blocks(backend, quarantine):
-    class Saving(Net):
+    class Saving(Stack):
         def forward(self, x):
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=False)
@@ -320,14 +308,14 @@ def test_a_checkpoint_around_blocks(backend, quarantine):
 
     model, x = Saving(), sample(bad=[1])
     settings = {"quarantine": quarantine}
-    assert_same(*(outcome(model, x, backend, compile_once=once, **settings) for once in (False, True)))
+    assert_same_outcome(*(outcome(model, x, backend, compile_once=once, **settings) for once in (False, True)))
 
 
 @pytest.mark.long
 def test_sizes_that_change_along_another_dim():
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    guarded = watch(Net(), quarantine=True, batch_dim=1, compile_once=True)
+    guarded = watch(Stack(), quarantine=True, batch_dim=1, compile_once=True)
     call = torch.compile(guarded, backend=backend, fullgraph=True)
     for size in (5, 6, 7, 9):
         x = torch.randn(TOKENS, size, WIDTH)
@@ -344,7 +332,7 @@ def test_sizes_that_change_are_compiled_as_often_as_without():
     for once in (False, True):
         torch._dynamo.reset()
         backend = CompileCounterWithBackend("aot_eager")
-        guarded = watch(Net(), quarantine=True, compile_once=once)
+        guarded = watch(Stack(), quarantine=True, compile_once=once)
         compiled = torch.compile(guarded, backend=backend, fullgraph=True)
         for size in (4, 6, 5, 9):
             x = torch.randn(size, TOKENS, WIDTH)
@@ -357,7 +345,7 @@ def test_sizes_that_change_are_compiled_as_often_as_without():
 
 
 def test_in_eager_mode_it_is_as_without():
-    model, x = Net(), sample(bad=[3])
+    model, x = Stack(), sample(bad=[3])
     reports = []
     for once in (False, True):
         guarded = watch(copy.deepcopy(model), quarantine=True, compile_once=once)
@@ -369,7 +357,7 @@ def test_in_eager_mode_it_is_as_without():
 
 
 def test_the_model_goes_on_as_before_and_unwatch_leaves_no_trace():
-    model, x = Net(), sample()
+    model, x = Stack(), sample()
     expected, keys = model(x), [*model.state_dict()]
     guarded = watch(model, compile_once=True)
     assert torch.equal(model(x), expected)
@@ -381,7 +369,7 @@ def test_the_model_goes_on_as_before_and_unwatch_leaves_no_trace():
 
 
 def test_a_forward_of_the_instance_is_kept():
-    model, x = Net(), sample()
+    model, x = Stack(), sample()
     own = model.blocks[1].forward = lambda x: x * 2
     expected = model(x)
     guarded = watch(model, compile_once=True)
@@ -393,7 +381,7 @@ def test_a_forward_of_the_instance_is_kept():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.long
 def test_a_copy_has_regions_of_its_own(copied):
-    guarded = watch(Net(), compile_once=True)
+    guarded = watch(Stack(), compile_once=True)
     twin = copied(guarded)
     with torch.no_grad():
         twin.head.weight.fill_(NAN)
@@ -407,7 +395,7 @@ def test_a_copy_has_regions_of_its_own(copied):
 
 
 def test_patterns_choose_the_blocks():
-    assert regions_of(Net(), sample().requires_grad_(), compile_once="blocks.[123]") == (3, 1)
+    assert regions_of(Stack(), sample().requires_grad_(), compile_once="blocks.[123]") == (3, 1)
 
 
 def test_a_block_with_a_batch_norm_is_left_as_it_is():
@@ -417,7 +405,7 @@ def test_a_block_with_a_batch_norm_is_left_as_it_is():
             self.norm = nn.BatchNorm1d(TOKENS)
 
     x = sample().requires_grad_()
-    assert regions_of(Net(Block(), Block(), Normed(), Normed()), x, compile_once=True) == (2, 1)
+    assert regions_of(Stack(Block(), Block(), Normed(), Normed()), x, compile_once=True) == (2, 1)
 
 
 class Stages(nn.Module):
@@ -452,7 +440,7 @@ def test_lists_of_lists():
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [{"compile_once": True}, {"level": "blocks"}])
 def test_a_block_in_two_lists(settings):
-    class Twice(Net):
+    class Twice(Stack):
         def __init__(self):
             super().__init__()
             self.again = nn.ModuleList([self.blocks[0], Block()])
@@ -464,7 +452,7 @@ def test_a_block_in_two_lists(settings):
 
     model, x = Twice(), sample(bad=[2])
     found = [outcome(model, x, "aot_eager", **one) for one in ({**settings, "compile_once": False}, settings)]
-    assert_same(*found)
+    assert_same_outcome(*found)
     assert "NAN at input" in found[0][2][0]
 
 
@@ -473,7 +461,7 @@ def test_a_module_that_a_block_is_handed(backend):
     with torch.no_grad():
         model.shared.weight[0] = 0  # the gradient of a root at 0 is not finite
     one, two = (outcome(model, x, backend, quarantine=True, compile_once=once) for once in (False, True))
-    assert_same(one[:4] + (None,), two[:4] + (None,))
+    assert_same_outcome(one[:4] + (None,), two[:4] + (None,))
     assert "shared" in one[4]
     assert all(grad.isfinite().all() for grad in two[3].values())
 
@@ -499,7 +487,7 @@ def test_blocks_that_are_compiled_one_by_one():
 
 @pytest.mark.long
 def test_a_part_that_is_frozen_is_not_compiled_for_every_size():
-    model = Net(*[Indexing() for _ in range(3)])
+    model = Stack(*[Indexing() for _ in range(3)])
     for block in model.blocks:
         block.table.requires_grad_(False)
     backend = CompileCounterWithBackend("aot_eager")
@@ -531,12 +519,12 @@ def test_a_block_may_return_what_it_was_given_in_a_tuple():
             return x
 
     model, x = Turned(), sample(bad=[0])
-    assert_same(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
+    assert_same_outcome(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
 
 
 @pytest.mark.long
 def test_a_part_named_input():
-    class Named(Net):
+    class Named(Stack):
         def __init__(self):
             super().__init__()
             self.input = Block()
@@ -555,7 +543,7 @@ def test_a_region_has_the_signature_of_the_block():
 
 
 def test_a_part_and_the_whole_are_unwatched_in_any_order():
-    model = nn.ModuleDict({"body": Net()})["body"]
+    model = nn.ModuleDict({"body": Stack()})["body"]
     part = watch(model.blocks[0], compile_once="up")
     whole = watch(model, compile_once="blocks.*.up")
     unwatch(part)
@@ -566,21 +554,21 @@ def test_a_part_and_the_whole_are_unwatched_in_any_order():
 @pytest.mark.parametrize("nothing", [None, [], ""])
 @pytest.mark.long
 def test_nothing_to_compile_once(nothing):
-    assert regions_of(Net(), sample(), compile_once=nothing) == (0, 0)
+    assert regions_of(Stack(), sample(), compile_once=nothing) == (0, 0)
 
 
 @pytest.mark.long
 def test_of_blocks_within_each_other_the_outer_is_the_region():
-    assert regions_of(Net(), sample().requires_grad_(), compile_once=["blocks.*", "blocks.0"]) == (4, 1)
+    assert regions_of(Stack(), sample().requires_grad_(), compile_once=["blocks.*", "blocks.0"]) == (4, 1)
 
 
 @pytest.mark.long
 def test_a_block_that_shares_a_module_with_another_is_left_as_it_is():
-    model = Net()
+    model = Stack()
     model.blocks[1].up = model.blocks[0].up
     x = sample(bad=[0])
     assert regions_of(copy.deepcopy(model), x.clone().requires_grad_(), compile_once=True) == (3, 1)
-    assert_same(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
+    assert_same_outcome(*(outcome(model, x, "aot_eager", quarantine=True, compile_once=once) for once in (False, True)))
 
 
 @pytest.mark.parametrize(
@@ -588,8 +576,8 @@ def test_a_block_that_shares_a_module_with_another_is_left_as_it_is():
     [
         (nn.Linear(2, 2), True, "has no list of modules"),
         (nn.Sequential(nn.BatchNorm1d(2)), True, r"all blocks ('0' is one) have batch norms"),
-        (Net(), "blocks", "compile_once has 'blocks', which matches no module"),
-        (Net(), "layers.*", "compile_once has 'layers.*', which matches no module"),
+        (Stack(), "blocks", "compile_once has 'blocks', which matches no module"),
+        (Stack(), "layers.*", "compile_once has 'layers.*', which matches no module"),
     ],
 )
 def test_where_there_is_nothing_to_compile_once_it_says_so(model, which, message):

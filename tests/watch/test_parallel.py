@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parallel_worker import BAD, model_and_batches
+from tests.watch.parallel_worker import BAD, model_and_batches
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 

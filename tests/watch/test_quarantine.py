@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from tests.breadth import breadth
+from tests.compare import assert_same_gradients, faults, take_gradients
 from torch import nn
 
 from torchguard import ErrorConfig, err, flags, get_config, set_config
@@ -19,7 +20,7 @@ GOOD, BAD = [0, 2, 3, 5], [1, 4]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-class Net(nn.Module):
+class Fragile(nn.Module):
     """Between its modules are steps that `s`, a number for each row, makes go wrong; with ones, none does."""
 
     def __init__(self):
@@ -86,31 +87,15 @@ class Vanishing(nn.Module):
         return self.second((self.first(x).sigmoid() * s[:, :1]).exp().rsqrt())
 
 
-def faults(f):
-    """What each bad row has, as `{row: ["NAN @ input", ...]}`."""
-    found = enumerate(flags.unpack_all(f))
-    return {row: [f"{e.code_name} @ {e.location_name}" for e in errors] for row, errors in found if errors}
-
-
-def grads(model):
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    return found
+def tolerance(expected):
+    """Limits that grow with the largest value of a gradient."""
+    bf16 = expected.dtype == torch.bfloat16
+    scale = expected.abs().max().item()
+    return {"rtol": 0.05 if bf16 else 1e-4, "atol": scale * (0.02 if bf16 else 1e-5) + 1e-7}
 
 
 def assert_close(got, want, why=""):
-    assert got.keys() == want.keys()
-    for name in want:
-        assert got[name].isfinite().all(), f"{why}: {name}"
-        bf16 = want[name].dtype == torch.bfloat16
-        scale = want[name].abs().max().item()
-        torch.testing.assert_close(
-            got[name],
-            want[name],
-            rtol=0.05 if bf16 else 1e-4,
-            atol=scale * (0.02 if bf16 else 1e-5) + 1e-7,
-            msg=lambda text, name=name: f"{why}: {name}: {text}",
-        )
+    assert_same_gradients(got, want, why, tolerance)
 
 
 def per_sample(out):
@@ -122,7 +107,7 @@ def assert_quarantined(guarded, model, good, bad, expected, why):
     want_out, f = guarded(*good)
     assert err.all_ok(f), why
     per_sample(model(*(z[GOOD] for z in good))).mean().backward()
-    want = grads(model)
+    want = take_gradients(model)
 
     out, f = guarded(*bad)
     assert set(faults(f)) == set(BAD), why
@@ -133,7 +118,7 @@ def assert_quarantined(guarded, model, good, bad, expected, why):
     assert torch.equal(out[GOOD], want_out[GOOD]), why
     assert (out[BAD] == 0).all(), why
     err.mean_ok(f, per_sample(out)).backward()
-    assert_close(grads(model), want, why)
+    assert_close(take_gradients(model), want, why)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -144,7 +129,7 @@ def dtype(request):
 class TestOneBadSampleCostsOneSample:
     @pytest.mark.inductor
     def test_whatever_goes_wrong_in_values_or_between_modules(self, run, dtype):
-        model = Net().to(dtype)
+        model = Fragile().to(dtype)
         guarded = run(watch(model, quarantine=True))
         good = good_arguments(dtype)
         for why, (spoil, expected) in FAULTS.items():
@@ -159,7 +144,7 @@ class TestOneBadSampleCostsOneSample:
         """Fewer boundaries, the same promise for what comes in with the input."""
         good = good_arguments(dtype)
         for level in ("blocks", "outputs"):
-            model = Net().to(dtype)
+            model = Fragile().to(dtype)
             guarded = watch(model, level=level, quarantine=True)
             bad = (planted(good[0], BAD, 1, NAN), good[1])
             assert_quarantined(guarded, model, good, bad, "NAN @ input", level)
@@ -170,16 +155,16 @@ class TestOneBadSampleCostsOneSample:
         out, f = run_light(watch(model, quarantine=True))(x, planted(s, BAD, 0, 1e6))
         assert out.isfinite().all()
         err.mean_ok(f, per_sample(out)).backward()
-        assert all(grad.isfinite().all() for grad in grads(model).values())
+        assert all(grad.isfinite().all() for grad in take_gradients(model).values())
 
     def test_all_rows_bad(self, run_light):
-        model = Net()
+        model = Fragile()
         x, s = good_arguments(torch.float32)
         out, f = run_light(watch(model, quarantine=True))(torch.full_like(x, NAN), s)
         assert err.is_err(f).all()
         assert (out == 0).all()
         err.mean_ok(f, per_sample(out)).backward()
-        assert all((grad == 0).all() for grad in grads(model).values())
+        assert all((grad == 0).all() for grad in take_gradients(model).values())
 
     @pytest.mark.parametrize(
         "norm", [nn.LayerNorm(8), nn.RMSNorm(8), nn.GroupNorm(2, 6)], ids=lambda norm: type(norm).__name__
@@ -196,12 +181,12 @@ class TestOneBadSampleCostsOneSample:
     def test_a_row_with_two_faults_keeps_both(self):
         """A replaced row is finite again: what goes wrong later is another fault."""
         x, s = good_arguments(torch.float32)
-        _, f = watch(Net(), quarantine=True)(planted(x, BAD, 0, NAN), planted(s, BAD, 1, 0))
+        _, f = watch(Fragile(), quarantine=True)(planted(x, BAD, 0, NAN), planted(s, BAD, 1, 0))
         both = ["NAN @ input", "FALLBACK_VALUE @ input", "NAN @ third", "FALLBACK_VALUE @ third"]
         assert faults(f) == dict.fromkeys(BAD, both)
 
     def test_the_gradient_of_the_input_is_zero_in_bad_rows_and_exact_in_the_others(self, run_light):
-        model = Net()
+        model = Fragile()
         x, s = good_arguments(torch.float32)
         clean = x.clone().requires_grad_()
         per_sample(model(clean, s))[GOOD].mean().backward()
@@ -212,12 +197,12 @@ class TestOneBadSampleCostsOneSample:
         torch.testing.assert_close(poisoned.grad[GOOD], clean.grad[GOOD])
 
     def test_while_all_is_clean_gradients_are_those_of_the_plain_model(self, dtype):
-        model, good = Net().to(dtype), good_arguments(dtype)
+        model, good = Fragile().to(dtype), good_arguments(dtype)
         per_sample(model(*good)).mean().backward()
-        want = grads(model)
+        want = take_gradients(model)
         out, f = watch(model, quarantine=True)(*good)
         err.mean_ok(f, per_sample(out)).backward()
-        got = grads(model)
+        got = take_gradients(model)
         assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
     def test_a_bad_token_does_not_touch_the_other_sequences(self, run_light):
@@ -227,7 +212,7 @@ class TestOneBadSampleCostsOneSample:
         want_out, f = guarded(x)
         assert err.all_ok(f)
         per_sample(model(x[GOOD])).mean(-1).mean().backward()
-        want = grads(model)
+        want = take_gradients(model)
         bad = x.clone()
         bad[BAD, 2, 3] = INF
         out, f = guarded(bad)
@@ -235,7 +220,7 @@ class TestOneBadSampleCostsOneSample:
         assert torch.equal(out[GOOD], want_out[GOOD])
         assert (out[BAD] == 0).all()
         err.mean_ok(f, per_sample(out).mean(-1)).backward()
-        assert_close(grads(model), want)
+        assert_close(take_gradients(model), want)
 
 
 class Attention(nn.Module):
@@ -290,7 +275,7 @@ class TestCreatedInBackward:
         assert err.all_ok(f)
         torch.testing.assert_close(guarded_out, out)
         err.mean_ok(f, losses(guarded_out)).backward()
-        got = grads(model)
+        got = take_gradients(model)
         assert_close(got, got)  # all finite
         want = {"first.weight": first[0], "first.bias": first[1], "second.weight": second}
         assert_close({name: got[name] for name in want}, want)
@@ -388,7 +373,7 @@ def test_rows_that_are_chosen_by_their_values():
     assert set(BAD) <= {*faults(f)}
 
 
-def mlp():
+def normalized_mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)).eval()
 
 
@@ -406,7 +391,7 @@ class TestTheWatchedModelIsTheModel:
         return request.param
 
     def test_it_has_its_class_name_and_parameters(self, quarantine):
-        model = mlp()
+        model = normalized_mlp()
         names = [name for name, _ in model.named_parameters()]
         modules = [name for name, _ in model.named_modules()]
         buffers = [name for name, _ in model.named_buffers()]
@@ -423,7 +408,7 @@ class TestTheWatchedModelIsTheModel:
         assert len(guarded) == len(model)
 
     def test_the_model_goes_on_as_before(self, quarantine):
-        model, x = mlp(), torch.randn(3, 4)
+        model, x = normalized_mlp(), torch.randn(3, 4)
         want = model(x)
         guarded = watch(model, quarantine=quarantine)
         assert torch.equal(model(x), want)
@@ -432,17 +417,17 @@ class TestTheWatchedModelIsTheModel:
         assert model(x)[1].isnan().all()
 
     def test_weights_load_into_either(self, quarantine):
-        other, model, x = mlp(), mlp(), torch.randn(3, 4)
+        other, model, x = normalized_mlp(), normalized_mlp(), torch.randn(3, 4)
         guarded = watch(model, quarantine=quarantine)
         guarded.load_state_dict(other.state_dict())
         assert torch.equal(guarded(x)[0], other(x))
         assert torch.equal(model(x), other(x))
-        plain = mlp()
+        plain = normalized_mlp()
         plain.load_state_dict(guarded.state_dict())
         assert torch.equal(plain(x), other(x))
 
     def test_both_are_in_the_same_mode(self, quarantine):
-        model = mlp()
+        model = normalized_mlp()
         guarded = watch(model, quarantine=quarantine)
         for change, training in (
             (guarded.train, True),
@@ -454,7 +439,7 @@ class TestTheWatchedModelIsTheModel:
             assert model.training is guarded.training is model[3].training is training
 
     def test_an_attribute_set_on_one_is_on_the_other(self):
-        model = mlp()
+        model = normalized_mlp()
         guarded = watch(model)
         guarded.temperature = 2.0
         guarded.register_buffer("count", torch.zeros(1))
@@ -464,7 +449,7 @@ class TestTheWatchedModelIsTheModel:
         assert guarded.head is model.head
 
     def test_it_moves_to_another_dtype(self, quarantine, dtype):
-        model = mlp()
+        model = normalized_mlp()
         guarded = watch(model, quarantine=quarantine)
         assert guarded.to(dtype) is guarded
         assert {p.dtype for p in model.parameters()} == {dtype}
@@ -472,7 +457,7 @@ class TestTheWatchedModelIsTheModel:
         assert faults_of(guarded, dtype)[1][0] == "NAN @ input"
 
     def test_unwatch_removes_all_hooks_and_attributes(self, quarantine):
-        model, x = mlp(), torch.randn(3, 4)
+        model, x = normalized_mlp(), torch.randn(3, 4)
         attributes, want = set(model.__dict__), model(x)
         guarded = watch(model, quarantine=quarantine)
         guarded(x)
@@ -488,7 +473,7 @@ class TestTheWatchedModelIsTheModel:
         assert faults_of(watch(model)) == {1: ["NAN @ input"]}
 
     def test_hooks_of_others_stay_when_it_is_unwatched(self):
-        model, called = mlp(), []
+        model, called = normalized_mlp(), []
         model[0].register_forward_hook(lambda *_: called.append("after"))
         model[0].register_forward_pre_hook(lambda *_: called.append("before"))
         guarded = watch(model, quarantine=True)
@@ -501,7 +486,7 @@ class TestTheWatchedModelIsTheModel:
         "copied", [copy.deepcopy, lambda guarded: pickle.loads(pickle.dumps(guarded))], ids=["deepcopy", "pickle"]
     )
     def test_a_copy_is_watched_and_shares_nothing(self, copied, quarantine):
-        model, x = mlp(), torch.randn(3, 4)
+        model, x = normalized_mlp(), torch.randn(3, 4)
         guarded = watch(model, quarantine=quarantine)
         guarded(x)
         twin = copied(guarded)
@@ -527,13 +512,13 @@ class TestTheWatchedModelIsTheModel:
         assert isinstance(plain(x), torch.Tensor)
 
     def test_a_copy_of_the_plain_model_is_plain(self):
-        model, x = mlp(), torch.randn(3, 4)
+        model, x = normalized_mlp(), torch.randn(3, 4)
         guarded = watch(model)
         twin = copy.deepcopy(model)
         assert torch.equal(twin(x), model(x))
         twin.train()
         assert not guarded.training
-        assert isinstance(watch(copy.deepcopy(mlp()))(x), tuple)
+        assert isinstance(watch(copy.deepcopy(normalized_mlp()))(x), tuple)
 
     def test_an_optimizer_trains_both(self, run_light, quarantine):
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -565,12 +550,12 @@ class TestOddGradients:
     def test_complex(self, run):
         model, x = tokens(nn.Linear(4, 4), nn.Linear(4, 4), dtype=torch.complex64)
         model(x[1:]).abs().flatten(1).mean(1).mean().backward()
-        want = grads(model)
+        want = take_gradients(model)
         x[0, 1, 2] = NAN
         out, f = run(watch(model, quarantine=True))(x)
         err.mean_ok(f, out.abs().flatten(1).mean(1)).backward()
         assert err.is_err(f).tolist() == [True, False, False, False, False]
-        assert_close(grads(model), want)
+        assert_close(take_gradients(model), want)
 
     def test_of_gradients(self):
         model, x = tokens(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2), dtype=torch.float64)

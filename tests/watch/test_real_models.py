@@ -9,15 +9,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from tests.breadth import breadth
+from tests.compare import faults, take_gradients
+from tests.models import bert, gpt2, mlp
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -26,47 +24,20 @@ from transformers import (
     ViTModel,
 )
 
-from torchguard import err, flags
+from torchguard import err
 from torchguard._watch import watch
 
 NAN, INF = float("nan"), float("inf")
-BATCH, TOKENS, VOCABULARY, WIDTH = 3, 5, 20, 16
+BATCH, TOKENS, VOCABULARY, WIDTH = 3, 5, 50, 16
 BAD = 1
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-@pytest.fixture(params=["plain", "aot_eager"])
-def run(request):
-    """As the fixture of all tests, without the backends that take long: these models are large to compile."""
-    if request.param == "plain":
-        return lambda fn: fn
-    return lambda fn: torch.compile(fn, backend=request.param, fullgraph=True)
-
-
-def bert():
-    return BertModel(
-        BertConfig(
-            hidden_size=WIDTH,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=8,
-        )
-    )
-
-
-def gpt2(**settings):
-    config = {
-        "n_layer": 1,
-        "n_embd": WIDTH,
-        "n_head": 2,
-        "vocab_size": VOCABULARY,
-        "n_positions": 8,
-        "use_cache": False,
-    }
-    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **(config | settings)))
+@pytest.fixture
+def run(run_light):
+    """As the fixture of all tests, without the slow backends: these models are large to compile."""
+    return run_light
 
 
 def llama():
@@ -155,19 +126,6 @@ def loss_of(output):
     return sum(z.float().square().mean() for z in tensors(output) if z.requires_grad)
 
 
-def grads(model):
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    assert found
-    return found
-
-
-def faults(f):
-    """What each bad row has, as `{row: ["NAN @ input"]}`."""
-    found = enumerate(flags.unpack_all(f))
-    return {row: [f"{e.code_name} @ {e.location_name}" for e in errors] for row, errors in found if errors}
-
-
 def assert_equal(got, want):
     assert type(got) is type(want)
     got, want = tensors(got), tensors(want)
@@ -186,7 +144,7 @@ def assert_clean_is_as_ever(run, model, call, **settings):
     """Outputs and gradients are those of the plain model, and nothing is flagged."""
     plain = call(model)
     loss_of(plain).backward()
-    want = grads(model)
+    want = take_gradients(model)
 
     guarded = watch(model, **settings)
     out, f = call(run(guarded))
@@ -194,7 +152,7 @@ def assert_clean_is_as_ever(run, model, call, **settings):
     assert err.all_ok(f)
     assert f.shape[0] == BATCH
     loss_of(out).backward()
-    got = grads(model)
+    got = take_gradients(model)
     assert got.keys() == want.keys()
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
@@ -298,21 +256,21 @@ class TestTransformers:
         assert faults(f) == {BAD: list(expected)}
         assert_other_rows_equal(out, plain)
         loss_of(out).backward()
-        assert all(grad.isfinite().all() for grad in grads(model).values())
+        assert all(grad.isfinite().all() for grad in take_gradients(model).values())
 
     def test_in_quarantine_a_compiled_transformer_trains_on_the_rest(self):
         model, kwargs = gpt2().eval(), with_embeddings(arguments("gpt2"))
         x = kwargs["inputs_embeds"]
         keep = [row for row in range(BATCH) if row != BAD]
         model(inputs_embeds=x[keep]).logits.square().mean((1, 2)).mean().backward()
-        want = grads(model)
+        want = take_gradients(model)
 
         guarded = torch.compile(watch(model, quarantine=True), backend="aot_eager", fullgraph=True)
         out, f = guarded(inputs_embeds=planted(x, (BAD, 2, 3), INF))
         assert faults(f) == {BAD: ["INF @ input", "FALLBACK_VALUE @ input"]}
         assert (out.logits[BAD] == 0).all()
         err.mean_ok(f, out.logits.square().mean((1, 2))).backward()
-        got = grads(model)
+        got = take_gradients(model)
         assert got.keys() == want.keys()
         for name in want:
             torch.testing.assert_close(got[name], want[name], msg=lambda text, name=name: f"{name}: {text}")
@@ -449,7 +407,7 @@ class TestCNN:
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         want = model(x)
         loss_of(want).backward()
-        want_grads = grads(model)
+        want_grads = take_gradients(model)
         want_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         assert any(not torch.equal(before[name], want_buffers[name]) for name in before) is training
 
@@ -458,7 +416,7 @@ class TestCNN:
         assert torch.equal(out, want)
         assert err.all_ok(f)
         loss_of(out).backward()
-        for name, grad in grads(model).items():
+        for name, grad in take_gradients(model).items():
             if quarantine:  # Only its values have to be the same there.
                 torch.testing.assert_close(grad, want_grads[name])
             else:
@@ -488,7 +446,7 @@ class TestCNN:
         assert faults(f) == {BAD: ["NAN @ input", "FALLBACK_VALUE @ input"]}
         assert out.isfinite().all()
         loss_of(out).backward()
-        assert all(grad.isfinite().all() for grad in grads(model).values())
+        assert all(grad.isfinite().all() for grad in take_gradients(model).values())
         assert all(buffer.isfinite().all() for buffer in model.buffers())
 
 
@@ -553,10 +511,10 @@ class TestCheckpoint:
     def test_in_quarantine_the_gradients_are_those_of_the_rest(self, run):
         model, x = Checkpointed(), torch.randn(BATCH, 4)
         model(x[[0, 2]]).square().mean(-1).mean().backward()
-        want = grads(model)
+        want = take_gradients(model)
         out, f = run(watch(model, quarantine=True))(planted(x, (BAD, 2), NAN))
         err.mean_ok(f, out.square().mean(-1)).backward()
-        for name, grad in grads(model).items():
+        for name, grad in take_gradients(model).items():
             torch.testing.assert_close(grad, want[name])
 
     def test_an_index_out_of_range_stays_harmless_in_the_second_pass(self, run):
@@ -564,24 +522,20 @@ class TestCheckpoint:
         out, f = run(watch(model))(planted(ids, (BAD, 2), 9))
         assert faults(f) == {BAD: ["OUT_OF_BOUNDS @ first"]}
         out.square().mean().backward()
-        assert all(grad.isfinite().all() for grad in grads(model).values())
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+        assert all(grad.isfinite().all() for grad in take_gradients(model).values())
 
 
 def test_with_inductor_outputs_and_gradients_are_those_of_the_plain_model():
     model, x = mlp(), torch.randn(BATCH, 4)
     plain = torch.compile(model, fullgraph=True)(x)
     plain.square().mean().backward()
-    want = grads(model)
+    want = take_gradients(model)
     guarded = torch.compile(watch(model), fullgraph=True)
     out, f = guarded(x)
     assert torch.equal(out, plain)
     assert err.all_ok(f)
     out.square().mean().backward()
-    assert [name for name, grad in grads(model).items() if not torch.equal(grad, want[name])] == []
+    assert [name for name, grad in take_gradients(model).items() if not torch.equal(grad, want[name])] == []
     out, f = guarded(planted(x, (BAD, 2), NAN))
     assert faults(f) == {BAD: ["NAN @ input"]}
     assert_other_rows_equal(out, plain)
@@ -634,7 +588,7 @@ class TestTwoCallsAStep:
         real, noise = torch.randn(BATCH, 4), torch.randn(BATCH, 2)
         wants = self.step(maker, critic, real, noise)
         (F.softplus(-wants[0]).mean() + F.softplus(wants[1]).mean()).backward()
-        want = grads(maker) | {f"critic.{name}": grad for name, grad in grads(critic).items()}
+        want = take_gradients(maker) | {f"critic.{name}": grad for name, grad in take_gradients(critic).items()}
 
         guarded = run(watch(critic, quarantine=quarantine))
         (one, f_real), (two, f_made) = self.step(maker, guarded, real, noise)
@@ -643,7 +597,7 @@ class TestTwoCallsAStep:
         assert err.all_ok(f_real)
         assert err.all_ok(f_made)
         (F.softplus(-one).mean() + F.softplus(two).mean()).backward()
-        got = grads(maker) | {f"critic.{name}": grad for name, grad in grads(critic).items()}
+        got = take_gradients(maker) | {f"critic.{name}": grad for name, grad in take_gradients(critic).items()}
         assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
     def test_each_call_has_flags_of_its_own(self, run):

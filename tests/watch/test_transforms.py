@@ -15,7 +15,7 @@ NAN = float("nan")
 GOOD = [0, 1, 3]
 
 
-class Net(nn.Module):
+class Flattening(nn.Module):
     """A sample has several tokens, which are flattened on the way. (Compiled, torch has no jvp of a LayerNorm.)"""
 
     def __init__(self):
@@ -34,7 +34,7 @@ def x():
 
 @pytest.fixture(params=[False, True], ids=["watched", "quarantine"])
 def pair(request):
-    model = Net()
+    model = Flattening()
     return model, watch(copy.deepcopy(model), level="modules", quarantine=request.param, returns="output")
 
 
@@ -79,7 +79,7 @@ def test_a_transform_that_is_compiled_whole(pair, x, name):
 @pytest.mark.parametrize("name", ["grad", "jacrev", "jacfwd"])
 @pytest.mark.parametrize("mode", ["plain", "aot_eager"])
 def test_a_bad_sample_has_no_derivative_and_the_others_have_theirs(x, name, mode):
-    model = Net()
+    model = Flattening()
     want = TRANSFORMS[name](model)(x)
     guarded = watch(model, level="modules", quarantine=True, returns="output")
     call = TRANSFORMS[name](guarded)
@@ -109,7 +109,7 @@ def test_a_fault_created_in_backward_is_masked_under_vmap_too():
 
 
 def test_flags_come_out_of_a_transform_by_being_returned(x):
-    guarded = watch(Net(), level="modules")
+    guarded = watch(Flattening(), level="modules")
     x[2, 4] = NAN
     _, f = func.jacrev(guarded, has_aux=True)(x)
     assert err.is_err(f).tolist() == [False, False, True, False]
@@ -123,7 +123,7 @@ def test_flags_come_out_of_a_transform_by_being_returned(x):
 
 @pytest.mark.parametrize("transform", [func.jacrev, gradient], ids=["jacrev", "grad"])
 def test_a_transform_leaves_nothing_behind_for_later_calls(x, transform):
-    guarded = watch(Net(), level="modules", quarantine=True, returns="output")
+    guarded = watch(Flattening(), level="modules", quarantine=True, returns="output")
     x[2, 4] = NAN
     transform(guarded)(x)
     torch.compile(guarded, fullgraph=True, backend="aot_eager")(x)

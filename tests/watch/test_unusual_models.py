@@ -184,7 +184,7 @@ class TestCalls:
         assert torch.equal(out, model(x))
 
     def test_many_models_are_compiled_as_often_as_plain_ones(self):
-        class Net(nn.Module):
+        class OneLayer(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.layer = nn.Linear(4, 4)
@@ -194,10 +194,10 @@ class TestCalls:
 
         counter = CompileCounter()
         for _ in range(10):
-            torch.compile(watch(Net()), backend=counter, fullgraph=True)(torch.randn(4, 4))
+            torch.compile(watch(OneLayer()), backend=counter, fullgraph=True)(torch.randn(4, 4))
         assert counter.frame_count == 1
         for i in range(10):
-            other = type(f"Net{i}", (Net,), {"forward": lambda self, x: self.layer(x)})
+            other = type(f"OneLayer{i}", (OneLayer,), {"forward": lambda self, x: self.layer(x)})
             torch.compile(watch(other()), backend="eager", fullgraph=True)(torch.randn(4, 4))
 
     def test_inference_mode_misses_nothing(self):

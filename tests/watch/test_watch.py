@@ -24,7 +24,7 @@ class Block(nn.Module):
         return x + self.linear(self.norm(x)).relu()
 
 
-class Net(nn.Module):
+class Encoder(nn.Module):
     def __init__(self, depth: int = 2):
         super().__init__()
         self.embed = nn.Embedding(10, 4)
@@ -47,7 +47,7 @@ def found(f):
 
 
 def test_a_clean_batch_gives_what_the_model_gives(run):
-    net = Net()
+    net = Encoder()
     out, f = run(watch(net))(IDS, SCALE)
     torch.testing.assert_close(out, net(IDS, SCALE))
     assert not err.any_err(f)
@@ -55,7 +55,7 @@ def test_a_clean_batch_gives_what_the_model_gives(run):
 
 @pytest.mark.inductor
 def test_a_bad_sample_is_recorded_where_it_went_bad_first(run):
-    guarded = watch(Net())
+    guarded = watch(Encoder())
     scale = torch.tensor([1.0, NAN, 1.0])
     assert found(run(guarded)(IDS, scale)[1]) == [[], [("NAN", "input")], []]
     guarded.blocks[1].linear.bias.data.fill_(INF)
@@ -64,7 +64,7 @@ def test_a_bad_sample_is_recorded_where_it_went_bad_first(run):
 
 
 def test_locations_that_propagate_a_fault_are_counted():
-    guarded = watch(Net())
+    guarded = watch(Encoder())
     guarded(IDS, torch.tensor([1.0, NAN, 1.0]))
     (incident,) = guarded.report()
     assert (incident.sample, incident.path, incident.code) == (1, "input", err.NAN)
@@ -92,7 +92,7 @@ def test_the_position_within_the_sample():
 def test_indices_are_recorded_and_clamped(run):
     ids = IDS.clone()
     ids[0, 1], ids[2, 0] = 10, -1
-    out, f = run(watch(Net()))(ids, SCALE)
+    out, f = run(watch(Encoder()))(ids, SCALE)
     assert found(f) == [[("OUT_OF_BOUNDS", "embed")], [], [("NEGATIVE_IDX", "embed")]]
     assert out.isfinite().all()
 
@@ -113,18 +113,18 @@ def test_indices_are_recorded_and_clamped(run):
     ],
 )
 def test_what_is_watched(choice, expected):
-    guarded = watch(Net(), **choice)
+    guarded = watch(Encoder(), **choice)
     watched = [path for path in guarded._watch.paths[1:-1] if guarded.get_submodule(path)._forward_hooks]
     assert watched == expected
     assert found(guarded(IDS, torch.tensor([1.0, 1.0, INF]))[1])[2] == [("INF", "input")]
 
 
 def test_only_the_checks_that_are_asked_for_run(run):
-    net = Net()
+    net = Encoder()
     for checks, expected in ((("nan",), []), (("inf",), [("INF", "input")])):
         guarded = watch(net, checks=checks, level="outputs")
         scale = torch.tensor([1.0, INF, 1.0])
-        assert found(run(guarded)(IDS, scale)[1])[1][:1] == (expected or [("NAN", "Net")])
+        assert found(run(guarded)(IDS, scale)[1])[1][:1] == (expected or [("NAN", "Encoder")])
         unwatch(guarded)
 
 
@@ -193,7 +193,7 @@ def test_models_share_the_names_of_checks():
 
 
 def test_the_output_alone_and_the_flags_beside_it(run):
-    net = Net()
+    net = Encoder()
     guarded = watch(net, returns="output")
     out = run(guarded)(IDS, torch.tensor([1.0, NAN, 1.0]))
     assert out.shape == (3, 4, 2)
@@ -202,17 +202,17 @@ def test_the_output_alone_and_the_flags_beside_it(run):
 
 
 def test_before_the_first_call_there_is_nothing_to_read():
-    guarded = watch(Net())
+    guarded = watch(Encoder())
     assert guarded.flags is None
     assert guarded.poll() is None
     assert guarded.report() == []
 
 
 def test_the_model_itself_goes_on_as_before():
-    net = Net()
+    net = Encoder()
     plain = net(IDS, SCALE)
     guarded = watch(net)
-    assert isinstance(guarded, Net)
+    assert isinstance(guarded, Encoder)
     assert torch.equal(net(IDS, SCALE), plain)
     assert list(guarded.state_dict()) == list(net.state_dict())
     assert [name for name, _ in guarded.named_parameters()] == [name for name, _ in net.named_parameters()]
@@ -225,7 +225,7 @@ def test_the_model_itself_goes_on_as_before():
 
 
 def test_unwatch_gives_the_model_back():
-    net = Net()
+    net = Encoder()
     guarded = watch(net, quarantine=True)
     guarded.eval()
     assert unwatch(guarded) is net
@@ -321,16 +321,16 @@ def test_batch_norm_under_quarantine_is_warned_of():
     ("make", "message"),
     [
         (lambda: watch(3), "expected an nn.Module, got int"),
-        (lambda: watch(watch(Net())), "watched already"),
-        (lambda: watch(torch.compile(Net())), "Watch first"),
-        (lambda: watch(Net(), level="layers"), "level is 'layers'"),
-        (lambda: watch(Net(), include="nope.*"), "matches no module"),
-        (lambda: watch(Net(), returns="flags"), "returns is 'flags'"),
-        (lambda: watch(Net(), checks=("nans",)), "checks has 'nans'"),
-        (lambda: watch(Net(), checks=(("overflow", 2.0),)), "share of the largest"),
-        (lambda: watch(Net(), checks=[(f"own{i}", torch.isnan) for i in range(4)]), "no code is left for 'own3'"),
-        (lambda: watch(Net(), checks=[("", torch.isnan)]), "checks has"),
-        (lambda: unwatch(Net()), "is not watched"),
+        (lambda: watch(watch(Encoder())), "watched already"),
+        (lambda: watch(torch.compile(Encoder())), "Watch first"),
+        (lambda: watch(Encoder(), level="layers"), "level is 'layers'"),
+        (lambda: watch(Encoder(), include="nope.*"), "matches no module"),
+        (lambda: watch(Encoder(), returns="flags"), "returns is 'flags'"),
+        (lambda: watch(Encoder(), checks=("nans",)), "checks has 'nans'"),
+        (lambda: watch(Encoder(), checks=(("overflow", 2.0),)), "share of the largest"),
+        (lambda: watch(Encoder(), checks=[(f"own{i}", torch.isnan) for i in range(4)]), "no code is left for 'own3'"),
+        (lambda: watch(Encoder(), checks=[("", torch.isnan)]), "checks has"),
+        (lambda: unwatch(Encoder()), "is not watched"),
         (lambda: watch(Pass())(3), "no argument is a tensor"),
         (lambda: watch(Pass())(torch.tensor(1.0)), "no argument is a tensor with a dim 0"),
         (lambda: watch(Pass())(torch.ones(2, 3).to_sparse()), "torch.sparse_coo tensor"),
@@ -408,7 +408,7 @@ def test_an_unbatched_argument_may_hold_inf(run):
 
 
 def test_a_call_that_fails_leaves_nothing_open():
-    guarded = watch(Net())
+    guarded = watch(Encoder())
     with pytest.raises(RuntimeError):
         guarded(IDS, torch.ones(7))
     assert found(guarded(IDS, torch.tensor([NAN, 1.0, 1.0]))[1])[0] == [("NAN", "input")]
@@ -416,7 +416,7 @@ def test_a_call_that_fails_leaves_nothing_open():
 
 def test_recompiles_are_those_of_the_plain_model():
     counts = []
-    for model in (Net(), watch(Net()), watch(Net(), quarantine=True)):
+    for model in (Encoder(), watch(Encoder()), watch(Encoder(), quarantine=True)):
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounter()
         compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -430,7 +430,7 @@ def test_gradients_are_bit_equal_while_all_is_clean(run):
     gradients = []
     for wrap in (lambda net: net, watch):
         torch.manual_seed(0)
-        net = Net()
+        net = Encoder()
         out = run(wrap(net))(IDS, SCALE)
         (out[0] if isinstance(out, tuple) else out).square().sum().backward()
         gradients.append([p.grad for p in net.parameters()])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.compare import take_gradients
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
@@ -23,7 +24,7 @@ NAN = float("nan")
 GOOD, BAD = [0, 2, 3], [1]
 
 
-class Net(nn.Module):
+class TokenModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(10, 16)
@@ -49,12 +50,6 @@ def spoiled(arguments, value=NAN):
     return ids, scale
 
 
-def grads(model):
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    return found
-
-
 @pytest.fixture(params=["plain", "inductor", "reduce-overhead"])
 def run(request):
     if request.param == "plain":
@@ -70,7 +65,7 @@ def dtype(request):
 
 @pytest.mark.parametrize("quarantine", [False, True])
 def test_the_sample_and_the_location(run, dtype, quarantine):
-    guarded = watch(Net().to("cuda", dtype), quarantine=quarantine)
+    guarded = watch(TokenModel().to("cuda", dtype), quarantine=quarantine)
     call = run(guarded)
     good = arguments(dtype)
     with torch.no_grad():
@@ -86,7 +81,7 @@ def test_the_sample_and_the_location(run, dtype, quarantine):
 
 
 def test_nothing_waits(run, dtype, no_sync):
-    guarded = watch(Net().to("cuda", dtype), returns="output")
+    guarded = watch(TokenModel().to("cuda", dtype), returns="output")
     call, good = run(guarded), arguments(dtype)
     bad = spoiled(good)
     with torch.no_grad():
@@ -101,7 +96,7 @@ def test_nothing_waits(run, dtype, no_sync):
 
 
 def test_indices_out_of_range_end_no_run(run):
-    guarded = watch(Net().cuda())
+    guarded = watch(TokenModel().cuda())
     ids, scale = arguments(torch.float32)
     ids[1, 2], ids[3, 0] = 10, -1
     with torch.no_grad():
@@ -117,15 +112,15 @@ def test_indices_out_of_range_end_no_run(run):
 
 @pytest.mark.parametrize("mode", ["plain", "inductor"])
 def test_gradients_are_those_of_the_batch_without_the_bad_row(mode, dtype):
-    model = Net().to("cuda", dtype)
+    model = TokenModel().to("cuda", dtype)
     good = arguments(dtype)
     model(*(z[GOOD] for z in good)).square().flatten(1).mean(1).mean().backward()
-    want = grads(model)
+    want = take_gradients(model)
     guarded = watch(model, quarantine=True)
     call = torch.compile(guarded, fullgraph=True) if mode == "inductor" else guarded
     out, f = call(*spoiled(good))
     err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
-    for name, got in grads(model).items():
+    for name, got in take_gradients(model).items():
         close = {"rtol": 1e-3, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 3e-3}
         torch.testing.assert_close(got, want[name], **close)
 
@@ -147,7 +142,7 @@ class Deep(nn.Module):
 def test_blocks_that_are_compiled_once(mode):
     model, x = Deep().cuda(), torch.randn(4, 6, 16, device="cuda")
     model(x[GOOD]).square().flatten(1).mean(1).mean().backward()
-    want = grads(model)
+    want = take_gradients(model)
     x[BAD, 2] = NAN
     guarded = watch(model, quarantine=True, compile_once=True)
     call = torch.compile(guarded, fullgraph=True, mode=mode)
@@ -155,7 +150,7 @@ def test_blocks_that_are_compiled_once(mode):
         out, f = call(x)
         assert err.is_err(f).tolist() == [False, True, False, False]
         err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
-        for name, got in grads(model).items():
+        for name, got in take_gradients(model).items():
             torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
         assert err.is_ok(guarded.backward_flags).all()
 
@@ -226,14 +221,14 @@ def test_gradients_through_long_vectors(mode):
     nn.init.ones_(model.up.weight[:1024].detach())
     x = torch.rand(4, 6, 16, device="cuda") + 1
     model(x[GOOD]).square().flatten(1).mean(1).mean().backward()
-    want = grads(model)
+    want = take_gradients(model)
     x[BAD, 2] = 1e38  # overflows in the first piece of the vector
     guarded = watch(model, quarantine=True)
     call = torch.compile(guarded, fullgraph=True) if mode == "inductor" else guarded
     out, f = call(x)
     assert err.is_err(f).tolist() == [False, True, False, False]
     err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
-    for name, got in grads(model).items():
+    for name, got in take_gradients(model).items():
         torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
 
 
@@ -328,13 +323,13 @@ def test_gradients_through_attention(once):
     model = nn.Sequential(*(Attention() for _ in range(3))).cuda()
     x = torch.randn(4, 6, 32, device="cuda")
     model(x[GOOD]).square().flatten(1).mean(1).mean().backward()
-    want = grads(model)
+    want = take_gradients(model)
     x[BAD, 3] = 3e38
     guarded = watch(model, quarantine=True, compile_once=["0", "1", "2"] if once else False)
     out, f = torch.compile(guarded, fullgraph=True)(x)
     assert err.is_err(f).tolist() == [False, True, False, False]
     err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
-    for name, got in grads(model).items():
+    for name, got in take_gradients(model).items():
         torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
 
 

@@ -7,7 +7,7 @@ but the last are dead code, which the compiler removes: what stays in the graph 
 kernels, and a single packing.
 
 The note is an attribute (`_torchguard_note`) of the tensor that the tracer passes from call to call. Dynamo would trace
-into these functions and lose it. Hence the three operators: Dynamo does not look inside an operator, and AOTAutograd
+into these functions and lose it. So there are three operators: Dynamo does not trace into an operator, and AOTAutograd
 runs the Python below when it traces. This can be removed once tracers let Python attributes travel with a tensor.
 """
 
@@ -161,7 +161,7 @@ def _note_of(f: Flags) -> _Note | None:
 
 def _extend(f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: AccumulationConfig) -> Flags:
     note = _note_of(f)
-    # The caller may change its mask in position later; the clone does not change. Compilers remove the copy.
+    # A clone, as the caller may change its mask in place later. Compilers remove the copy.
     masks = [mask.clone() for mask in masks]
     if note and (not note.masks or note.can_be_extended(room, policy)):
         base, all_masks, all_slots = note.base, (*note.masks, *masks), (*note.slots, *slots)

@@ -78,7 +78,7 @@ def append(slots: Slots, new: Shaped[Tensor, "..."], dedupe: Dedupe) -> Slots:
     """Append one error per row (0 for none) under CHRONO-FIRST: to the slot of the same error, else to a free one.
 
     Used slots have no gap, so the target is the first slot that is free or matches. In eager mode the cost is per
-    operation, not per element: hence tensors rather than numbers as operands, and as few operations as possible.
+    operation, not per element, so operands are tensors rather than numbers, and operations as few as possible.
     """
     free = slots.logical_not()
     fits = free

@@ -48,7 +48,7 @@ class _Retrace(fx.Interpreter):
     """Runs a graph of which some ops are decomposed."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A decomposed op may return other strides, of which this view may not exist.
+        # A decomposed op may return other strides, for which this view is impossible.
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
         return super().call_function(target, args, kwargs)
@@ -195,9 +195,9 @@ def trace_only(dynamo: fx.GraphModule, inputs: Sequence[Any], partition: Partiti
 def replace_registered_backend(name: str, backend: Any) -> None:
     """Make `torch.compile(backend=name)` find this backend if torch has resolved the name before.
 
-    torch caches the backend of an entry point. After a second import of this package that is the first copy's, whose
-    reports nobody reads. Degraded where torch caches it elsewhere than in `_COMPILER_FNS`: the name keeps resolving to
-    the first copy's backend.
+    torch caches the backend of an entry point. After a second import of this package that is the backend of the first
+    copy, and `report()` of the second would stay empty. Degraded where torch does not cache it in `_COMPILER_FNS`: the
+    name keeps resolving to the backend of the first copy.
     """
     known = getattr(sys.modules.get("torch._dynamo.backends.registry"), "_COMPILER_FNS", {})
     if known.get(name) is not None:

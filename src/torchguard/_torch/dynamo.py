@@ -17,7 +17,8 @@ from torchguard._torch.modules import compiled_function
 
 
 def keep_static(tensor: Tensor) -> Tensor:
-    """Have Dynamo treat the sizes of a tensor as constants; else it may take one for the equally large batch size.
+    """Have Dynamo treat the sizes of a tensor as constants: a batch size that is equal by chance is then no reason to
+    make them symbols.
 
     `mark_static` is documented, under a private name. Degraded where it is missing: a model may recompile once.
     """
@@ -32,7 +33,7 @@ def keep_static(tensor: Tensor) -> Tensor:
 class CacheLocation(NamedTuple):
     """Where Dynamo caches what it compiles for a call: by code object, region and backend (None: unknown).
 
-    `limit` is the number of entries that it compiles there.
+    `limit` is the largest number of entries that it compiles there.
     """
 
     code: types.CodeType

@@ -230,7 +230,7 @@ def _unfiltered_guards(manager: Any) -> Callable[[], Guards | None]:
         if not found:
             found.extend([guards, *built])
         elif len(found) == 3:
-            # What torch has not done to it: guards about several sources, and the scope that sources are evaluated in.
+            # torch has not added these to the tree yet: guards about several sources, and the scope of sources.
             guards, builder, wrapper = found
             manager.guard_manager = wrapper
             manager.compile_check_fn(builder, guards, None)
@@ -308,7 +308,7 @@ def missing_for_capture() -> tuple[str, ...]:
 
 
 def _capture_patches() -> tuple[tuple[str, Any, str, str], ...]:
-    from torch._dynamo.output_graph import OutputGraph  # not at import: they are heavy
+    from torch._dynamo.output_graph import OutputGraph  # here, because loading it takes seconds
     from torch._inductor.graph import GraphLowering
 
     return (

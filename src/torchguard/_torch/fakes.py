@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from torchguard._torch.process import process_state
+from torchguard._torch.settings import without_fused_layers
 from torchguard._torch.tensors import flatten
 from torchguard.exceptions import CompileError
 
@@ -189,26 +190,10 @@ def without_fake_tensor_logs() -> Iterator[None]:
         logger.disabled = before
 
 
-@contextlib.contextmanager
-def _without_fused_layers() -> Iterator[None]:
-    """Keep recurrent layers from becoming one oneDNN or cuDNN operation, whose backward cannot be traced.
-
-    The public `torch.backends.mkldnn.flags` and `cudnn.flags` set more than this one flag each, and warn about it.
-    """
-    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    torch._C._set_cudnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before[0])
-        torch._C._set_cudnn_enabled(before[1])
-
-
 def trace(
     fn: Callable[..., Any], fakes: Sequence[Tensor], decompose: Any = None, *, grad_enabled: bool = False
 ) -> GraphModule:
-    """The ATen graph of a function on fake tensors; whatever needs a value raises.
+    """The ATen graph of a function on fake tensors. An operation that needs a value raises.
 
     Inference mode is switched off: in it nothing would be recorded, and gradients would be zero.
     """
@@ -217,7 +202,7 @@ def trace(
         torch.set_grad_enabled(grad_enabled),
         traceback.preserve_node_meta(),
         without_fake_tensor_logs(),
-        _without_fused_layers(),
+        without_fused_layers(),
     ):
         traced = make_fx(fn, decompose or {}, tracing_mode="fake", _error_on_data_dependent_ops=True)
         return traced(*fakes)

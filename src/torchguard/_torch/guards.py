@@ -108,7 +108,7 @@ def guard_types() -> frozenset[str]:
     Degraded where torch has no `GuardBuilder`: empty, and filters do not check the names of types.
     """
     try:
-        from torch._dynamo.guards import GuardBuilder  # not at import: it is heavy
+        from torch._dynamo.guards import GuardBuilder  # here, because loading it takes seconds
     except ImportError:
         return frozenset()
     return frozenset(name for name in vars(GuardBuilder) if name.isupper())
@@ -120,7 +120,7 @@ def unserializable_guard_types() -> frozenset[str]:
     Degraded where torch does not list them: empty, and `portable` filters keep those types.
     """
     try:
-        from torch._dynamo.guards import CheckFunctionManager  # not at import: it is heavy
+        from torch._dynamo.guards import CheckFunctionManager  # here, because loading it takes seconds
     except ImportError:
         return frozenset()
     return frozenset(getattr(CheckFunctionManager, "UNSUPPORTED_SERIALIZATION_GUARD_TYPES", ()))

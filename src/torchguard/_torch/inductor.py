@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 
+from torchguard._torch.settings import for_aten_graph
 from torchguard.exceptions import GuardError
 
 # A function that takes its arguments as a list, which it empties, and returns a list or tuple.
@@ -44,22 +45,14 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def compile_aten_graph(graph: GraphModule, fakes: Sequence[Tensor], layout_optimization: bool) -> Boxed:
-    """Compile an ATen graph with Inductor's inner compiler: `torch.compile` would add guards and autograd to each call.
-
-    `size_asserts` and `alignment_asserts` are switched off where torch has them.
-    """
-    import torch._inductor.config as config
+    """Compile an ATen graph with Inductor's inner compiler: `torch.compile` would add guards and autograd to a call."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     (output,) = graph.graph.find_nodes(op="output")
     # Each output keeps its strides: the next graph is compiled for the strides that this one declares.
     tensors = [i for i, node in enumerate(output.args[0]) if isinstance(node.meta["val"], Tensor)]
     output.meta["user_visible_output_idxs"] = tensors
-    settings: dict[str, Any] = {"layout_optimization": layout_optimization and config.layout_optimization}
-    settings["triton.cudagraphs"] = False  # the next run would overwrite what this one returned
-    # Leaves are checked in each call, and a graph returns what the next was compiled for: a fifth of a small call.
-    settings |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
-    with config.patch(settings), warnings.catch_warnings():
+    with for_aten_graph(layout_optimization), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Inductor's warnings about its own code are of no use to the caller
         compiled: Any = compile_fx_inner(graph, list(fakes))
     return getattr(compiled, "current_callable", None) or compiled

@@ -75,7 +75,7 @@ def wrapped_function(function: object) -> object | None:
 
 
 def compiled_function(compiled: Any) -> Any:
-    """The function that `torch.compile` made, of a module also that which it holds; None if nothing is compiled.
+    """The function that `torch.compile` returned, also if a module holds it; None if nothing is compiled.
 
     `functools.wraps` copies all attributes of what it wraps. torch notes the id of the function that they belong to;
     degraded where it does not: a wrapper around a compiled function counts as compiled itself.

@@ -85,7 +85,7 @@ def separate_copies_in_dynamo() -> None:
     copy's scope to such a name while Dynamo asks. Called when the package is imported a second time. Degraded where
     torch lacks the method: functions compiled with the older copy do not recompile when its globals change.
     """
-    import torch._dynamo.symbolic_convert as dynamo  # not at import: it is heavy
+    import torch._dynamo.symbolic_convert as dynamo  # here, because loading it takes seconds
 
     translator = getattr(dynamo, "InliningInstructionTranslator", None)
     find = getattr(translator, "get_globals_source_and_value", None)

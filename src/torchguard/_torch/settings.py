@@ -3,7 +3,8 @@
 torch's settings (`torch._dynamo.config` and the like) are process-wide in torch 2.11. In later ones each thread has
 values of its own, and a new thread starts with the defaults. So a setting is changed in the narrowest of three ways:
 
-- around one compilation, in the thread that compiles (`without_graph_caches`, `without_limits`, `protect_regions`);
+- around one compilation or trace, in the thread that does it (`without_graph_caches`, `without_limits`,
+  `protect_regions`, `for_aten_graph`, `without_fused_layers`);
 - while an object needs it, counted and put back when the last one is gone (`allow_side_effects_under_checkpoint`);
 - for good: never.
 
@@ -73,6 +74,37 @@ def without_graph_caches() -> Iterator[None]:
         yield
 
 
+def for_aten_graph(layout_optimization: bool) -> contextlib.AbstractContextManager[Any]:
+    """The settings under which Inductor compiles a graph of `compiled`.
+
+    `size_asserts` and `alignment_asserts` are off where torch has them: leaves are checked in each call, and a graph
+    returns what the next one was compiled for. They take a fifth of a small call.
+    """
+    import torch._inductor.config as config
+
+    settings: dict[str, Any] = {"layout_optimization": layout_optimization and config.layout_optimization}
+    settings["triton.cudagraphs"] = False  # the next run would overwrite what this one returned
+    settings |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)}
+    return config.patch(settings)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """Keep recurrent layers from becoming one oneDNN or cuDNN operation, whose backward cannot be traced.
+
+    The public `torch.backends.mkldnn.flags` and `cudnn.flags` set more than this one flag each, and warn about it.
+    Both flags are process-wide; `fakes.TRACING_LOCK` keeps two traces from undoing each other's. Required.
+    """
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_cudnn_enabled(before[1])
+
+
 @constant_in_graphs
 def protect_regions() -> bool:
     """Compile graphs with nested regions under settings that give right gradients; called while one is traced.
@@ -86,7 +118,7 @@ def protect_regions() -> bool:
         Whether regions can be compiled. Degraded where torch lacks one of the first two functions: False, and
         `compile_once` compiles each block on its own. Where it lacks `gen_schema`, compiling takes longer.
     """
-    import torch._functorch.aot_autograd as aot  # not at import: they are heavy
+    import torch._functorch.aot_autograd as aot  # here, because loading it takes seconds
     from torch._dynamo.output_graph import OutputGraph
 
     if not takes_compilers(getattr(aot, "aot_stage2_compile", None)) or not hasattr(OutputGraph, "_call_user_compiler"):
@@ -205,7 +237,7 @@ def allow_side_effects_under_checkpoint(holder: object) -> None:
     torch 2.11 it is set in this thread alone. Degraded where torch lacks it: a watched model with checkpoints compiles
     with graph breaks, and with `fullgraph=True` Dynamo raises.
     """
-    import torch._dynamo.config as config  # not at import: it is heavy
+    import torch._dynamo.config as config  # here, because loading it takes seconds
 
     name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     if hasattr(config, name):
@@ -213,7 +245,7 @@ def allow_side_effects_under_checkpoint(holder: object) -> None:
 
 
 def release_settings(holder: object) -> None:
-    """Put back what was set for an object, unless others need it or somebody has changed it since."""
+    """Put back what was set for an object, unless others need it or other code has changed it since."""
     _release(id(holder))
 
 
@@ -252,7 +284,7 @@ def _release(holder: int) -> None:
 
 
 def _put_back() -> None:
-    """Put back the settings that nobody needs. A thread cannot change another's: that waits until it comes by here."""
+    """Put back the settings that no object needs. Those of another thread wait until that thread calls this."""
     for key in [key for key in tuple(_needed) if key[1] in (0, threading.get_ident()) and _is_current(key)]:
         if _needed[key]["holders"]:
             continue

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 # The public context manager takes 1.5 us, two calls of this 0.3; a whole call of a small compiled function takes 20.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-# Whether autocast is on for any device. The public function is asked device by device, in each call; degraded where
-# torch lacks the private one: only CUDA's autocast is seen.
+# Whether autocast is on for any device. The public function answers for one device, and would be called for each of
+# them in every call. Degraded where torch lacks the private one: only CUDA's autocast is seen.
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
 grad_mode = torch.is_grad_enabled
 Versions = list[tuple[Tensor, int]]

@@ -39,7 +39,7 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def is_shape_only(tensor: Tensor) -> bool:
-    """Whether `tensor` is fake and no operation on it is recorded, so that nobody will ever read its values.
+    """Whether `tensor` is fake and no operation on it is recorded, so that its values are never read.
 
     That is so when Dynamo and AOTAutograd compute output shapes, before they trace. Degraded where torch lacks
     `is_fake` or `get_proxy_mode`: False, and computing shapes takes as long as tracing.

@@ -1,6 +1,6 @@
 """`watch(model)`: checks on a model that nobody edited.
 
-State that is not visible in signatures, and why it is there:
+State that is not visible in signatures, here and in the rest of torchguard, and why it is there:
 
 - On tensors, since traced values have no other carrier. `_torchguard_clean` on a tensor that quarantine replaced, so
   that it is not checked again (`quarantine.py`). `_torchguard_source` on a row status whose scan is deferred
@@ -13,11 +13,17 @@ State that is not visible in signatures, and why it is there:
   get no argument from the call. `CallRecord.enter_region` swaps five fields of the record, since tensors leave a region
   by being returned (`regions.py`).
 - On modules, and removed by `unwatch`: forward hooks; a `Region` as `forward` of blocks that are compiled once; the
-  `WatchState` as attribute `_watch` of the model. The watched model and the model share one `__dict__`.
+  `WatchState` as attribute `_watch` of the model. The watched model and the model share one `__dict__`. Of `@tracked`,
+  and not removed: `_fx_path` and `_fx_location` on modules; and `_fx_building` on a model while its `__init__` runs
+  (`locations/_tracked.py`).
 - On torch: the operators, which stay for the process since compiled code calls them; Dynamo's marks on the tensors of a
   `WatchState` that their sizes are static (`_torch/dynamo.py`) and on functions that are constant in graphs
-  (`_torch/tracing.py`); `_torchguard_described` on torch's cache of nested regions, with a patch of
-  `invoke_subgraph.gen_schema`, and the settings that docs/watch.md lists (`_torch/settings.py`).
+  (`_torch/tracing.py`); `_torchguard_schemas` on torch's cache of nested regions, with a patch of
+  `invoke_subgraph.gen_schema` (`_torch/settings.py`); and what survives a second import of torchguard: `_torchguard` on
+  the module `torch`, and `_torchguard_copies` on a function of Dynamo (`_torch/process.py`). docs/private-torch.md
+  lists the settings and patches.
+- On exceptions, since Dynamo and `make_fx` raise them again: `torchguard_line`, the source line of the operation that
+  raised, while `compiled` traces (`compiled/_purity.py`).
 - Caches: classes of watched models (`wrapper.py`), constants by device (`origins.py`), configurations (`summarize.py`),
   compiled kernels (`kernels.py`).
 """
@@ -132,7 +138,7 @@ def unwatch(guarded: Any) -> nn.Module:
     """The plain model. Hooks, replaced `forward`s and attributes of `watch` are removed from it.
 
     The setting that `watch` changes, `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, is restored
-    when no watched model is left, unless somebody else has changed it since.
+    when no watched model is left, unless other code has changed it since.
     """
     if not wrapper.is_watched(guarded):
         raise WatchError(f"unwatch: this {type(guarded).__name__} is not watched. Give what watch returned.")

@@ -4,11 +4,10 @@ A gradient mask zeroes the gradient of every sample that has a non-finite entry.
 zeros, one entry per location and sample, that takes no part in any value; its gradient records what a mask found.
 
 Why probes: a fault that is created in the backward pass, such as the derivative of `sqrt` at 0, comes after the flags
-of the call were returned. Whatever a backward pass computes, in eager mode and in compiled code alike, torch hands out
-as the gradient of a leaf and in no other way; a Python list that backward code appends to would be filled once, while
-the graph is traced. So each replaced tensor (`quarantine.py`) takes the probe of its location as a second input, and
-its backward returns, as the probe's gradient, 0, `PROBE_INF` or `PROBE_NAN` for each sample. A hook on the leaf saves
-the gradient it receives.
+of the call were returned. The only results of a backward pass, in eager mode and in compiled code alike, are gradients
+of leaves; a Python list that backward code appends to would be filled once, while the graph is traced. So each replaced
+tensor (`quarantine.py`) takes the probe of its location as a second input, and its backward returns, as the probe's
+gradient, 0, `PROBE_INF` or `PROBE_NAN` for each sample. A hook on the leaf saves the gradient it receives.
 
 One call goes through these steps:
 
@@ -20,15 +19,15 @@ One call goes through these steps:
 3. When the call is summarized, `set_origins` stores which samples were bad going forward. Backward drops these from the
    probes' gradients: they are known already.
 4. In a traced backward pass the masks write into one `ProbeTable` instead of returning a gradient each, so that there
-   is nothing to merge. `_SplitProbes.backward` takes the table. A table belongs to one backward pass, known by
-   autograd's number of it: a pass that does not reach the probes (`torch.autograd.grad` in a graph) leaves its table
-   behind.
+   is nothing to merge. `_SplitProbes.backward` takes the table. A table belongs to one backward pass,
+   identified by autograd's number for that pass: a pass that does not reach the probes (`torch.autograd.grad` in a
+   graph) leaves its table behind.
 5. Blocks that are compiled once (`regions.py`) get the probes of their own locations as one slice (`region_probes`).
 
 The mask itself mostly finds nothing. It is an operator that is not compiled: on a GPU one kernel that only reads, on
 the CPU a check that ends early; as traced operations it would write the gradient in every case.
 
-All this can go when torch lets a backward pass return values that are no gradients.
+All this can be removed when torch lets a backward pass return values that are no gradients.
 """
 
 from collections.abc import Sequence
@@ -202,7 +201,7 @@ def _merged(received: dict[int, Tensor], ctx: Any) -> Tensor:
             return grads[0]
         if count == len(grads) <= _MAX_STACKED and grads[0].ndim == 1:  # one for every location
             return torch.stack(grads)
-    return _call_merge_probes(grads, [*received], origins, count, width)  # would take long to compile
+    return _call_merge_probes(grads, [*received], origins, count, width)  # compiled, it would be a large kernel
 
 
 def _call_merge_probes(
@@ -215,7 +214,7 @@ def _call_merge_probes(
 def _merge_probes(grads: list[Tensor], firsts: list[int], origins: Tensor | None, count: int, width: int) -> Tensor:
     """Gradients of probes as rows of one tensor `(count, width)`; zeros for all others, and for samples with an origin.
 
-    It puts no index on the device: under CUDA graphs, the result must not use memory of theirs.
+    It creates no index tensor on the device: under CUDA graphs, the result must not use memory that belongs to a graph.
 
     Args:
         grads: gradients of the probe of one location, `(batch,)`, or of several consecutive ones, `(locations, batch)`.
@@ -267,7 +266,7 @@ def masked_gradient(
 
 
 def _needs_traced_mask(grad: Tensor) -> bool:
-    """Whether the operator is no option: it has no derivative, and Inductor refuses complex tensors in it."""
+    """Whether the operator cannot be used: it has no derivative, and Inductor refuses complex tensors in it."""
     return grad.is_complex() or torch.is_grad_enabled()
 
 
@@ -295,7 +294,7 @@ def _call_mask_gradient_(grad: Tensor, table: Tensor, location: int, samples: in
 
 
 def _mask_gradient_op(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
-    """In place, for samples of equal size. Mostly all is finite: then one pass reads it, and nothing is written."""
+    """In place, for samples of equal size. If all is finite, as usual, one pass reads it and nothing is written."""
     if has_kernel(grad) and grad.numel() // samples < MAX_SAMPLE_SIZE:
         from torchguard._watch.kernels import mask_gradient
 

@@ -74,7 +74,7 @@ class CallRecord:
             dim: the dim along which the samples lie, if it is known.
             in_place: whether to replace in place where that can be done: no kernel that could fuse it reads the tensor.
         """
-        # Dynamo takes long over every call, and traces this one hundreds of times: the operators do all that they can.
+        # Dynamo traces this method once per check, and each Python call in it slowly. So operators do most of the work.
         if (
             self._calls_operators
             and (self.quarantine or not is_argument)
@@ -174,7 +174,7 @@ class CallRecord:
         return self.batch is not None and not self.batch.has_samples(z.shape, self.dim_of(z, None))
 
     def summarize(self, location_ids: Tensor) -> CallSummary:
-        """The summary of the call. `location_ids` has the id of each location, and 0 behind them."""
+        """The summary of the call. `location_ids` has the id of each location, followed by 0."""
         if not self.statuses:
             self.record(0, torch.zeros(self.batch.size, 1, dtype=torch.int8, device=self.batch.device))
         return summarize(

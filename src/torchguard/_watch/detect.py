@@ -12,12 +12,12 @@ Checking must cost next to nothing in compiled code, so this file works around f
   excluded: its bits would be int16 as well, indistinguishable from bfloat16's.
 - **A `split` that does nothing.** For inference, Inductor moves a call to where its result is used. All statuses are
   used at the end of the graph, so `amax` would run there, unfused, and read the tensor again. Inductor does not move a
-  call with several results: `split` into one part keeps the reduction where it is. It can go when Inductor fuses a
-  reduction with the kernel that made its input, wherever the result is used.
+  call with several results: `split` into one part keeps the reduction where it is. It can be removed when Inductor
+  fuses a reduction with the kernel that made its input, wherever the result is used.
 - **Deferred scans.** Compiled for the CPU, a scan that can be fused with nothing (the model's input and output) takes
   longer to compile than it ever saves. The tensor is therefore saved on its status as `_torchguard_source`, and the
   summary of the call, which is not compiled, scans the tensor itself. The status is then dead code.
-- **An operator.** Dynamo takes long over each traced call, and a large model has hundreds of checks. It sees one call
+- **An operator.** Dynamo traces each Python call slowly, and a large model has hundreds of checks. It sees one call
   of the operator `row_status`; AOTAutograd runs the body. The checksum of this package's source is an argument, since
   torch's caches of compiled graphs know an operator by its name and arguments alone.
 """
@@ -183,6 +183,6 @@ def _bits_of(number: float, dtype: torch.dtype) -> int:
 
 
 def only_fault(status: Tensor, fault: int) -> Tensor:
-    """The status as faults, of which all but one count as OK."""
+    """The status as faults, with every fault but this one counted as OK."""
     faults = faults_of(status)
     return torch.where(faults == fault, faults, OK)

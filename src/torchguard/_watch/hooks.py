@@ -80,8 +80,8 @@ def num_squares_of(module: nn.Module) -> int:
 def is_qkv_projection(module: nn.Module) -> bool:
     """Whether a module returns queries, keys and values side by side: its output is three times as wide as its input.
 
-    Attention is a kernel with which Inductor fuses none of its own, and it takes three slices: replaced by a `where` in
-    the graph, each would be written twice.
+    Attention reads three slices of that output, and Inductor fuses nothing with the kernel of attention. A `where` in
+    the graph would write each slice once more.
     """
     if isinstance(module, nn.Linear):
         return module.out_features == 3 * module.in_features

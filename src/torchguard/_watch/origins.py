@@ -160,7 +160,7 @@ def lookup(index: Tensor, values: Sequence[int]) -> Tensor:
 def _constant(values: Sequence[int], like: Tensor) -> Tensor:
     """Integers on the device of a tensor, copied there once: a copy from the host waits for the device.
 
-    In a graph, Inductor does so by itself. A tensor made under a `torch.func` transform is of no use outside of it.
+    In a graph, Inductor does so by itself. A tensor made under a `torch.func` transform cannot be used outside of it.
     """
     if torch.compiler.is_compiling() or is_traced(like) or in_transform():
         return torch.tensor(values, device=like.device)

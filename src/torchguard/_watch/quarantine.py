@@ -8,7 +8,7 @@ gradient of the probe of its location, which samples it masked.
 
 What is surprising about it:
 
-- **It is an operator.** Dynamo takes long over an `autograd.Function`, and a large model has hundreds of them. It sees
+- **It is an operator.** Dynamo is slow to trace an `autograd.Function`, and a large model has hundreds. So Dynamo sees
   one call of `replace_nonfinite`; AOTAutograd runs the body, and traces the `autograd.Function` as it traces any other.
   Where Dynamo traces an export or a `torch.func` transform, there are only standard operations, without probes and
   without the memory below.
@@ -21,7 +21,8 @@ What is surprising about it:
 - **In place on a GPU.** `where` fuses with the kernel that reads the tensor next, unless that is attention, with which
   Inductor fuses nothing. There `_ReplaceInPlace` uses a kernel that writes only where something is non-finite.
 
-The operator can go when Dynamo traces an `autograd.Function` as quickly as a call, and lets it attach attributes.
+The operator can be removed when Dynamo traces an `autograd.Function` as quickly as a call, and lets it attach
+attributes.
 """
 
 import math
@@ -135,7 +136,7 @@ def replace_nonfinite(
         probes: `(locations, MAX_PROBED_BATCH)`, the gradient probes of the call, if it has any.
         dim: the dim along which the samples lie, if it is known.
         mask_gradient: whether to mask the gradient as well.
-        num_squares: how many squares the module will sum: a number of which so many squares overflow counts as Inf.
+        num_squares: how many squares the module will sum. A number counts as Inf if that sum would overflow for it.
         in_place: whether to use the in-place kernel, where there is one: no kernel that could fuse a `where` reads `z`.
     """
     if use_operators():
@@ -187,7 +188,7 @@ def _status(z: Tensor, limit: float) -> Tensor:
 
 
 def _limit(dtype: torch.dtype, num_squares: int) -> float:
-    """The largest number of which that many squares can be summed. They are summed in float32 at least."""
+    """The largest number whose square can be added up that many times. Squares are summed in float32 at least."""
     if not num_squares or dtype not in _LARGEST_SQUARE:
         return math.inf
     return math.sqrt(_LARGEST_SQUARE[dtype] / num_squares)
@@ -217,8 +218,8 @@ def call_replace_nonfinite(
 ) -> tuple[Tensor, Tensor]:
     """Call the operator `replace_nonfinite`, which does what the function of that name does.
 
-    But a tensor that was replaced just before has a status, too: a skipped one. So has an unbatched argument
-    (`is_argument`), which is left as it is.
+    There is one difference: where the function returns no status, for a tensor that was replaced just before or an
+    unbatched argument (`is_argument`), the operator returns a skipped one (`detect.skipped_status`).
     """
     size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
     return _REPLACE_NONFINITE(

@@ -2,9 +2,9 @@
 
 A large model is mostly one block, many times over, and torch compiles each anew. `torch.compiler.nested_compile_region`
 changes that: Dynamo traces the marked function into a subgraph of its own, compares it with the subgraphs it has, and
-what comes behind Dynamo compiles equal ones once. A `Region` takes the place of a block's `forward` to use it.
+AOTAutograd and the backend compile equal ones once. A `Region` takes the place of a block's `forward` to use it.
 
-A watched block does not simply qualify, and this is what is done about it:
+A watched block does not qualify as it is. What stands in the way, and what is done about it:
 
 - **Equal subgraphs.** Two blocks differ in their locations, and a location that is a constant in the graph would make
   every subgraph another. So inside a region locations count from its first, and its gradient probes are a slice of
@@ -18,12 +18,12 @@ A watched block does not simply qualify, and this is what is done about it:
 - **A region may not return its input**, which blocks do (a mask, a cache): it is cloned.
 - **Inside `torch.utils.checkpoint`, Dynamo loses track of what a region returns**, but not of what is computed from it.
   The operator `leave_region` makes a view of each status.
-- **Reference cycles.** What is attached to a leaf that it leads to is never freed (`backward.py`), so the probes of the
-  region are a view, dropped at its end.
+- **Reference cycles.** An object that is attached to a leaf and references that leaf is never freed (`backward.py`). So
+  the probes of the region are a view of the leaf, which is dropped at the end of the region.
 - **Wrong gradients in torch up to 2.13** and slow compilation: `_torch/settings.py` changes settings of torch when a
   region is traced, and says why.
 
-All but the first two can go when nested regions allow what a function may do.
+All but the first two can be removed when torch allows in a nested region what it allows in a function.
 """
 
 import inspect

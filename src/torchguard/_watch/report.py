@@ -21,7 +21,7 @@ class Incident:
         code: an `ErrorCode`.
         path: the module, "input", or the model's class for its output.
         position: the first bad vector there, counted over the dims between the batch and the last one. None for a
-            warning: overflow to come, quality, checks of your own.
+            warning: approaching overflow, quality, checks of your own.
         times: at how many locations the sample was bad; 1 for a warning.
         message: that of a check of your own.
     """

@@ -4,10 +4,10 @@ Every check of a call leaves a row status. `origins.py` finds the earliest fault
 quarantine, later faults of the sample count as propagated from it. With quarantine each fault was replaced when it was
 met, so a later one is a fault of its own, and is recorded as well.
 
-In a compiled call the statuses come from hundreds of kernels. Dynamo sees one operator, `summarize_call`, since asking
-something of each status takes it long. AOTAutograd runs its body. For a GPU the body is traced and compiled. For the
-CPU it stacks what is alike and calls a second operator, `summarize_call_eager`, which is not compiled: it would take
-long to compile, and mostly finds that all is finite and ends at once.
+In a compiled call the statuses come from hundreds of kernels. Dynamo sees one operator, `summarize_call`, because it is
+slow to trace Python code that examines each status. AOTAutograd runs its body. For a GPU the body is traced and
+compiled. For the CPU it stacks equal shapes and calls a second operator, `summarize_call_eager`, which is not compiled:
+it would take long to compile, and usually finds that all is finite and returns at once.
 """
 
 import functools
@@ -66,7 +66,7 @@ def summarize(
 
     Args:
         warnings: see `CallSummary`.
-        location_ids: the id of each location, and 0 behind them.
+        location_ids: the id of each location, followed by 0.
         quarantine: whether each fault was replaced when it was met, so that the next is a fault of its own.
         probes: the gradient probes of the call, if it has any. Their backward pass is given the origins.
     """
@@ -262,8 +262,8 @@ def _call_summarize_eager(
         groups: stacked statuses.
         alone: the statuses of unbatched tensors.
         sources: tensors whose scan was deferred.
-        numbers: JSON, since an operator takes longer to receive lists of integers than for all else that it does. Five
-            lists: the numbers of the checks in `groups`, `alone` and `sources`; and for every check its location and
+        numbers: five lists as JSON, because passing lists of integers to an operator takes longer than all its work:
+            the numbers of the checks in `groups`, `alone` and `sources`; and for every check its location and
             the dim of its samples.
     """
     samples = (batch.size, batch.lengths, batch.dim)

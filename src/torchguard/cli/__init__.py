@@ -1,6 +1,6 @@
 """The command `torchguard`.
 
-Only `_rebuild`, `_symbols` and `_watched` import torch at the top, and verbs import these when they need them. So
+Only `_rebuild` and `_watched` import torch when they are imported, and verbs import these when they need them. So
 `--help`, `--version` and shell completion start without torch, and `run` leaves it to the script to load it.
 """
 

@@ -174,6 +174,10 @@ def _device(pairs: Sequence[Pair], device: "Device") -> Analysis:
     from torchguard.device import DeviceReport
 
     report = sum((check(pair, device) for pair in pairs), start=DeviceReport())
+    if any(pair.sizes for pair in pairs):
+        from torchguard.cli._rebuild import with_symbols
+
+        report = with_symbols(report)
     sizes = {name: size for pair in pairs for name, size in pair.sizes.items() if name.isidentifier()}
     at_sizes = f"at sizes {', '.join(f'{name}={size}' for name, size in sizes.items())}"
     views = [*([plain(at_sizes, "bold")] if sizes else []), *_views.device_report(report)]

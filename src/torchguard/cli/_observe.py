@@ -1,7 +1,7 @@
 """Observing a run: inspecting what is compiled, capturing artifacts, checking graphs against a device, watching models.
 
-Nothing is loaded before the script imports torch, and nothing is hooked before it first calls `torch.compile`. Whatever
-fails here becomes a line in `Observation.problems`: the script runs on.
+Nothing is loaded before the script imports torch, and nothing is hooked before it first calls `torch.compile`. An
+exception in here becomes a line in `Observation.problems`, and the script continues.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """`torchguard run`: run a script, and report when it has ended.
 
-The report waits for `atexit`, as threads of the script and its own `atexit` functions may still compile: of what is
-registered with atexit, the first runs last. Exiting with another code is then only possible by `os._exit`.
+Threads of the script and its own `atexit` functions may compile after its last line. So the report is made by an
+`atexit` function that is registered before the script runs, and thereby called last. By then only `os._exit` can still
+change the exit code.
 """
 
 import atexit

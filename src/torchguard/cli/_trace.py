@@ -90,9 +90,4 @@ def check(pair: Pair, device: "Device") -> "DeviceReport":
     modes = (mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None)
     # Decomposing an op may create constants: under the graph's own fake mode these are fake tensors too.
     with next(modes, contextlib.nullcontext()):
-        report = devices.check(pair.forward, pair.backward, device=device, dynamo=pair.dynamo)
-    if not pair.sizes:
-        return report
-    from torchguard.cli._symbols import with_symbols
-
-    return with_symbols(report)
+        return devices.check(pair.forward, pair.backward, device=device, dynamo=pair.dynamo)

@@ -202,7 +202,7 @@ class ErrorLocation:
     def reset() -> None:
         """Forget every name but those of live models.
 
-        Their ids are given out anew: flags and compiled functions that hold one will show another's name.
+        Their ids can be assigned again: flags and compiled functions that hold one will then show another name.
         """
         registry.reset()
 

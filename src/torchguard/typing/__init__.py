@@ -1,13 +1,18 @@
 """Annotations for the dtype, shape and device of tensors, and `@tensorcheck`, which validates them."""
 
 from torchguard.exceptions import (
+    AnnotationError,
+    CastError,
+    CastOverflowError,
     DeviceMismatchError,
     DimensionMismatchError,
     DTypeMismatchError,
     InvalidParameterError,
     InvalidReturnTypeError,
+    LossyCastError,
     TypeMismatchError,
     ValidationError,
+    ValidationWarning,
 )
 from torchguard.typing._cast import type_cast
 from torchguard.typing._dims import Dim
@@ -43,16 +48,21 @@ from torchguard.typing._tensor import Broadcast, Tensor
 from torchguard.typing._tensorcheck import tensorcheck
 
 __all__ = [
+    "AnnotationError",
     "Broadcast",
+    "CastError",
+    "CastOverflowError",
     "DTypeMismatchError",
     "DeviceMismatchError",
     "Dim",
     "DimensionMismatchError",
     "InvalidParameterError",
     "InvalidReturnTypeError",
+    "LossyCastError",
     "Tensor",
     "TypeMismatchError",
     "ValidationError",
+    "ValidationWarning",
     "bfloat16_t",
     "bool_t",
     "complex32_t",
