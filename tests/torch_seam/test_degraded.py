@@ -14,8 +14,22 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchguard import err, flag_nan, flags, guards, unwatch, watch
-from torchguard._torch import aot, dynamo, events, fakes, inductor, modules, nodes, process, settings, tensors, tracing
+from torchguard import Retry, RetryError, err, flag_nan, flags, guards, unwatch, watch
+from torchguard._retry import plan
+from torchguard._torch import (
+    aot,
+    dynamo,
+    events,
+    fakes,
+    inductor,
+    modules,
+    nodes,
+    process,
+    settings,
+    tensors,
+    tracing,
+    training,
+)
 from torchguard._torch import guards as guard_trees
 from torchguard.exceptions import GuardError
 
@@ -403,6 +417,29 @@ class TestSettings:
 
     def test_a_setting_that_is_stored_elsewhere_is_counted_per_process(self):
         assert not settings._is_per_thread(types.SimpleNamespace(), "anything")
+
+
+class TestTraining:
+    def test_without_hooks_on_parameters_an_optimizer_in_backward_is_noticed_by_its_step(self, monkeypatch):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        assert training.steps_in_backward(model.weight)
+        monkeypatch.setattr(plan, "steps_in_backward", lambda _: training.steps_in_backward(object()))
+        with pytest.raises(RetryError, match=r"changed model\.weight"):
+            Retry(model).backward(lambda x: model(x).squeeze(1), torch.ones(3, 2))
+
+    def test_without_communication_hooks_none_are_seen(self):
+        assert training.communication_hooks(nn.Linear(2, 1)) == []
+
+    def test_without_the_mark_of_fused_optimizers_none_skips_on_the_device(self, monkeypatch):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        assert training.skips_on_device(optimizer)
+        monkeypatch.delattr(optimizer, "_step_supports_amp_scaling")
+        assert not training.skips_on_device(optimizer)
+        with pytest.raises(RetryError, match="AdamW does not"):
+            Retry(model, optimizer, wait=False).step(lambda x: model(x).squeeze(1), torch.ones(3, 2))
 
 
 def test_every_degraded_mode_is_tested_here():
