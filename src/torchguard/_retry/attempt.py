@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchguard._retry.batch import Batch
+from torchguard._retry.batch import Batch, tensors_of
 from torchguard._retry.health import all_finite, check_params, total_norm
 from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import Reached, reach
@@ -17,7 +17,7 @@ from torchguard._retry.report import RetryReport
 from torchguard._retry.run import Closure, Losses, Result, Step
 from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search
 from torchguard._retry.state import PythonState, RandomState, refuse_uninitialized
-from torchguard._torch.tensors import Versions, is_unchanged, versions_of
+from torchguard._torch.tensors import Versions, is_unchanged, mutation_count, versions_of
 from torchguard._torch.training import add_all, communication_hooks, multiply_all, steps_in_backward, tracing_errors
 from torchguard.exceptions import RetryError
 
@@ -36,6 +36,10 @@ class Attempt:
         models = {f"model{i or ''}": model for i, model in enumerate(guard.models)}
         self.reached: Reached = reach({**models, "closure": closure})
         self.parameters = self._trained()
+        of_optimizers = {
+            id(one) for optimizer in guard.optimizers for group in optimizer.param_groups for one in group["params"]
+        }
+        self.trained = of_optimizers or {id(one) for one in self.parameters.values()}
         device = next((one.device for one in self.parameters.values()), torch.device("cpu"))
         ranks: Alone = ranks_of(self.reached.modules, guard.process_group, device)
         self.run = Step(closure, batches, ranks, guard.keep_shapes)
@@ -63,6 +67,11 @@ class Attempt:
         """Refuse what cannot be undone."""
         known = self.guard.accepted
         refuse_uninitialized(self.reached.modules)
+        if self.reached.iterators:
+            raise RetryError(
+                f"Retry: the closure uses the iterator {self.reached.iterators[0]}, which cannot be put back for another "
+                "run. Take from it outside of the closure, and put what it gave into the batch."
+            )
         for name, parameter in self.parameters.items():
             if id(parameter) not in known and steps_in_backward(parameter):
                 raise RetryError(
@@ -83,22 +92,23 @@ class Attempt:
     # The step.
 
     def report(self) -> RetryReport:
-        tensors = [*self.parameters.values()]
-        versions = versions_of(tensors)
+        versions = versions_of([one for one in self.parameters.values() if id(one) in self.trained])
+        inputs = [version for batch in self.run.batches for version in batch.versions()]
         self._save()
         try:
             self.runs += 1
             result = self.run.first_run(self._scale)
             self._correct(result)
-            loss, norm, is_finite = self._read(result)
+            loss, norm, is_finite = self._read(result, is_scaled=True)
             if not is_unchanged(versions):
+                self._refuse_change([name for name, one in self.parameters.items() if self._is_changed(one, versions)])
+            if any(mutation_count(one) != before for one, before in inputs):
                 raise RetryError(
-                    f"Retry: the closure or a hook changed {self._changed(versions)}, which an optimizer trains. Such "
-                    "a step cannot be undone. Change trained parameters outside of the closure."
+                    "Retry: the closure changes a tensor of the batch in place, so it cannot be run on that batch again. "
+                    "Change a copy: `x = x / 255` instead of `x.div_(255)`."
                 )
             if is_finite:
-                if self.guard.tensors.has_news:
-                    self.guard.tensors.learn()
+                self._refuse_change(self.guard.tensors.learn())
                 self._accumulate()
                 return RetryReport(self.number, 1, loss, norm)
             return self._recovered(result)
@@ -131,10 +141,16 @@ class Attempt:
 
     def _save(self) -> None:
         devices = {one.device for one in self.parameters.values()}
-        self.guard.tensors.save(self.reached, self.parameters.values())
+        self.guard.tensors.save(self.reached, self.parameters.values(), self.trained)
         self.python = PythonState(self.reached)
         self.random = RandomState(self.reached, devices)
         self.accumulated = [parameter.grad for parameter in self.parameters.values()]
+        self.inputs = [
+            (one, one.grad)
+            for batch in self.run.batches
+            for one in tensors_of(batch.value)
+            if one.is_leaf and one.requires_grad
+        ]
         self._clear()
 
     def _clear(self) -> None:
@@ -147,6 +163,8 @@ class Attempt:
         self.python.restore()
         self.random.restore(stream)
         self._clear()
+        for tensor, grad in self.inputs:
+            tensor.grad = grad
 
     def _undo(self) -> None:
         self._restore()
@@ -182,13 +200,13 @@ class Attempt:
     def _scale(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def _read(self, result: Result) -> tuple[float, float, bool]:
+    def _read(self, result: Result, is_scaled: bool) -> tuple[float, float, bool]:
         """The loss, the norm of the gradients, and whether all of the run is finite. The one wait for the device.
 
         A finite norm proves that every gradient is finite. An infinite one may be an overflow: then each gradient is
         checked, and likewise each loss and each buffer that the run changed.
         """
-        status = self._status(result)
+        status = self._status(result, is_scaled)
         loss, norm, flag = status.tolist()
         if not flag:
             return loss, norm, True
@@ -196,15 +214,19 @@ class Attempt:
             all(bool(one.sums.isfinite().all()) for one in result.losses if one is not None)
             and all_finite(self._gradients())
             and not self.guard.tensors.newly_non_finite()
+            and not any(bool(one.has_fault()) for one in self.python.replaced())
         )
         return loss, norm, not self.run.ranks.any(not is_finite)
 
-    def _status(self, result: Result) -> Tensor:
+    def _status(self, result: Result, is_scaled: bool = False) -> Tensor:
         """On the device: the loss, the norm of the gradients, and whether anything may be non-finite on any rank."""
         gradients = self._gradients()
         norm = total_norm(gradients) if gradients else torch.zeros(())
+        if self.scaler is not None and is_scaled:
+            norm = norm / self._scale(torch.ones((), device=norm.device))
         buffers = self.guard.tensors.largest()
         values = [result.loss, norm] if buffers is None else [result.loss, norm, buffers]
+        values += [torch.where(one.has_fault(), torch.inf, 0.0) for one in self.python.replaced()]
         dtype = torch.float64 if any(one.dtype is torch.float64 for one in values) else torch.float32
         found = torch.stack([one.detach().to(result.loss.device, dtype) for one in values])
         flag = (~found.isfinite()).any().to(dtype)
@@ -213,9 +235,15 @@ class Attempt:
         loss, flag = self.run.ranks.total(torch.stack([found[0], flag]))
         return torch.stack([loss, found[1], flag])
 
-    def _changed(self, versions: Versions) -> str:
-        names = [*self.parameters]
-        return ", ".join(name for name, one in zip(names, versions, strict=True) if not is_unchanged([one]))
+    def _refuse_change(self, names: list[str]) -> None:
+        if names:
+            raise RetryError(
+                f"Retry: the closure or a hook changed {', '.join(names)}, which an optimizer trains. Such a step cannot "
+                "be undone. Change trained parameters outside of the closure; a teacher must not require gradients."
+            )
+
+    def _is_changed(self, parameter: Tensor, versions: Versions) -> bool:
+        return any(one is parameter and not is_unchanged([(one, before)]) for one, before in versions)
 
     # A step that is not finite.
 
@@ -226,8 +254,9 @@ class Attempt:
             return self._skipped(note, parameters=bad)
         if lost := self.guard.tensors.lost():
             raise RetryError(
-                f"Retry: the first step changed {', '.join(lost)} and was not finite. Tensors of this size are not "
-                "copied before they were seen to change, so they cannot be restored. Run a step on good samples first."
+                f"Retry: the first step changed {', '.join(lost)} and was not finite. Trained parameters, and tensors of "
+                "this size before they were seen to change, are not copied, so they cannot be restored. Change trained "
+                "parameters outside of the closure; run a step on good samples first."
             )
         inputs, shown = self._suspects(first)
         if len(inputs) == len(shown) == self.run.size and not self.run.is_scalar:
@@ -241,9 +270,9 @@ class Attempt:
             self._try,
             tuple(range(self.run.size)),
             stages=[stage for stage in (both, shown, inputs) if 0 < len(stage) < self.run.size],
-            certain=both,
+            certain=both if len(shown) < self.run.size else (),
             is_random=lambda: self.is_random,
-            is_coupled=self._is_coupled,
+            is_coupled=lambda good: not {*range(self.run.size)} - {*good} <= {*shown} or self._is_coupled(good),
             min_batch=self.guard.min_batch,
         )
         with self._calling_again():
@@ -300,7 +329,7 @@ class Attempt:
             yield
 
     def _try(self, rows: Rows, stream: int = 0, is_final: bool = False, is_scaled: bool = False) -> Outcome:
-        if self.runs >= self.guard.max_runs:
+        if self.runs >= self.guard.max_runs - (not is_final):  # the last one is for the good samples
             raise RunLimitError
         self._restore(stream)
         self.runs += 1
@@ -314,7 +343,7 @@ class Attempt:
         self._correct(result)
         if stream == 0:
             self.results[rows] = result.losses
-        self.loss, self.norm, is_finite = self._read(result)
+        self.loss, self.norm, is_finite = self._read(result, is_scaled)
         return Outcome.FINITE if is_finite else Outcome.NON_FINITE
 
     def _is_coupled(self, good: Rows) -> bool:
@@ -341,9 +370,10 @@ class Attempt:
             note = finding.reason.value
         elif finding.reason is not None:
             self._undo()
+            others = self.guard.tensors.non_finite()
+            note = f"{finding.reason.value}{f'. NaN before the step: {chr(44).join(others)}' if others else ''}"
             is_all = finding.reason is Reason.NO_FINITE_PART and len(shown) == count and not self.run.is_scalar
-            bad = [*range(count)] if is_all else []
-            return self._skipped(finding.reason.value, bad=bad, inputs=inputs, shown=shown)
+            return self._skipped(note, bad=[*range(count)] if is_all and not others else [], inputs=inputs, shown=shown)
         else:
             note = ""
         too_many = self._too_many(len(finding.bad), count)

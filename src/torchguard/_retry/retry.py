@@ -165,7 +165,8 @@ class Retry:
                     f"{type(optimizer).__name__} does not. Give fused=True where the optimizer has it, or use wait=True."
                 )
         # An optimizer makes its state in its first step, from the gradients of that step if these are skipped, too.
-        return all(optimizer.state or not _has_state(optimizer) for optimizer in self.optimizers)
+        has_state = all(optimizer.state or not _has_state(optimizer) for optimizer in self.optimizers)
+        return has_state and self.tensors.has_learned
 
     def _step_without_waiting(
         self, closure: Closure, batch: Any, clip: float | None, window: bool | None

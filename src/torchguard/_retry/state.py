@@ -1,15 +1,18 @@
 """What a run changes beside gradients, and how it is put back: buffers, Python state, random numbers.
 
 Buffers are compared and restored by content: BatchNorm's statistics and writes through `.data` do not move a tensor's
-version. Buffers are copied before every step. Other tensors (frozen parameters, tensors in attributes and cells) may be
-as large as the model, and most never change. They are copied in the first step, or where they are too large for that,
-reduced to a checksum; those that the step changed are copied from then on. If a later step is bad, it is run again, and
-a tensor that this changes although it was never copied cannot be restored: it is named, and the step is given up.
+version. Buffers and small tensors are copied before every step. Other tensors (frozen parameters, tensors in attributes
+and cells) may be as large as the model, and most never change. They are copied in the first step, or where they are too
+large for that, reduced to a checksum; those that the step changed are copied from then on. If a later step is bad, it is
+run again, and a tensor that this changes although it was not copied cannot be restored: it is named, and the step is
+given up. The parameters that an optimizer trains are never copied. A closure that changes one is refused.
 """
 
 import operator
 import random
+import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import CellType
 from typing import Any
 
@@ -17,13 +20,47 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchguard._retry.reach import GlobalNames, Reached, is_filled
+from torchguard._pytrees import tensors_in
+from torchguard._retry.reach import Names, Reached, is_filled
+from torchguard._torch.tensors import mutation_count
 from torchguard._torch.training import copy_all, module_dicts, norms
 from torchguard.exceptions import RetryError
 
 _MAX_BYTES = 64 * 2**20  # of a tensor that is no buffer, to be copied in the first step
+_SMALL = 2**18  # bytes of one that is copied before every step
 
 Named = dict[int, tuple[str, Tensor]]
+
+
+@dataclass
+class Replaced:
+    """A tensor that a step put in the place of another.
+
+    Args:
+        name: for messages.
+        old: what was there before the step, if that was a tensor.
+        new: what is there now.
+        is_buffer: whether a module has it registered.
+    """
+
+    name: str
+    old: Tensor | None
+    new: Tensor
+    is_buffer: bool
+
+    def has_fault(self) -> Tensor:
+        """Whether it has NaN or Inf that was not there before. Nothing waits for the device.
+
+        -Inf in a tensor that is no registered buffer, or that is new, is a mask.
+        """
+        if self.is_buffer and self.old is not None and _alike(self.old, self.new):
+            return _new_faults(self.new, self.old).any()
+        return (self.new.isnan() | self.new.isposinf()).any()
+
+
+def _new_faults(tensor: Tensor, before: Tensor) -> Tensor:
+    """Where a tensor is NaN or Inf and was not, or not the same."""
+    return ~tensor.isfinite() & (tensor != before) & ~(tensor.isnan() & before.isnan())
 
 
 class TensorState:
@@ -33,29 +70,44 @@ class TensorState:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor, and its value before the step
         self._checksums: dict[int, tuple[str, Tensor, Tensor]] = {}  # of tensors that are not copied
         self._changing: set[int] = set()
-        self._constant: dict[int, tuple[str, Tensor, int]] = {}  # by id: seen not to change; data pointer
+        self._constant: dict[int, tuple[str, weakref.ref[Tensor], int]] = {}  # by id: seen not to change; data pointer
+        self._versions: list[tuple[int, Tensor, int]] = []  # of the constant ones, before the step
         self._saved: list[tuple[str, Tensor, Tensor]] = []
+        self._masks: set[int] = set()  # ids of those with NaN or Inf that no step put there
+        self._trained: set[int] = set()
+        self.has_learned = False
 
-    def save(self, reached: Reached, trained: Iterable[Tensor]) -> None:
-        """Copy what a step may change."""
-        buffers, others = _tensors_of(reached, {id(one) for one in trained})
-        self._checksums = {}
+    def save(self, reached: Reached, parameters: Iterable[Tensor], trained: set[int]) -> None:
+        """Copy what a step may change.
+
+        Args:
+            reached: what the closure reaches.
+            parameters: all that get a gradient.
+            trained: the ids of those that an optimizer trains. A step must not change these.
+        """
+        buffers, others = _tensors_of(reached, parameters)
+        self._trained = trained
+        self._checksums, self._versions = {}, []
+        self._constant = {key: known for key, known in self._constant.items() if known[1]() is not None}
         wanted: list[tuple[str, Tensor]] = [*buffers.values()]
         for key, (name, tensor) in others.items():
             known = self._constant.get(key)
-            if known is not None and known[1] is tensor and known[2] == tensor.data_ptr():
-                continue
-            if key in self._changing or tensor.nbytes <= _MAX_BYTES:
+            if known is not None and known[1]() is tensor and (key in trained or known[2] == tensor.data_ptr()):
+                self._versions.append((key, tensor, mutation_count(tensor)))
+            elif key in trained:
+                self._checksums[key] = name, tensor, checksum(tensor)
+            elif key in self._changing or tensor.nbytes <= (_SMALL if tensor.requires_grad else _MAX_BYTES):
                 wanted.append((name, tensor))
             else:
                 self._checksums[key] = name, tensor, checksum(tensor)
         targets, sources, self._saved, copies = [], [], [], {}
-        for name, tensor in wanted:
-            kept = self._copies.get(id(tensor))
-            if kept is None or kept[0] is not tensor or not _alike(kept[1], tensor):
-                kept = tensor, torch.empty_like(tensor)
-            copies[id(tensor)] = kept
-            self._saved.append((name, tensor, kept[1]))
+        for name, whole in wanted:
+            tensor = _without_overlap(whole)
+            kept = self._copies.get(id(whole))
+            if kept is None or kept[0] is not whole or not _alike(kept[1], tensor):
+                kept = whole, torch.empty_like(tensor, requires_grad=False)
+            copies[id(whole)] = kept
+            self._saved.append((name, whole, kept[1]))
             targets.append(kept[1])
             sources.append(tensor.detach())
         self._copies = copies
@@ -63,48 +115,55 @@ class TensorState:
             copy_all(targets, sources)
         self._buffers = {*buffers}
 
-    def learn(self) -> None:
-        """After a finite first step: which of the tensors that are no buffers did it change?"""
+    def learn(self) -> list[str]:
+        """After a finite step: which of the tensors that are no buffers did it change?
+
+        Returns:
+            The names of those that an optimizer trains.
+        """
+        self.has_learned = True
+        for key, tensor, version in self._versions:
+            if mutation_count(tensor) != version:
+                del self._constant[key]
+                self._changing.add(key)
         for name, tensor, copy in self._saved:
-            if id(tensor) in self._buffers or id(tensor) in self._changing:
+            if id(tensor) in self._buffers or id(tensor) in self._changing or _is_small(tensor):
                 continue
-            if _equal(tensor, copy):
-                self._constant[id(tensor)] = name, tensor, tensor.data_ptr()
+            if _equal(_without_overlap(tensor), copy):
+                self._constant[id(tensor)] = name, weakref.ref(tensor), tensor.data_ptr()
             else:
                 self._changing.add(id(tensor))
         for key, (name, tensor, before) in self._checksums.items():
             if bool((checksum(tensor) == before).all()):
-                self._constant[key] = name, tensor, tensor.data_ptr()
-            else:
+                self._constant[key] = name, weakref.ref(tensor), tensor.data_ptr()
+            elif key not in self._trained:
                 self._changing.add(key)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `learn` would tell something."""
-        known = self._buffers | self._changing
-        return bool(self._checksums) or any(id(tensor) not in known for _, tensor, _ in self._saved)
+        return [name for key, (name, _, _) in self._checksums.items() if key in self._trained - self._constant.keys()]
 
     def restore(self) -> None:
         with torch.no_grad():
-            same = [(tensor, copy) for _, tensor, copy in self._saved if _alike(tensor, copy)]
-            copy_all([tensor.detach() for tensor, _ in same], [copy for _, copy in same])
-            for _, tensor, copy in self._saved:
-                if not _alike(tensor, copy):  # resized, or moved to another dtype
+            pairs = [(_without_overlap(tensor), tensor, copy) for _, tensor, copy in self._saved]
+            same = [(part, copy) for part, _, copy in pairs if _alike(part, copy)]
+            copy_all([part.detach() for part, _ in same], [copy for _, copy in same])
+            for part, tensor, copy in pairs:
+                if not _alike(part, copy):  # resized, or moved to another dtype
                     tensor.data = copy.clone()
 
     def restore_where(self, flag: Tensor) -> None:
         """Restore without waiting, where a flag on the device says so."""
         with torch.no_grad():
-            for _, tensor, copy in self._saved:
-                tensor.detach().copy_(torch.where(flag.to(tensor.device), copy, tensor))
+            for _, whole, copy in self._saved:
+                tensor = _without_overlap(whole).detach()
+                tensor.copy_(torch.where(flag.to(tensor.device), copy, tensor))
 
     def lost(self) -> list[str]:
-        """Tensors too large to copy that changed in the first step."""
+        """Tensors that were not copied and changed in the first step."""
         return [name for name, tensor, before in self._checksums.values() if bool((checksum(tensor) != before).any())]
 
     def constants(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The tensors that are assumed not to change, each with its checksum."""
-        return {name: (tensor, checksum(tensor)) for name, tensor, _ in self._constant.values()}
+        known = [(name, tensor()) for name, tensor, _ in self._constant.values()]
+        return {name: (tensor, checksum(tensor)) for name, tensor in known if tensor is not None}
 
     def changed_constants(self, before: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
         changed = [name for name, (tensor, old) in before.items() if bool((checksum(tensor) != old).any())]
@@ -115,8 +174,17 @@ class TensorState:
         return changed
 
     def largest(self) -> Tensor | None:
-        """The sum of the largest magnitudes of the saved tensors: finite only if all of them are. None if none."""
-        floating = [tensor.detach() for _, tensor, _ in self._saved if tensor.is_floating_point() and tensor.numel()]
+        """The sum of the largest magnitudes of the saved tensors: finite only if all of them are. None if none.
+
+        What was NaN or Inf before counts as zero where it is known to be.
+        """
+        floating = [
+            torch.where(_new_faults(one, copy), one, 0)
+            if id(one) in self._masks and _alike(one, copy)
+            else one.detach()
+            for _, one, copy in self._saved
+            if one.is_floating_point() and one.numel()
+        ]
         if not floating:
             return None
         device = floating[0].device
@@ -126,35 +194,53 @@ class TensorState:
         """The saved tensors with NaN or Inf that they did not have before the step."""
         found = []
         for name, tensor, copy in self._saved:
-            if tensor.is_floating_point() and _alike(tensor, copy):
-                same = (tensor == copy) | (tensor.isnan() & copy.isnan())
-                if bool((~tensor.isfinite() & ~same).any()):
-                    found.append(name)
-            elif tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            part = _without_overlap(tensor)
+            if not tensor.is_floating_point() or bool(part.isfinite().all()):
+                continue
+            if not _alike(part, copy) or bool(_new_faults(part, copy).any()):
                 found.append(name)
+            else:
+                self._masks.add(id(tensor))
         return found
 
+    def non_finite(self) -> list[str]:
+        """The tensors with NaN, and the buffers that changed with Inf, before the step."""
+        known = [(name, tensor()) for name, tensor, _ in self._constant.values()]
+        named = [(name, copy) for name, _, copy in self._saved] + [
+            (name, one) for name, one in known if one is not None
+        ]
+        return [name for name, one in named if one.is_floating_point() and bool(one.isnan().any())]
 
-def _tensors_of(reached: Reached, trained: set[int]) -> tuple[Named, Named]:
-    """Buffers, and the other tensors that no optimizer trains."""
+
+def _tensors_of(reached: Reached, parameters: Iterable[Tensor]) -> tuple[Named, Named]:
+    """Buffers, and the other tensors."""
     buffers: Named = {}
-    others: Named = {}
+    others: Named = {id(one): ("a parameter of an optimizer", one) for one in parameters}
     for path, module in reached.modules:
-        parameters, own, _ = module_dicts(module)
+        of_module, own, _ = module_dicts(module)
         buffers.update({id(one): (f"{path}.{name}", one) for name, one in own.items() if one is not None})
-        others.update({id(one): (f"{path}.{name}", one) for name, one in parameters.items() if one is not None})
-    others.update({id(tensor): (name, tensor) for name, tensor in reached.tensors})
-    others = {
-        key: named
-        for key, named in others.items()
-        if key not in trained and key not in buffers and _can_be_saved(named[1])
-    }
-    return {key: named for key, named in buffers.items() if _can_be_saved(named[1])}, others
+        others.update({id(one): (f"{path}.{name}", one) for name, one in of_module.items() if one is not None})
+    others.update({id(tensor): (name, tensor) for name, tensor in reached.tensors if id(tensor) not in others})
+    return (
+        {key: named for key, named in buffers.items() if _can_be_saved(named[1])},
+        {key: named for key, named in others.items() if key not in buffers and _can_be_saved(named[1])},
+    )
 
 
 def _can_be_saved(tensor: Tensor) -> bool:
     """A tensor with values of its own. A result of autograd is made anew by whoever holds it, not written to."""
     return tensor.layout is torch.strided and not tensor.is_nested and (tensor.is_leaf or not tensor.requires_grad)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether a tensor that is no parameter is copied before every step, since it may change in some steps only."""
+    return tensor.nbytes <= _SMALL and not tensor.requires_grad
+
+
+def _without_overlap(tensor: Tensor) -> Tensor:
+    """The elements of a tensor, each once: an expanded tensor has several that are one, and cannot be written to."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor if extent >= tensor.numel() else tensor.detach().as_strided((extent,), (1,))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -179,7 +265,7 @@ def checksum(tensor: Tensor) -> Tensor:
     length = bits.numel() // width * width
     square = bits[:length].view(-1, width)
     sums = [square.sum(dim, dtype=torch.int64) for dim in (0, 1)] + [bits[length:].to(torch.int64)]
-    weights = [torch.arange(1, 2 * len(one), 2, device=bits.device, dtype=torch.int64) for one in sums]
+    weights = [2 * torch.arange(len(one), device=bits.device, dtype=torch.int64) + 1 for one in sums]
     return torch.stack([(one * weight).sum() for one, weight in zip(sums, weights, strict=True)])
 
 
@@ -188,8 +274,11 @@ class PythonState:
 
     def __init__(self, reached: Reached) -> None:
         self._saved: list[tuple[str, Any, Any]] = []
+        self._buffers: set[int] = set()  # ids of the dicts that hold the buffers of a module
         for name, module in reached.modules:
-            self._saved += [(name, one, one.copy()) for one in (vars(module), *module_dicts(module))]
+            dicts = (vars(module), *(one for one in module_dicts(module) if isinstance(one, dict)))
+            self._saved += [(name, one, one.copy()) for one in dicts]
+            self._buffers.add(id(module_dicts(module)[1]))
         self._saved += [(name, state, _copy(state)) for name, state in reached.states]
 
     def restore(self) -> None:
@@ -201,12 +290,35 @@ class PythonState:
         """The names of what is not as it was."""
         return [name for name, state, before in self._saved if not _is_same(state, before)]
 
+    def replaced(self) -> list[Replaced]:
+        """The tensors that were put in the place of others, or where there was none.
+
+        Those that require a gradient are activations that somebody keeps, not state: nothing can be computed from them
+        in the next step.
+        """
+        found = []
+        for name, state, before in self._saved:
+            if not isinstance(state, (np.ndarray, set)) and not _is_same(state, before):
+                now = _copy(state)
+                for key in now if isinstance(now, dict) else range(len(now)):
+                    old = before.get(key) if isinstance(before, dict) else before[key] if key < len(before) else None
+                    if now[key] is not old:
+                        olds = dict(tensors_in(old))
+                        found += [
+                            Replaced(f"{name}.{key}", olds.get(keys), tensor.detach(), id(state) in self._buffers)
+                            for keys, tensor in tensors_in(now[key])
+                            if tensor.is_floating_point()
+                            and not tensor.requires_grad
+                            and tensor.layout is torch.strided
+                        ]
+        return found
+
 
 def _copy(state: Any) -> Any:
-    if isinstance(state, dict):
-        return dict(state)
-    if isinstance(state, GlobalNames):
-        return {name: state.namespace[name] for name in state.names if name in state.namespace}
+    if isinstance(state, (dict, np.ndarray)):
+        return state.copy()
+    if isinstance(state, Names):
+        return state.read()
     if isinstance(state, CellType):
         return [state.cell_contents] if is_filled(state) else []
     return [*state]
@@ -214,6 +326,8 @@ def _copy(state: Any) -> Any:
 
 def _is_same(state: Any, before: Any) -> bool:
     """Whether a state holds the same objects as its copy."""
+    if isinstance(state, np.ndarray):
+        return state.shape == before.shape and state.tobytes() == before.tobytes()
     now = state if isinstance(state, (dict, list)) else _copy(state)
     if len(now) != len(before):
         return False
@@ -223,10 +337,16 @@ def _is_same(state: Any, before: Any) -> bool:
 
 
 def _put_back(state: Any, before: Any) -> None:
-    if isinstance(state, GlobalNames):
-        for name in state.names:
-            state.namespace.pop(name, None)
-        state.namespace.update(before)
+    if isinstance(state, np.ndarray):
+        state.resize(before.shape, refcheck=False)
+        state[...] = before
+    elif isinstance(state, Names):
+        now = state.read()
+        for name in now.keys() - before.keys():
+            state.delete(name)
+        for name, value in before.items():
+            if name not in now or now[name] is not value:
+                state.write(name, value)
     elif isinstance(state, CellType):
         if before:
             state.cell_contents = before[0]
