@@ -36,10 +36,8 @@ class Attempt:
         models = {f"model{i or ''}": model for i, model in enumerate(guard.models)}
         self.reached: Reached = reach({**models, "closure": closure})
         self.parameters = self._trained()
-        of_optimizers = {
-            id(one) for optimizer in guard.optimizers for group in optimizer.param_groups for one in group["params"]
-        }
-        self.trained = of_optimizers or {id(one) for one in self.parameters.values()}
+        groups = [group for optimizer in guard.optimizers for group in optimizer.param_groups]
+        self.trained = {id(one) for group in groups for one in group["params"]} or {*map(id, self.parameters.values())}
         device = next((one.device for one in self.parameters.values()), torch.device("cpu"))
         ranks: Alone = ranks_of(self.reached.modules, guard.process_group, device)
         self.run = Step(closure, batches, ranks, guard.keep_shapes)
@@ -69,8 +67,8 @@ class Attempt:
         refuse_uninitialized(self.reached.modules)
         if self.reached.iterators:
             raise RetryError(
-                f"Retry: the closure uses the iterator {self.reached.iterators[0]}, which cannot be put back for another "
-                "run. Take from it outside of the closure, and put what it gave into the batch."
+                f"Retry: the closure uses the iterator {self.reached.iterators[0]}, which cannot be put back for "
+                "another run. Take from it outside of the closure, and put what it gave into the batch."
             )
         for name, parameter in self.parameters.items():
             if id(parameter) not in known and steps_in_backward(parameter):
@@ -104,8 +102,8 @@ class Attempt:
                 self._refuse_change([name for name, one in self.parameters.items() if self._is_changed(one, versions)])
             if any(mutation_count(one) != before for one, before in inputs):
                 raise RetryError(
-                    "Retry: the closure changes a tensor of the batch in place, so it cannot be run on that batch again. "
-                    "Change a copy: `x = x / 255` instead of `x.div_(255)`."
+                    "Retry: the closure changes a tensor of the batch in place, so it cannot be run again. Change "
+                    "a copy: `x = x / 255` instead of `x.div_(255)`."
                 )
             if is_finite:
                 self._refuse_change(self.guard.tensors.learn())
@@ -238,8 +236,8 @@ class Attempt:
     def _refuse_change(self, names: list[str]) -> None:
         if names:
             raise RetryError(
-                f"Retry: the closure or a hook changed {', '.join(names)}, which an optimizer trains. Such a step cannot "
-                "be undone. Change trained parameters outside of the closure; a teacher must not require gradients."
+                f"Retry: the closure or a hook changed {', '.join(names)}, which an optimizer trains. That cannot be "
+                "undone. Change trained parameters outside of the closure; a teacher must not require gradients."
             )
 
     def _is_changed(self, parameter: Tensor, versions: Versions) -> bool:
@@ -254,9 +252,9 @@ class Attempt:
             return self._skipped(note, parameters=bad)
         if lost := self.guard.tensors.lost():
             raise RetryError(
-                f"Retry: the first step changed {', '.join(lost)} and was not finite. Trained parameters, and tensors of "
-                "this size before they were seen to change, are not copied, so they cannot be restored. Change trained "
-                "parameters outside of the closure; run a step on good samples first."
+                f"Retry: the first step changed {', '.join(lost)} and was not finite. Trained parameters are not "
+                "copied, nor tensors of this size before they were seen to change, so they cannot be restored. Change "
+                "trained parameters outside of the closure; run a step on good samples first."
             )
         inputs, shown = self._suspects(first)
         if len(inputs) == len(shown) == self.run.size and not self.run.is_scalar:
@@ -270,7 +268,7 @@ class Attempt:
             self._try,
             tuple(range(self.run.size)),
             stages=[stage for stage in (both, shown, inputs) if 0 < len(stage) < self.run.size],
-            certain=both if len(shown) < self.run.size else (),
+            certain=lambda: () if self.is_random and len(shown) == self.run.size else both,
             is_random=lambda: self.is_random,
             is_coupled=lambda good: not {*range(self.run.size)} - {*good} <= {*shown} or self._is_coupled(good),
             min_batch=self.guard.min_batch,
@@ -371,7 +369,7 @@ class Attempt:
         elif finding.reason is not None:
             self._undo()
             others = self.guard.tensors.non_finite()
-            note = f"{finding.reason.value}{f'. NaN before the step: {chr(44).join(others)}' if others else ''}"
+            note = ". NaN before the step: ".join([finding.reason.value, *([", ".join(others)] if others else [])])
             is_all = finding.reason is Reason.NO_FINITE_PART and len(shown) == count and not self.run.is_scalar
             return self._skipped(note, bad=[*range(count)] if is_all and not others else [], inputs=inputs, shown=shown)
         else:

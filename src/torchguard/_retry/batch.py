@@ -113,8 +113,8 @@ def _count(value: Any, shared: Collection[Any], select: Select | None) -> int:
     """The most frequent size of dim 0; of several, the first."""
     if select is None and _holds_packed(value):
         raise RetryError(
-            "Retry: the batch holds a PackedSequence, whose samples are not along dim 0. Pack the samples in the closure, "
-            "or give select=, which returns the batch of some samples, and size=, which counts them."
+            "Retry: the batch holds a PackedSequence, whose samples are not along dim 0. Pack the samples in the "
+            "closure, or give select=, which returns the batch of some samples, and size=, which counts them."
         )
     sizes = collections.Counter(
         tensor.size(0) if not tensor.is_nested else len(tensor.unbind())

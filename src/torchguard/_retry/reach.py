@@ -58,7 +58,7 @@ class Reached:
 
 
 class Names:
-    """Values by name that are in no dict of their own: the globals that a function assigns, slots, a class's attributes."""
+    """Values by name that have no dict of their own: globals that a function assigns, slots, attributes of a class."""
 
     def read(self) -> dict[str, Any]:
         raise NotImplementedError

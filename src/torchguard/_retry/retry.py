@@ -161,8 +161,8 @@ class Retry:
         for optimizer in self.optimizers:
             if not skips_on_device(optimizer):
                 raise RetryError(
-                    "Retry: wait=False needs optimizers that skip a step on the device, and this "
-                    f"{type(optimizer).__name__} does not. Give fused=True where the optimizer has it, or use wait=True."
+                    f"Retry: wait=False needs optimizers that skip a step on the device. {type(optimizer).__name__} "
+                    "does not as it is. Give fused=True where the optimizer has it, or use wait=True."
                 )
         # An optimizer makes its state in its first step, from the gradients of that step if these are skipped, too.
         has_state = all(optimizer.state or not _has_state(optimizer) for optimizer in self.optimizers)

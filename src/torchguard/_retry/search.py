@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 Rows = tuple[int, ...]
 
 _MAX_PARTS = 8  # parts of one size that are tried while no finite part is known
-_MAX_CHOICES = 16  # choices of as many samples that are tried to accuse fewer
+_MAX_CHOICES = 16  # samples that are tried as the only bad one
+_MAX_PAIRS = 64  # pairs of samples that are tried as each other's partner
 _MAX_GROUP = 4  # samples that are reported as bad only together
 
 
@@ -78,7 +79,7 @@ class Search:
             is the number of the random stream: 0 is that of the step, others differ from it.
         rows: all samples.
         stages: samples under suspicion, most suspicious first.
-        certain: samples whose input and loss both show the fault: they are accused without step 4.
+        certain: samples whose input and loss both show the fault: they are accused without step 4. Asked late.
         is_random: whether the step draws random numbers; known once the batch was run again.
         is_coupled: whether samples influence each other; asked after a finite run of the batch without the accused.
         min_batch: the smallest part to run.
@@ -87,7 +88,7 @@ class Search:
     run: Callable[[Rows, int], Outcome]
     rows: Rows
     stages: Sequence[Collection[int]] = ()
-    certain: Collection[int] = ()
+    certain: Callable[[], Collection[int]] = tuple
     is_random: Callable[[], bool] = lambda: False
     is_coupled: Callable[[Rows], bool] = lambda good: True
     min_batch: int = 1
@@ -112,20 +113,20 @@ class Search:
         if untried and not self._is_finite([*good, *untried]):
             return Finding(self.rows, reason=Reason.UNTRIED)
         good += untried
-        uncertain = [row for row in bad if row not in self.certain]
+        uncertain = [row for row in bad if row not in self.certain()]
         if not uncertain or not (self.is_random() or self.is_coupled(_sorted(good))):
             return Finding(_sorted(good), _sorted(bad)) if self._is_finite(good) else self._no_finite_part()
-        return self._verified(good, bad)
+        return self._verified(bad)
 
     def _no_finite_part(self) -> Finding:
         return Finding(self.rows, reason=Reason.NO_FINITE_PART)
 
-    def _verified(self, good: list[int], bad: list[int]) -> Finding:
+    def _verified(self, bad: list[int]) -> Finding:
         bad = self._fewest(bad)
         good = list(self._without(bad))
         groups: list[Rows] = []
         left_out: list[int] = []
-        for row in [row for row in bad if row not in self.certain]:
+        for row in [row for row in bad if row not in self.certain()]:
             if self.is_random() and not self._is_bad_for_other_draws(row, good):
                 return Finding(self.rows, reason=Reason.RANDOM)
             if self._is_finite([*good, row, row]):
@@ -138,9 +139,21 @@ class Search:
                 groups.append(group)
                 good = [one for one in good if one not in group]
         accused = {*bad, *(row for group in groups for row in group)} - {*left_out}
-        if not accused or not self._is_finite(good):
+        if not accused:
+            return self._no_finite_part()
+        left_out = self._without_partner(left_out, accused)
+        good = [row for row in self._without(accused) if row not in left_out]
+        if not self._is_finite(good):
             return self._no_finite_part()
         return Finding(_sorted(good), _sorted(accused), tuple(groups), _sorted(left_out))
+
+    def _without_partner(self, rows: list[int], accused: Collection[int]) -> list[int]:
+        """Those of `rows` that make the batch without the accused non-finite unless a copy is beside them."""
+        others = self._without(accused)
+        if not rows or self._is_finite(others):
+            return []
+        lonely = [row for row in rows if not self._is_finite([*others, *(one for one in rows if one != row)])]
+        return lonely if self._is_finite([row for row in others if row not in lonely]) else rows
 
     def _try(self, rows: Iterable[int], stream: int = 0) -> Outcome:
         part = _sorted(rows)
@@ -205,18 +218,18 @@ class Search:
     # 4. Other company, other random numbers.
 
     def _fewest(self, bad: list[int]) -> list[int]:
-        """The fewest of these samples without which the batch is finite.
+        """Fewer of these samples without which the batch is finite, where that is so.
 
         A sample that has no partner in a part, such as the only one of its class, makes that part non-finite, so the
-        halves may have accused more samples than needed.
+        halves may have accused more samples than needed: all but one of them, or pairs that are each other's partner.
         """
-        for count in range(1, len(bad)):
-            chosen = list(itertools.islice(itertools.combinations(bad, count), _MAX_CHOICES))
-            for some in chosen:
-                if self._is_finite(self._without(some)):
-                    return [*some]
-            if len(chosen) == _MAX_CHOICES:
-                break
+        for row in bad[:_MAX_CHOICES] if len(bad) > 1 else ():
+            if self._is_finite(self._without((row,))):
+                return [row]
+        left = [row for row in bad if row not in self.certain()]
+        for pair in itertools.islice(itertools.combinations(left, 2), _MAX_PAIRS):
+            if {*pair} <= {*bad} and len(bad) > 2 and self._is_finite([*self._without(bad), *pair]):
+                bad = [row for row in bad if row not in pair]
         return bad
 
     def _is_bad_for_other_draws(self, row: int, good: list[int]) -> bool:

@@ -3,8 +3,8 @@
 Buffers are compared and restored by content: BatchNorm's statistics and writes through `.data` do not move a tensor's
 version. Buffers and small tensors are copied before every step. Other tensors (frozen parameters, tensors in attributes
 and cells) may be as large as the model, and most never change. They are copied in the first step, or where they are too
-large for that, reduced to a checksum; those that the step changed are copied from then on. If a later step is bad, it is
-run again, and a tensor that this changes although it was not copied cannot be restored: it is named, and the step is
+large for that, reduced to a checksum; those that the step changed are copied from then on. If a later step is bad, it
+is run again, and a tensor that this changes although it was not copied cannot be restored: it is named, and the step is
 given up. The parameters that an optimizer trains are never copied. A closure that changes one is refused.
 """
 
@@ -178,13 +178,12 @@ class TensorState:
 
         What was NaN or Inf before counts as zero where it is known to be.
         """
-        floating = [
-            torch.where(_new_faults(one, copy), one, 0)
-            if id(one) in self._masks and _alike(one, copy)
-            else one.detach()
-            for _, one, copy in self._saved
-            if one.is_floating_point() and one.numel()
-        ]
+        floating = []
+        for _, tensor, copy in self._saved:
+            if tensor.is_floating_point() and tensor.numel():
+                one = _without_overlap(tensor).detach()
+                is_mask = id(tensor) in self._masks and _alike(one, copy)
+                floating.append(torch.where(_new_faults(one, copy), one, 0) if is_mask else one)
         if not floating:
             return None
         device = floating[0].device
@@ -204,12 +203,10 @@ class TensorState:
         return found
 
     def non_finite(self) -> list[str]:
-        """The tensors with NaN, and the buffers that changed with Inf, before the step."""
+        """The tensors that had NaN before the step. Inf may be a mask."""
         known = [(name, tensor()) for name, tensor, _ in self._constant.values()]
-        named = [(name, copy) for name, _, copy in self._saved] + [
-            (name, one) for name, one in known if one is not None
-        ]
-        return [name for name, one in named if one.is_floating_point() and bool(one.isnan().any())]
+        named = [*((name, copy) for name, _, copy in self._saved), *known]
+        return [name for name, one in named if one is not None and one.is_floating_point() and bool(one.isnan().any())]
 
 
 def _tensors_of(reached: Reached, parameters: Iterable[Tensor]) -> tuple[Named, Named]:
