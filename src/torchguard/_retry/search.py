@@ -18,13 +18,14 @@ Nothing here uses torch: `tests/retry/test_search.py` tests it against plain mod
 import enum
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Rows = tuple[int, ...]
 
 _MAX_PARTS = 8  # parts of one size that are tried while no finite part is known
 _MAX_CHOICES = 16  # samples that are tried as the only bad one
 _MAX_PAIRS = 64  # pairs of samples that are tried as each other's partner
+_STREAMS = (1, 2, 3)  # of random numbers other than those of the step, with which an accused sample is tried
 _MAX_GROUP = 4  # samples that are reported as bad only together
 
 
@@ -92,6 +93,7 @@ class Search:
     is_random: Callable[[], bool] = lambda: False
     is_coupled: Callable[[Rows], bool] = lambda good: True
     min_batch: int = 1
+    is_doubled: bool = False  # whether a run has each sample twice
     _outcomes: dict[tuple[Rows, int], Outcome] = field(default_factory=dict)
 
     def find(self) -> Finding:
@@ -107,7 +109,7 @@ class Search:
             return Finding(self.rows, reason=reason)
         base = self._finite_part()
         if base is None:
-            return self._no_finite_part()
+            return self._beside_copies()
         good, bad, untried = list(base), [], []
         self._add(list(self._without(base)), good, bad, untried)
         if untried and not self._is_finite([*good, *untried]):
@@ -117,6 +119,24 @@ class Search:
         if not uncertain or not (self.is_random() or self.is_coupled(_sorted(good))):
             return Finding(_sorted(good), _sorted(bad)) if self._is_finite(good) else self._no_finite_part()
         return self._verified(bad)
+
+    def _beside_copies(self) -> Finding:
+        """Search with each sample beside a copy of itself, its partner where a loss needs one.
+
+        Without a bad sample and its only partner left out, no part of such a batch is finite.
+        """
+        if self.is_doubled:
+            return self._no_finite_part()
+        doubled = replace(
+            self, run=lambda part, stream: self._try((*part, *part), stream), is_doubled=True, _outcomes={}
+        )
+        doubled._outcomes[self.rows, 0] = Outcome.NON_FINITE
+        finding = doubled._find()
+        left_out = self._without_partner([*self._without(finding.bad)], finding.bad)
+        good = self._without((*finding.bad, *left_out))
+        if not finding.bad or not good or not self._is_finite(good):
+            return self._no_finite_part()
+        return Finding(good, finding.bad, finding.groups, _sorted(left_out))
 
     def _no_finite_part(self) -> Finding:
         return Finding(self.rows, reason=Reason.NO_FINITE_PART)
@@ -136,8 +156,12 @@ class Search:
             if group is None:
                 return Finding(self.rows, reason=Reason.TOGETHER)
             if len(group) > 1:
-                groups.append(group)
                 good = [one for one in good if one not in group]
+                if self.is_random() and not all(
+                    self._is_bad_for_other_draws(row, [*good, *(one for one in group if one != row)]) for row in group
+                ):
+                    return Finding(self.rows, reason=Reason.RANDOM)
+                groups.append(group)
         accused = {*bad, *(row for group in groups for row in group)} - {*left_out}
         if not accused:
             return self._no_finite_part()
@@ -233,9 +257,10 @@ class Search:
         return bad
 
     def _is_bad_for_other_draws(self, row: int, good: list[int]) -> bool:
-        if self._try(good, 1) is not Outcome.FINITE:
-            return False
-        return all(self._try([*good, row], stream) is Outcome.NON_FINITE for stream in (1, 2))
+        return all(
+            self._try(good, stream) is Outcome.FINITE and self._try([*good, row], stream) is Outcome.NON_FINITE
+            for stream in _STREAMS
+        )
 
     def _group_of(self, row: int, good: list[int]) -> Rows | None:
         """The smallest group with `row` that is bad together; `(row,)` if it is bad in any company.
