@@ -3,6 +3,7 @@
 import copy
 import random
 
+import hub_models
 import numpy as np
 import pytest
 import torch
@@ -228,3 +229,41 @@ def test_a_gan_with_two_guards():
             assert guard.step(loop.closure, spoilt).bad == bad
             plain_step(other, part(other, batch, good))
     assert_same(loops[0].values(), expected[0].values())
+
+
+IN_SHORT_RUN = ("SwinForImageClassification", "MixtralForCausalLM", "WhisperForConditionalGeneration")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_SHORT_RUN else pytest.param(name, marks=pytest.mark.long) for name in hub_models.MODELS]
+)
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(1e300, marks=pytest.mark.long)])
+def test_models_of_transformers_with_their_own_loss(name, value):
+    _, _, make_batch, key = hub_models.MODELS[name]
+
+    def make():
+        model = hub_models.make(name)
+        return Loop([model], lambda b: model(**b).loss, [torch.optim.AdamW(model.parameters(), lr=1e-3)])
+
+    guarded, plain = World(), World()
+    with guarded:
+        loop = make()
+    with plain:
+        expected = make()
+    guard = Retry(loop.modules, loop.optimizers)
+    for bad in ([], [2], [0, 3]):
+        batch = make_batch()
+        spoilt = copy.deepcopy(batch)
+        spoilt[key][bad] = value
+        good = [row for row in range(hub_models.B) if row not in bad]
+        with guarded:
+            report = guard.step(loop.closure, spoilt)
+        if value != value or not report.ok:  # some models normalize what is huge
+            assert report.bad == bad, str(report)
+        else:
+            good = [*range(hub_models.B)]
+            batch = spoilt
+        with plain:
+            plain_step(expected, {k: v[good] if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
+        assert_same(loop.values(), expected.values())
+        assert guarded.draws() == plain.draws()
