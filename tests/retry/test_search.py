@@ -81,13 +81,13 @@ def test_independent_bad_samples_are_found_exactly(given_):
     model = Model(size, [frozenset([row]) for row in bad])
     finding = model.find(is_coupled=lambda good: False)
     if len(bad) == size:
-        assert finding.reason is Reason.NO_FINITE_PART
+        assert finding.reason is Reason.ALL
         assert not finding.bad
     elif finding.reason is None:
         assert finding.bad == tuple(sorted(bad))
         assert finding.good == tuple(row for row in range(size) if row not in bad)
     else:  # too many to find a finite part among those that were tried
-        assert finding.reason is Reason.NO_FINITE_PART
+        assert finding.reason in (Reason.ALL, Reason.NO_FINITE_PART)
         assert len(bad) > 4
 
 
@@ -215,4 +215,11 @@ def test_no_part_smaller_than_min_batch_is_run(model, min_batch):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_of_bad_samples_alone_accuses_nobody_by_itself(size):
     finding = Model(size, [frozenset([row]) for row in range(size)]).find()
-    assert finding.reason is Reason.NO_FINITE_PART
+    assert finding.reason is Reason.ALL
+    assert not finding.bad
+
+
+@pytest.mark.parametrize("size", [1, 6, 64, 1000])
+def test_that_all_are_bad_is_known_within_the_default_limit(size):
+    model = Model(size, [frozenset([row]) for row in range(size)], limit=198)
+    assert model.find().reason is Reason.ALL

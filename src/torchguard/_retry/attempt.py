@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchguard._retry.batch import Batch, tensors_of
-from torchguard._retry.health import all_finite, check_params, total_norm
+from torchguard._retry.health import all_finite, check_params, total_norm, wide_norm
 from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import Reached, reach
 from torchguard._retry.report import RetryReport
@@ -214,6 +214,8 @@ class Attempt:
             and not self.guard.tensors.newly_non_finite()
             and not any(bool(one.has_fault()) for one in self.python.replaced())
         )
+        if is_finite and norm == float("inf"):
+            norm = wide_norm(self._gradients())
         return loss, norm, not self.run.ranks.any(not is_finite)
 
     def _status(self, result: Result, is_scaled: bool = False) -> Tensor:
@@ -370,7 +372,7 @@ class Attempt:
             self._undo()
             others = self.guard.tensors.non_finite()
             note = ". NaN before the step: ".join([finding.reason.value, *([", ".join(others)] if others else [])])
-            is_all = finding.reason is Reason.NO_FINITE_PART and len(shown) == count and not self.run.is_scalar
+            is_all = finding.reason is Reason.ALL and len(shown) == count and not self.run.is_scalar
             return self._skipped(note, bad=[*range(count)] if is_all and not others else [], inputs=inputs, shown=shown)
         else:
             note = ""

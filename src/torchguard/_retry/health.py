@@ -89,6 +89,12 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return found.full_tensor() if hasattr(found, "full_tensor") else found  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def wide_norm(gradients: Sequence[Tensor]) -> float:
+    """The norm of all gradients of this process together, in float64. Waits for the device."""
+    found = norms([local(values_of(one)) for one in gradients], 2, torch.float64)
+    return torch.stack([one.cpu() for one in found]).norm().item()
+
+
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether every element is finite, whatever the norm. Waits for the device."""
     return all(bool(local(values_of(tensor.detach())).isfinite().all()) for tensor in tensors)

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 
 Rows = tuple[int, ...]
 
-_MAX_PARTS = 8  # parts of one size that are tried while no finite part is known
+_MAX_PARTS = 6  # parts of one size that are tried while no finite part is known
+_MAX_DOUBLED = 2  # the same, with each sample beside a copy
 _MAX_CHOICES = 16  # samples that are tried as the only bad one
 _MAX_PAIRS = 64  # pairs of samples that are tried as each other's partner
 _STREAMS = (1, 2, 3)  # of random numbers other than those of the step, with which an accused sample is tried
@@ -41,7 +42,10 @@ class Reason(enum.Enum):
     NOT_REPRODUCED = "the fault was not reproduced when the step was run again unchanged"
     RANDOM = "the fault depends on the random numbers that the step draws"
     RAISED = "the step raised an exception when it was run again unchanged"
-    NO_FINITE_PART = "no part of the batch that was tried is finite: all samples are bad, or the cause is not in them"
+    NO_FINITE_PART = (
+        "no part of the batch that was tried is finite: too many samples are bad, or the cause is not in them"
+    )
+    ALL = "every sample that was tried alone is not finite: all are bad, or the cause is not in them"
     UNTRIED = "some samples could not be tried: the closure raises an exception for the parts that contain them"
     TOGETHER = "the fault needs many samples at once: no small group of them is to blame"
     LIMIT = "the limit of runs was reached before the bad samples were found"
@@ -139,7 +143,8 @@ class Search:
         return Finding(good, finding.bad, finding.groups, _sorted(left_out))
 
     def _no_finite_part(self) -> Finding:
-        return Finding(self.rows, reason=Reason.NO_FINITE_PART)
+        alone = {outcome for (part, _), outcome in self._outcomes.items() if len(part) == 1}
+        return Finding(self.rows, reason=Reason.ALL if alone == {Outcome.NON_FINITE} else Reason.NO_FINITE_PART)
 
     def _verified(self, bad: list[int]) -> Finding:
         bad = self._fewest(bad)
@@ -202,16 +207,17 @@ class Search:
         while size > 1:
             size = (size + 1) // 2
             for part in self._parts(size):
-                for tried in (part, self._without(part)):
+                for tried in (part, self._without(part)) if 4 * size >= len(self.rows) else (part,):
                     if tried and self._is_finite(tried):
                         return tried
-        return next((rest for row in self.rows if (rest := self._without((row,))) and self._is_finite(rest)), None)
+        tried = self.rows[:_MAX_CHOICES]
+        return next((rest for row in tried if (rest := self._without((row,))) and self._is_finite(rest)), None)
 
     def _parts(self, size: int) -> list[Rows]:
-        """At most `_MAX_PARTS` parts of this size, spread over the batch."""
+        """Some parts of this size, spread over the batch."""
         parts = [self.rows[start : start + size] for start in range(0, len(self.rows), size)]
-        step = max(1, len(parts) // _MAX_PARTS)
-        return parts[::step][:_MAX_PARTS]
+        most = _MAX_DOUBLED if self.is_doubled else _MAX_PARTS
+        return parts[:: max(1, len(parts) // most)][:most]
 
     def _without(self, rows: Collection[int]) -> Rows:
         left_out = set(rows)
