@@ -136,9 +136,11 @@ class Search:
         )
         doubled._outcomes[self.rows, 0] = Outcome.NON_FINITE
         finding = doubled._find()
+        if not finding.bad:
+            return self._no_finite_part()
         left_out = self._without_partner([*self._without(finding.bad)], finding.bad)
         good = self._without((*finding.bad, *left_out))
-        if not finding.bad or not good or not self._is_finite(good):
+        if not good or not self._is_finite(good):
             return self._no_finite_part()
         return Finding(good, finding.bad, finding.groups, _sorted(left_out))
 
