@@ -27,7 +27,8 @@ class Plan:
 
     Attributes:
         parameters: every leaf that gets a gradient, by name.
-        buffers, others: the tensors that a step may change, by id: buffers, and all that no optimizer trains.
+        trained: the ids of those that an optimizer trains.
+        buffers, others: the tensors that a step may change, by id: buffers, and all others.
         python: attributes and containers.
         ranks: the processes that share the gradients.
     """
@@ -47,9 +48,11 @@ class Plan:
         self.devices = {one.device for one in self.parameters.values()}
         device = next(iter(self.devices), torch.device("cpu"))
         self.ranks: Alone = ranks_of(self.reached.modules, group, device)
-        self.buffers, self.others = tensors_of(self.reached, {id(one) for one in self.parameters.values()})
+        self.buffers, self.others = tensors_of(self.reached, self.parameters.values())
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.trained = {id(one) for group in groups for one in group["params"]} or {*map(id, self.parameters.values())}
         self.python = PythonState(self.reached)
-        self._leaves = [*self.parameters.values(), *(tensor for _, tensor in self.others.values())]
+        self._leaves = [tensor for _, tensor in self.others.values()]
         self._trainable = [*map(_is_trained, self._leaves)]
         self._sizes = self._group_sizes()
 
@@ -93,12 +96,11 @@ class Plan:
                 RetryWarning,
                 stacklevel=6,
             )
-        for name in self.reached.iterators:
-            if name.isidentifier():  # the closure's own variable
-                raise RetryError(
-                    f"Retry: the closure uses {name}, an iterator that cannot be rewound when a step is run again. "
-                    "Take the next item outside of the closure, and pass it in the batch."
-                )
+        if self.reached.iterators:
+            raise RetryError(
+                f"Retry: the closure uses the iterator {self.reached.iterators[0]}, which cannot be put back for a new "
+                "run. Take from it outside of the closure, and put what it gave into the batch."
+            )
         for name, parameter in self.parameters.items():
             if steps_in_backward(parameter):
                 raise RetryError(

@@ -162,11 +162,12 @@ class Retry:
         for optimizer in self.optimizers:
             if not skips_on_device(optimizer):
                 raise RetryError(
-                    "Retry: wait=False needs optimizers that skip a step on the device, and this "
-                    f"{type(optimizer).__name__} does not. Give it fused=True, if it has that, or use wait=True."
+                    f"Retry: wait=False needs optimizers that skip a step on the device. {type(optimizer).__name__} "
+                    "does not as it is. Give fused=True where the optimizer has it, or use wait=True."
                 )
         # An optimizer makes its state in its first step, from the gradients of that step if these are skipped, too.
-        return all(optimizer.state or not _has_state(optimizer) for optimizer in self.optimizers)
+        has_state = all(optimizer.state or not _has_state(optimizer) for optimizer in self.optimizers)
+        return has_state and self.tensors.has_learned
 
     def _step_without_waiting(
         self, closure: Closure, batch: Any, clip: float | None, window: bool | None

@@ -218,11 +218,11 @@ class Step:
     def _forward(self, batch: Batch, of_ranks: list[Any]) -> tuple[Losses | None, int]:
         """The losses of some samples of a batch, and how many these are; None if a rank raised an exception."""
         if of_ranks == [None]:
-            return losses_of(self.closure(batch.value), batch.size), batch.size
+            return losses_of(self.closure(batch.whole()), batch.size), batch.size
         own = of_ranks[self.ranks.rank]
         stand_in = None if all(of_ranks) else self._stand_in(batch, of_ranks)
         found, raised = None, None
-        value, size = (batch.value, batch.size) if own == [*range(batch.size)] else self._part(batch, own, stand_in)
+        value, size = (batch.whole(), batch.size) if own == [*range(batch.size)] else self._part(batch, own, stand_in)
         try:
             found = losses_of(self.call_again(value), size)
         except RetryError:
