@@ -223,8 +223,11 @@ class Step:
         stand_in = None if all(of_ranks) else self._stand_in(batch, of_ranks)
         found, raised = None, None
         value, size = (batch.whole(), batch.size) if own == [*range(batch.size)] else self._part(batch, own, stand_in)
+        has_other_shape = self.keep_shapes and size > batch.size  # a sample beside a copy of itself
+        stance = torch.compiler.set_stance("force_eager") if has_other_shape else contextlib.nullcontext()
         try:
-            found = losses_of(self.call_again(value), size)
+            with stance:
+                found = losses_of(self.call_again(value), size)
         except RetryError:
             raise
         except Exception as exception:
