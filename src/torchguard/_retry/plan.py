@@ -50,7 +50,8 @@ class Plan:
         self.ranks: Alone = ranks_of(self.reached.modules, group, device)
         self.buffers, self.others = tensors_of(self.reached, self.parameters.values())
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self.trained = {id(one) for group in groups for one in group["params"]} or {*map(id, self.parameters.values())}
+        stepped = {id(one) for group in groups for one in group["params"] if one.requires_grad}
+        self.trained = stepped or {id(one) for one in self.parameters.values()}
         self.python = PythonState(self.reached)
         self._leaves = [tensor for _, tensor in self.others.values()]
         self._trainable = [*map(_is_trained, self._leaves)]
