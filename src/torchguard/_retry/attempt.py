@@ -375,7 +375,7 @@ class Attempt:
         of_ranks = [self._of_rank(bad, rank) for rank in range(self.run.ranks.size)]
         own = of_ranks[self.run.ranks.rank]
         report = RetryReport(self.number, self.runs, bad=own)
-        if len(inputs) < len(shown) == self.run.size:
+        if len(inputs) < len(shown) == self.run.size > len(bad):
             shown = ()  # every loss is bad: that of a sample says nothing about it
         in_input, in_loss = ({*self._own(rows)} for rows in (inputs, shown))
         report.because = {row: _because(row in in_input, row in in_loss) for row in own}

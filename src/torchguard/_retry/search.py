@@ -112,6 +112,8 @@ class Search:
             reason = Reason.NOT_REPRODUCED if again is Outcome.FINITE else Reason.RAISED
             return Finding(self.rows, reason=reason)
         base = self._finite_part()
+        if base is None and self.is_random() and any(self._is_finite(self.rows, stream) for stream in _STREAMS):
+            return Finding(self.rows, reason=Reason.RANDOM)
         if base is None:
             return self._beside_copies()
         good, bad, untried = list(base), [], []
@@ -195,8 +197,8 @@ class Search:
             self._outcomes[key] = self.run(part, stream)
         return self._outcomes[key]
 
-    def _is_finite(self, rows: Iterable[int]) -> bool:
-        return self._try(rows) is Outcome.FINITE
+    def _is_finite(self, rows: Iterable[int], stream: int = 0) -> bool:
+        return self._try(rows, stream) is Outcome.FINITE
 
     # 2. A finite part.
 
@@ -266,7 +268,7 @@ class Search:
 
     def _is_bad_for_other_draws(self, row: int, good: list[int]) -> bool:
         return all(
-            self._try(good, stream) is Outcome.FINITE and self._try([*good, row], stream) is Outcome.NON_FINITE
+            self._is_finite(good, stream) and self._try([*good, row], stream) is Outcome.NON_FINITE
             for stream in _STREAMS
         )
 
