@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torchguard._pytrees import tensors_in
 from torchguard._retry.reach import SIMPLE, Names, Reached, is_filled
-from torchguard._torch.tensors import mutation_count
+from torchguard._torch.tensors import Versions, is_unchanged, versions_of
 from torchguard._torch.training import copy_all, module_dicts, norms
 from torchguard.exceptions import RetryError
 
@@ -72,7 +72,7 @@ class TensorState:
         self._checksums: dict[int, tuple[str, Tensor, Tensor]] = {}  # of tensors that are not copied
         self._changing: set[int] = set()
         self._constant: dict[int, tuple[str, weakref.ref[Tensor], int]] = {}  # by id: seen not to change; data pointer
-        self._versions: list[tuple[int, Tensor, int]] = []  # of the constant ones, before the step
+        self._versions: Versions = []  # of the constant ones, before the step
         self._saved: list[tuple[str, Tensor, Tensor]] = []
         self._masks: set[int] = set()  # ids of those with NaN or Inf that no step put there
         self._trained: set[int] = set()
@@ -87,19 +87,20 @@ class TensorState:
             trained: the ids of those that an optimizer trains. A step must not change these.
         """
         self._trained = trained
-        self._checksums, self._versions = {}, []
+        self._checksums, constants = {}, []
         self._constant = {key: known for key, known in self._constant.items() if known[1]() is not None}
         wanted: list[tuple[str, Tensor]] = [*buffers.values()]
         for key, (name, tensor) in others.items():
             known = self._constant.get(key)
             if known is not None and known[1]() is tensor and (key in trained or known[2] == tensor.data_ptr()):
-                self._versions.append((key, tensor, mutation_count(tensor)))
+                constants.append(tensor)
             elif key in trained:
                 self._checksums[key] = name, tensor, checksum(tensor)
             elif key in self._changing or tensor.nbytes <= (_SMALL if tensor.requires_grad else _MAX_BYTES):
                 wanted.append((name, tensor))
             else:
                 self._checksums[key] = name, tensor, checksum(tensor)
+        self._versions = versions_of([one for one in constants if not one.is_inference()])
         targets, sources, self._saved, copies = [], [], [], {}
         for name, whole in wanted:
             tensor = _without_overlap(whole)
@@ -122,10 +123,10 @@ class TensorState:
             The names of those that an optimizer trains.
         """
         self.has_learned = True
-        for key, tensor, version in self._versions:
-            if mutation_count(tensor) != version:
-                del self._constant[key]
-                self._changing.add(key)
+        for tensor, before in () if is_unchanged(self._versions) else self._versions:
+            if not is_unchanged([(tensor, before)]):
+                del self._constant[id(tensor)]
+                self._changing.add(id(tensor))
         for name, tensor, copy in self._saved:
             if id(tensor) in self._buffers or id(tensor) in self._changing or _is_small(tensor):
                 continue
@@ -277,9 +278,13 @@ class PythonState:
             states += [(name, one) for one in dicts]
             self._buffers.add(id(module_dicts(module)[1]))
         self._states = states + reached.states
-        self._dicts = [state for _, state in self._states if isinstance(state, dict)]
-        self._others = [state for _, state in self._states if not isinstance(state, (dict, np.ndarray))]
-        self._arrays = any(isinstance(state, np.ndarray) for _, state in self._states)
+        kinds = [state for _, state in self._states]
+        self._dicts = [state for state in kinds if isinstance(state, dict)]
+        self._names = [state for state in kinds if isinstance(state, Names)]
+        self._cells = [state for state in kinds if isinstance(state, CellType)]
+        self._arrays = any(isinstance(state, np.ndarray) for state in kinds)
+        special = (dict, Names, CellType, np.ndarray)
+        self._sequences = [state for state in kinds if not isinstance(state, special)]
         self._globals = reached.globals
         self._save()
 
@@ -289,11 +294,9 @@ class PythonState:
 
     def _flat(self) -> list[Any]:
         """All values one after the other: to compare them at once takes a tenth of the time of a loop."""
-        found = [*itertools.chain.from_iterable([state.values() for state in self._dicts])]
-        for state in self._others:
-            copied = _copy(state)
-            found += copied.values() if isinstance(copied, dict) else copied
-        return found
+        parts = [*map(dict.values, self._dicts), *self._sequences, *map(_contents, self._cells)]
+        parts += [state.read().values() for state in self._names]
+        return [*itertools.chain.from_iterable(parts)]
 
     def update(self) -> bool:
         """Save the current state. False if it holds other objects than plain values that it did not hold before."""
@@ -355,9 +358,11 @@ def _copy(state: Any) -> Any:
         return state.copy()
     if isinstance(state, Names):
         return state.read()
-    if isinstance(state, CellType):
-        return [state.cell_contents] if is_filled(state) else []
-    return [*state]
+    return _contents(state) if isinstance(state, CellType) else [*state]
+
+
+def _contents(cell: CellType) -> list[Any]:
+    return [cell.cell_contents] if is_filled(cell) else []
 
 
 def _is_same(state: Any, before: Any) -> bool:
