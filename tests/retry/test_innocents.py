@@ -196,7 +196,8 @@ def test_a_closure_that_takes_only_whole_batches_accuses_nobody():
     x[5] = nan
 
     def closure(x):
-        assert len(x) == B
+        if len(x) < B:
+            raise ValueError("too few")
         return squares(model(x))
 
     report = backward(model, closure, x)

@@ -172,6 +172,20 @@ def test_micro_batches_are_one_batch_weighted_by_their_tokens():
     torch.testing.assert_close(found, [*wanted], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_micro_batch_without_a_labelled_token_counts_nothing(empty):
+    make, make_batch, spoil = LOOPS["token-weighted"]
+    torch.manual_seed(0)
+    loop, batches = make(), [make_batch() for _ in range(2)]
+    batches[empty]["weight"].zero_()
+    spoil(batches[1 - empty], [3])
+    report = Retry(loop.modules).backward(loop.closure, batches)
+    assert report.bad == [3 + B * (1 - empty)]
+    sums, weights = loop.closure(part(loop, batches[1 - empty], [0, 1, 2, 4, 5]))
+    wanted = torch.autograd.grad(sums.sum() / weights.sum(), [*loop.modules[0].parameters()])
+    torch.testing.assert_close([one.grad for one in loop.modules[0].parameters()], [*wanted], rtol=1e-9, atol=1e-12)
+
+
 def test_a_micro_batch_of_bad_samples_alone_is_left_out_of_its_window():
     make, make_batch, spoil = LOOPS["rolled"]
     torch.manual_seed(0)

@@ -172,6 +172,17 @@ def in_function_it_calls(model):
     return lambda x: (count(), losses(model, x))[1], lambda: calls[0]
 
 
+def in_long_containers(model):
+    items, table = [0] * 5000, dict.fromkeys(range(5000))
+
+    def closure(x):
+        items.append(0)
+        table[len(table)] = 0
+        return losses(model, x)
+
+    return closure, lambda: (len(items) + len(table) - 10_000) / 2
+
+
 def in_default(model):
     def closure(x, calls=[]):  # noqa: B006 (what is tested)
         calls.append(1)
@@ -256,8 +267,8 @@ def in_bound_method(model):
 PLACES = [
     in_attribute, in_buffer, in_buffer_by_data, in_replaced_buffer, in_lazy_buffer, in_frozen_parameter,
     in_module_of_closure, in_plain_tensor, in_expanded_tensor, in_cell, in_global, in_global_list, in_global_tensor,
-    in_function_it_calls, in_default, in_nested_containers, in_object, in_slots, in_namespaces, in_numpy_array,
-    in_bound_method,
+    in_function_it_calls, in_long_containers, in_default, in_nested_containers, in_object, in_slots,
+    in_namespaces, in_numpy_array, in_bound_method,
 ]  # fmt: skip
 
 

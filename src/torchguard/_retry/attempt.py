@@ -330,9 +330,10 @@ class Attempt:
         """Gradients of the good samples."""
         if self.last != (finding.good, 0, True) or self.scaler is not None:
             outcome = self._try(finding.good, is_final=True, is_scaled=True)
-            if outcome is not Outcome.FINITE and self.scaler is None:
+            if outcome is Outcome.UNKNOWN or (outcome is Outcome.NON_FINITE and self.scaler is None):
                 self._undo()
-                return self._skipped("the step without the bad samples is not finite", bad=[*finding.bad])
+                note = "the step without the bad samples is not finite, or raised an exception"
+                return self._skipped(note, bad=[*finding.bad])
         if not self._own(finding.good):
             self.guard.tensors.restore()  # this rank ran the samples of another
         self._accumulate()

@@ -12,6 +12,7 @@ import argparse
 import collections
 import functools
 import io
+import itertools
 import random
 import sys
 import sysconfig
@@ -34,7 +35,7 @@ _CONTAINERS = (dict, list, set, collections.deque)
 _PLAIN = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)  # entered as a user's
 _MAX_OBJECTS = 50_000  # that are followed, the nearest first
 _MAX_ITEMS = 4096  # of a container that is entered; a larger one is data, not state
-_MAX_ARRAY = 2**20  # bytes of a NumPy array that is state; a larger one is data
+_MAX_ARRAYS = 2**22  # bytes of all NumPy arrays that are state, the nearest first; more are data
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _HOOKS = frozenset(
     name for name in vars(nn.Module()) if "hooks" in name or name in ("_parameters", "_buffers", "_modules")
@@ -53,6 +54,7 @@ class Reached:
         iterators: those that a function names, which cannot be put back.
         globals: the globals that code reads, each as namespace, name and value.
         is_complete: whether there was nothing more to follow.
+        array_bytes: of the NumPy arrays in `states`.
     """
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -62,6 +64,7 @@ class Reached:
     iterators: list[str] = field(default_factory=list)
     globals: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     is_complete: bool = True
+    array_bytes: int = 0
 
 
 class Names(abc.ABC):
@@ -119,6 +122,28 @@ class ClassNames(Names):
         delattr(self.owner, name)
 
 
+class Length(Names):
+    """How many items a large list or dict has. What a step adds to it is taken away again."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self._length = owner, len(owner)
+
+    def read(self) -> dict[str, Any]:
+        if len(self.owner) != self._length:  # the same number is the same object
+            self._length = len(self.owner)
+        return {"length": self._length}
+
+    def write(self, name: str, value: Any) -> None:
+        if isinstance(self.owner, list):
+            del self.owner[value:]
+        else:
+            for key in [*itertools.islice(self.owner, value, None)]:
+                del self.owner[key]
+
+    def delete(self, name: str) -> None:
+        raise NotImplementedError
+
+
 def reach(roots: dict[str, Any]) -> Reached:
     """Everything mutable that can be reached from these objects."""
     found = Reached()
@@ -144,11 +169,13 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     if isinstance(value, type):
         return _enter_class(value, found) if _is_own(value.__module__) else []
     if isinstance(value, np.ndarray):
-        if value.nbytes <= _MAX_ARRAY and not value.dtype.hasobject and value.flags.writeable:
+        if found.array_bytes + value.nbytes <= _MAX_ARRAYS and not value.dtype.hasobject and value.flags.writeable:
+            found.array_bytes += value.nbytes
             found.states.append((name, value))
         return []
     if isinstance(value, _CONTAINERS):
         if len(value) > _MAX_ITEMS:
+            found.states += [(name, Length(value))] if isinstance(value, (dict, list)) else []
             return []
         found.states.append((name, value))
         items = value.items() if isinstance(value, dict) else enumerate(value)

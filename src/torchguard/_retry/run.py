@@ -198,7 +198,8 @@ class Step:
                 own = self.ranks.total(found.weights.sum() * is_own)
                 weights = own if weights is None else weights + own
                 # The weights of later micro-batches are not known yet: gradients are corrected for them at the end.
-                divisor = own * parts_left if divisor is None else divisor
+                if divisor is None:
+                    divisor = own * parts_left if parts_left == 1 else torch.where(own == 0, 1, own * parts_left)
                 loss = found.sums.sum() / divisor
             elif found.is_scalar:
                 loss = found.sums if isinstance(samples, int) and size == samples else found.sums * (size / samples)

@@ -29,6 +29,7 @@ from torchguard.exceptions import RetryError
 
 _MAX_BYTES = 64 * 2**20  # of a tensor that is no buffer, to be copied in the first step
 _SMALL = 2**18  # bytes of one that is copied before every step
+_MAX_SMALL = 2**25  # bytes of all of these
 
 Named = dict[int, tuple[str, Tensor]]
 
@@ -76,6 +77,7 @@ class TensorState:
         self._saved: list[tuple[str, Tensor, Tensor]] = []
         self._masks: set[int] = set()  # ids of those with NaN or Inf that no step put there
         self._trained: set[int] = set()
+        self._small: set[int] = set()  # ids of those that are copied before every step, whether they change or not
         self.has_learned = False
 
     def save(self, buffers: Named, others: Named, trained: set[int]) -> None:
@@ -87,7 +89,7 @@ class TensorState:
             trained: the ids of those that an optimizer trains. A step must not change these.
         """
         self._trained = trained
-        self._checksums, constants = {}, []
+        self._checksums, constants, self._small, small_bytes = {}, [], set(), 0
         self._constant = {key: known for key, known in self._constant.items() if known[1]() is not None}
         wanted: list[tuple[str, Tensor]] = [*buffers.values()]
         for key, (name, tensor) in others.items():
@@ -96,6 +98,10 @@ class TensorState:
                 constants.append(tensor)
             elif key in trained:
                 self._checksums[key] = name, tensor, checksum(tensor)
+            elif tensor.nbytes <= _SMALL and not tensor.requires_grad and small_bytes + tensor.nbytes <= _MAX_SMALL:
+                small_bytes += tensor.nbytes
+                self._small.add(key)
+                wanted.append((name, tensor))
             elif key in self._changing or tensor.nbytes <= (_SMALL if tensor.requires_grad else _MAX_BYTES):
                 wanted.append((name, tensor))
             else:
@@ -127,8 +133,9 @@ class TensorState:
             if not is_unchanged([(tensor, before)]):
                 del self._constant[id(tensor)]
                 self._changing.add(id(tensor))
+        known = self._buffers | self._changing | self._small
         for name, tensor, copy in self._saved:
-            if id(tensor) in self._buffers or id(tensor) in self._changing or _is_small(tensor):
+            if id(tensor) in known:
                 continue
             if _equal(_without_overlap(tensor), copy):
                 self._constant[id(tensor)] = name, weakref.ref(tensor), tensor.data_ptr()
@@ -228,11 +235,6 @@ def tensors_of(reached: Reached, parameters: Iterable[Tensor]) -> tuple[Named, N
 def _can_be_saved(tensor: Tensor) -> bool:
     """A tensor with values of its own. A result of autograd is made anew by whoever holds it, not written to."""
     return tensor.layout is torch.strided and not tensor.is_nested and (tensor.is_leaf or not tensor.requires_grad)
-
-
-def _is_small(tensor: Tensor) -> bool:
-    """Whether a tensor that is no parameter is copied before every step, since it may change in some steps only."""
-    return tensor.nbytes <= _SMALL and not tensor.requires_grad
 
 
 def _without_overlap(tensor: Tensor) -> Tensor:
