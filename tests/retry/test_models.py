@@ -72,13 +72,13 @@ def assert_same(found, wanted):
         )
 
 
-def compare(make, make_batch, spoil, bad_of_steps, **options):
+def compare(make, make_batch, spoil, bad_of_steps, *, make_plain=None, **options):
     """Train two copies, one guarded on all samples, one plainly on the good ones."""
     guarded, plain = World(), World()
     with guarded:
         loop = make()
     with plain:
-        expected = make()
+        expected = (make_plain or make)()
     clip = options.pop("clip", None)
     guard = Retry(loop.modules, loop.optimizers, **loop.options, **options)
     torch.manual_seed(7)
@@ -280,3 +280,18 @@ def test_models_of_transformers_with_their_own_loss(name, value):
             plain_step(expected, {k: v[good] if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
         assert_same(loop.values(), expected.values())
         assert guarded.draws() == plain.draws()
+
+
+# Dynamo reads it where a graph breaks.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.long
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_compiled_run_with_bad_samples_equals_the_run_without_them(name):
+    make, make_batch, spoil = LOOPS[name]
+
+    def make_compiled():
+        loop = make()
+        loop.closure = torch.compile(loop.closure, backend="aot_eager")
+        return loop
+
+    compare(make_compiled, make_batch, spoil, [(), (2,), (0, 4)], make_plain=make)

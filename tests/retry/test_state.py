@@ -518,6 +518,12 @@ def test_a_batch_that_the_closure_changes_in_place_is_refused():
         Retry(model).backward(lambda x: losses(model, x.mul_(2)), torch.randn(B, 4))
 
 
+def test_an_optimizer_that_runs_a_closure_itself_is_refused():
+    model = nn.Linear(4, 1)
+    with pytest.raises(RetryError, match="LBFGS runs a closure itself"):
+        Retry(model, torch.optim.LBFGS(model.parameters()))
+
+
 def test_without_waiting_only_optimizers_that_skip_on_the_device():
     model = nn.Linear(4, 1)
     guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1), wait=False)
