@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchguard._retry.batch import Batch
 from torchguard._retry.health import all_finite, health_of, total_norm
@@ -13,6 +13,7 @@ from torchguard._retry.plan import Plan
 from torchguard._retry.report import RetryReport
 from torchguard._retry.run import Closure, Losses, Result, Step
 from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search
+from torchguard._retry.state import PythonState
 from torchguard._torch.tensors import Versions, is_unchanged, versions_of
 from torchguard._torch.training import add_all, multiply_all, tracing_errors
 from torchguard.exceptions import RetryError
@@ -29,11 +30,12 @@ class Attempt:
     def __init__(self, guard: "Retry", plan: Plan, closure: Closure, batches: list[Batch], scaler: Any) -> None:
         self.guard, self.plan, self.parameters = guard, plan, plan.parameters
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.run = Step(closure, batches, plan.ranks, guard.keep_shapes)
+        self.run = Step(closure, batches, plan.ranks, plan.wrappers, self._aside, guard.keep_shapes)
         self.number = guard.next_number()
         self.runs = 0
         self.last: tuple[Rows, int, bool] | None = None  # of the last run: samples, random stream, whether it is final
         self.results: dict[Rows, list[Losses | None]] = {}
+        self.candidates: set[Rows] = set()  # parts that may turn out to be the good samples
         self.is_random = False
         self.loss = self.norm = float("nan")
 
@@ -89,8 +91,29 @@ class Attempt:
     def _save(self) -> None:
         self.guard.tensors.save(self.plan.buffers, self.plan.others)
         self.random = self.plan.random_state()
-        self.accumulated = [parameter.grad for parameter in self.parameters.values()]
+        self._reduce_accumulated()
+        self.accumulated = [self.plan.wrappers.keep(parameter.grad) for parameter in self.parameters.values()]
         self._clear()
+
+    def _reduce_accumulated(self) -> None:
+        """The mean over the ranks of gradients that were accumulated in `no_sync()`, as DDP takes it in this step."""
+        parameters = self.plan.wrappers.unreduced()
+        if not parameters:
+            return
+        present = self.run.ranks.gather([one.grad is not None for one in parameters])
+        for parameter, *of_ranks in zip(parameters, *present, strict=True):
+            if any(of_ranks):
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+                parameter.grad = self.run.ranks.total(own) / self.run.ranks.size
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Put back all that is changed in this context, but gradients."""
+        python, random = PythonState(self.plan.reached), self.plan.random_state()
+        with self.guard.tensors.aside():
+            yield
+        python.restore()
+        random.restore()
 
     def _clear(self) -> None:
         for parameter in self.parameters.values():
@@ -98,6 +121,7 @@ class Attempt:
 
     def _restore(self, stream: int = 0) -> None:
         """Everything as before the step, but the gradients that were accumulated before are still set aside."""
+        self.plan.wrappers.reset()
         self.guard.tensors.restore()
         self.plan.python.restore()
         self.random.restore(stream)
@@ -165,8 +189,8 @@ class Attempt:
         flag = (~found.isfinite()).any().to(dtype)
         if self.run.ranks.size == 1:
             return torch.stack([found[0], found[1], flag])
-        loss, flag = self.run.ranks.total(torch.stack([found[0], flag]))
-        return torch.stack([loss, found[1], flag])
+        loss, flags = self.run.ranks.total(torch.stack([found[0], flag]))
+        return torch.stack([loss, found[1], (flags > 0).to(dtype)])  # optimizers skip a step where this is 1, not 2
 
     def _changed(self, versions: Versions) -> str:
         names = [*self.parameters]
@@ -179,7 +203,7 @@ class Attempt:
             self._undo()
             note = f"not finite before the step: {', '.join(bad)}. No sample is to blame: load an earlier checkpoint"
             return self._skipped(note, parameters=bad)
-        if lost := self.guard.tensors.lost():
+        if lost := self.run.ranks.union(self.guard.tensors.lost()):
             raise RetryError(
                 f"Retry: the first step changed {', '.join(lost)} and was not finite. Tensors of this size are not "
                 "copied before they were seen to change, so they cannot be restored. Run a step on good samples first."
@@ -188,14 +212,16 @@ class Attempt:
         if len(inputs) == len(shown) == self.run.size and not self.run.is_scalar:
             self._undo()
             return self._skipped("all samples are bad", bad=inputs, inputs=inputs, shown=shown)
-        losses_are_finite = not self.run.ranks.any(bool(shown))
-        scaled = None if self.scaler is None or not losses_are_finite else self._gradients_by_name()
+        scaled = None if self.scaler is None or shown else self._gradients_by_name()
         constants = self.guard.tensors.constants()
         both = [row for row in shown if row in set(inputs)]
+        rows = tuple(range(self.run.size))
+        stages = [stage for stage in (both, shown, inputs) if 0 < len(stage) < self.run.size]
+        self.candidates = {tuple(row for row in rows if row not in set(stage)) for stage in stages}
         search = Search(
             self._try,
-            tuple(range(self.run.size)),
-            stages=[stage for stage in (both, shown, inputs) if 0 < len(stage) < self.run.size],
+            rows,
+            stages=stages,
             certain=both,
             is_random=lambda: self.is_random,
             is_coupled=self._is_coupled,
@@ -203,7 +229,7 @@ class Attempt:
         )
         with self._calling_again():
             finding = search.find()
-            if changed := self.guard.tensors.changed_constants(constants):
+            if changed := self.run.ranks.union(self.guard.tensors.changed_constants(constants)):
                 raise RetryError(
                     f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
                     "before this step is lost. From now on it is saved."
@@ -212,14 +238,13 @@ class Attempt:
 
     def _bad_parameters(self) -> list[str]:
         """Trained parameters that are not finite, and frozen ones with NaN: some masks are frozen parameters of Inf."""
-        frozen = {name: one for name, one in self.plan.others.values() if isinstance(one, nn.Parameter)}
-        bad = health_of(self.parameters | frozen).bad
+        bad = health_of(self.parameters | self.plan.frozen).bad
         found = [
             f"{name.removeprefix('model.')} ({kind})"
             for name, kind in bad.items()
             if kind == "NaN" or name in self.parameters
         ]
-        return [*dict.fromkeys(name for names in self.run.ranks.gather(found) for name in names)]
+        return self.run.ranks.union(found)
 
     def _suspects(self, first: Result) -> tuple[list[int], list[int]]:
         """The samples of all ranks whose inputs, and those whose losses, are not finite."""
@@ -240,24 +265,26 @@ class Attempt:
     @contextlib.contextmanager
     def _calling_again(self) -> Iterator[None]:
         """Have the closure called so that nothing that is compiled for the healthy step changes."""
-        if self.guard.keep_shapes:
-            yield
-            return
-        if self.guard.retries == "compiled":
-            self.run.call_again = compiled_apart(self.run.closure)
-            yield
-            return
-        with torch.compiler.set_stance("force_eager"):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.plan.wrappers.retrying())
+            if self.guard.retries == "compiled" and not self.guard.keep_shapes:
+                self.run.call_again = compiled_apart(self.run.closure)
+            elif not self.guard.keep_shapes:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
     def _try(self, rows: Rows, stream: int = 0, is_final: bool = False, is_scaled: bool = False) -> Outcome:
+        if not self._can_run(rows):
+            return Outcome.UNKNOWN
         if self.runs >= self.guard.max_runs:
             raise RunLimitError
         self._restore(stream)
+        self.plan.wrappers.copy_buffers()
         self.runs += 1
-        self.last = rows, stream, is_final or 2 * len(rows) > self.run.size
+        is_reduced = is_final or rows in self.candidates or not self.plan.wrappers.replicated
+        self.last = rows, stream, is_final or (is_reduced and 2 * len(rows) > self.run.size)
         before = self.plan.random_state() if self.runs == 2 else None
-        result = self.run.run_again(rows, is_final, self._scale if is_scaled else lambda loss: loss)
+        result = self.run.run_again(rows, is_final, is_reduced, self._scale if is_scaled else lambda loss: loss)
         if before is not None:
             self.is_random = self.run.ranks.any(not before.is_unchanged())
         if result is None:
@@ -267,6 +294,14 @@ class Attempt:
             self.results[rows] = result.losses
         self.loss, self.norm, is_finite = self._read(result)
         return Outcome.FINITE if is_finite else Outcome.NON_FINITE
+
+    def _can_run(self, rows: Rows) -> bool:
+        """Whether each rank and micro-batch has enough samples for a run, or all of its samples, or none."""
+        for sizes, parts in zip(self.run.sizes, self.run.split(rows), strict=True):
+            for size, part in zip(sizes, parts, strict=True):
+                if part and len(part) < min(size, self.guard.min_batch):
+                    return False
+        return True
 
     def _is_coupled(self, good: Rows) -> bool:
         """Whether the losses of the good samples differ with and without the bad ones."""
@@ -311,8 +346,6 @@ class Attempt:
             if outcome is not Outcome.FINITE and self.scaler is None:
                 self._undo()
                 return self._skipped("the step without the bad samples is not finite", bad=[*finding.bad])
-        if not self.run.split(finding.good)[self.run.ranks.rank] or not self._has_own(finding.good):
-            self.guard.tensors.restore()  # this rank ran the samples of another
         self._accumulate()
         report = self._report([*finding.bad], inputs, shown)
         report.loss, report.grad_norm, report.note = self.loss, self.norm, note
@@ -371,11 +404,9 @@ class Attempt:
     def _own(self, rows: Iterable[int]) -> list[int]:
         return self._of_rank(rows, self.run.ranks.rank)
 
-    def _has_own(self, rows: Rows) -> bool:
-        return bool(self._own(rows))
-
     def _gradients_by_name(self) -> Gradients:
-        return {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
+        kept = {name: self.plan.wrappers.keep(one.grad) for name, one in self.parameters.items()}
+        return {name: one for name, one in kept.items() if one is not None}
 
 
 def compiled_apart(closure: Closure) -> Closure:

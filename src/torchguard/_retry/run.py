@@ -16,12 +16,12 @@ from torchguard._pytrees import map_tensors
 from torchguard._retry.batch import Batch, tensors_of
 from torchguard._retry.ranks import Alone
 from torchguard._retry.search import Rows
+from torchguard._retry.wrappers import Wrappers
 from torchguard.exceptions import RetryError
 
 Closure = Callable[[Any], Any]
 Scale = Callable[[Tensor], Tensor]
 
-_STAND_IN = 4  # samples that a rank without any of its own gets from another
 _running_again = 0
 
 
@@ -112,8 +112,17 @@ class Step:
         keep_shapes: fill up parts with copies of their samples, whose losses do not count.
     """
 
-    def __init__(self, closure: Closure, batches: Sequence[Batch], ranks: Alone, keep_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        closure: Closure,
+        batches: Sequence[Batch],
+        ranks: Alone,
+        wrappers: Wrappers,
+        aside: Callable[[], contextlib.AbstractContextManager[None]],
+        keep_shapes: bool = False,
+    ) -> None:
         self.closure, self.batches, self.ranks, self.keep_shapes = closure, batches, ranks, keep_shapes
+        self.wrappers, self.aside = wrappers, aside
         self.call_again = closure  # how the closure is called when the step is run again
         self.is_scalar = False
         self.raised: Exception | None = None
@@ -152,14 +161,14 @@ class Step:
     def first_run(self, scale: Scale) -> Result:
         """The step as it was given."""
         samples = self.ranks.total_number(self.local_size)
-        result = self._run([[None] for _ in self.batches], samples, None, scale)
+        result = self._run([[None] for _ in self.batches], samples, None, scale, is_reduced=True)
         assert result is not None
         weights = [one.weights for one in result.losses if one is not None and one.weights is not None]
         self._weight = torch.stack([one.nan_to_num(0, 0, 0).sum() for one in weights]).sum() if weights else None
         self.is_scalar = any(one is not None and one.is_scalar for one in result.losses)
         return result
 
-    def run_again(self, rows: Rows, is_final: bool, scale: Scale) -> Result | None:
+    def run_again(self, rows: Rows, is_final: bool, is_reduced: bool, scale: Scale) -> Result | None:
         """The step on a part of its samples; None if the closure raised an exception on any rank.
 
         The losses of a small part are divided by the number of all samples, as in the whole batch: its own mean has
@@ -170,11 +179,13 @@ class Step:
         parts = [[of_rank[number] for of_rank in of_ranks] for number in range(len(self.batches))]
         with running_again():
             if has_own_mean:
-                return self._run(parts, len(rows), None, scale)
+                return self._run(parts, len(rows), None, scale, is_reduced)
             weight = None if self._weight is None else self.ranks.total(self._weight)
-            return self._run(parts, self.size, weight, scale)
+            return self._run(parts, self.size, weight, scale, is_reduced)
 
-    def _run(self, parts: list[list[Any]], samples: int | Tensor, weight: Tensor | None, scale: Scale) -> Result | None:
+    def _run(
+        self, parts: list[list[Any]], samples: int | Tensor, weight: Tensor | None, scale: Scale, is_reduced: bool
+    ) -> Result | None:
         """Forward and backward over the micro-batches.
 
         Args:
@@ -182,36 +193,39 @@ class Step:
             samples: what losses per sample are divided by.
             weight: what weighted losses are divided by; None for the weights of this run.
             scale: multiplies a loss by the scale of a GradScaler.
+            is_reduced: whether DDP adds up the gradients of the ranks: once, with the last micro-batch.
         """
-        parts_left = sum(1 for of_ranks in parts if any(part is None or part for part in of_ranks))
+        numbers = [number for number, of_ranks in enumerate(parts) if any(part is None or part for part in of_ranks)]
         losses: list[Losses | None] = [None] * len(parts)
         divisor, weights, total = weight, None, None
-        for number, (batch, of_ranks) in enumerate(zip(self.batches, parts, strict=True)):
-            is_first_run = of_ranks == [None]
-            if not is_first_run and not any(of_ranks):
-                continue
-            found, size = self._forward(batch, of_ranks)
-            if found is None:
-                return None
-            is_own = is_first_run or bool(of_ranks[self.ranks.rank])
-            if found.weights is not None:
-                own = self.ranks.total(found.weights.sum() * is_own)
-                weights = own if weights is None else weights + own
-                # The weights of later micro-batches are not known yet: gradients are corrected for them at the end.
-                divisor = own * parts_left if divisor is None else divisor
-                loss = found.sums.sum() / divisor
-            elif found.is_scalar:
-                loss = found.sums if isinstance(samples, int) and size == samples else found.sums * (size / samples)
-            else:
-                loss = found.sums.sum() / samples
-            if is_own:
-                losses[number] = Losses(found.sums.detach(), found.weights)
-            else:
-                loss = loss * 0
-            scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
+        for number in numbers:
+            batch, of_ranks = self.batches[number], parts[number]
+            is_own = of_ranks == [None] or bool(of_ranks[self.ranks.rank])
+            with (
+                self.wrappers.reducing(is_reduced and number == numbers[-1]),
+                contextlib.nullcontext() if is_own else self.aside(),
+            ):
+                found, size = self._forward(batch, of_ranks)
+                if found is None:
+                    return None
+                if found.weights is not None:
+                    own = self.ranks.total(found.weights.sum() if is_own else torch.zeros_like(found.weights.sum()))
+                    weights = own if weights is None else weights + own
+                    # The weights of later micro-batches are not known yet: gradients are corrected for at the end.
+                    divisor = own * len(numbers) if divisor is None else divisor
+                    loss = found.sums.sum() / divisor
+                elif found.is_scalar:
+                    loss = found.sums if isinstance(samples, int) and size == samples else found.sums * (size / samples)
+                else:
+                    loss = found.sums.sum() / samples
+                if is_own:
+                    losses[number] = Losses(found.sums.detach(), found.weights)
+                else:
+                    loss = loss * 0
+                scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
-        if parts_left == 1 or weights is None or divisor is None or weight is not None:
+        if len(numbers) == 1 or weights is None or divisor is None or weight is not None:
             return Result(total, losses)
         return Result(total * (divisor / weights), losses, divisor / weights)
 
@@ -221,15 +235,22 @@ class Step:
             return losses_of(self.closure(batch.value), batch.size), batch.size
         own = of_ranks[self.ranks.rank]
         stand_in = None if all(of_ranks) else self._stand_in(batch, of_ranks)
-        found, raised = None, None
-        value, size = (batch.value, batch.size) if own == [*range(batch.size)] else self._part(batch, own, stand_in)
+        found, raised, size = None, None, 0
+
+        def call() -> Losses:
+            nonlocal size
+            value, size = (batch.value, batch.size) if own == [*range(batch.size)] else self._part(batch, own, stand_in)
+            return losses_of(self.call_again(value), size)
+
         try:
-            found = losses_of(self.call_again(value), size)
-        except RetryError:
-            raise
+            found = self.wrappers.call(call, lambda: self.call_again(batch.value))
         except Exception as exception:
             raised = exception
-        if self.ranks.any(raised is not None):
+        # An exception of the closure makes this part unknown. One of ours ends the step, on every rank.
+        outcome = self.ranks.largest(0 if raised is None else 2 if isinstance(raised, RetryError) else 1)
+        if outcome == 2:
+            raise raised if isinstance(raised, RetryError) else RetryError("Retry: another rank cannot go on.")
+        if outcome == 1:
             self.raised = raised
             return None, 0
         assert found is not None
@@ -242,18 +263,24 @@ class Step:
 
     def _part(self, batch: Batch, own: list[int], stand_in: Any) -> tuple[Any, int]:
         if not own:
+            if isinstance(stand_in, Exception):
+                raise stand_in
             return stand_in
         if self.keep_shapes and len(own) < batch.size:
             return batch.part(own + [own[0]] * (batch.size - len(own))), batch.size
         return batch.part(own), len(own)
 
-    def _stand_in(self, batch: Batch, of_ranks: list[Any]) -> tuple[Any, int]:
-        """Samples of this part for a rank that has none, from the first rank that has."""
+    def _stand_in(self, batch: Batch, of_ranks: list[Any]) -> Any:
+        """For a rank without samples in this part: those of the first rank that has some, and how many these are."""
         donor = next(rank for rank, rows in enumerate(of_ranks) if rows)
-        rows = of_ranks[donor][:_STAND_IN]
         sent = None
         if donor == self.ranks.rank:
-            sent = map_tensors(batch.part(rows), lambda tensor: tensor.detach().cpu())
-        received = self.ranks.gather(sent)[donor]
+            try:
+                sent = map_tensors(batch.part(of_ranks[donor]), lambda tensor: tensor.detach().cpu())
+            except Exception as exception:  # raised again where it is used
+                sent = exception
+        received = self.ranks.send(sent, donor)
+        if isinstance(received, Exception):
+            return received
         device = next((one.device for one in tensors_of(batch.value)), torch.device("cpu"))
-        return map_tensors(received, lambda tensor: tensor.to(device)), len(rows)
+        return map_tensors(received, lambda tensor: tensor.to(device)), len(of_ranks[donor])

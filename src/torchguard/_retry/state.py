@@ -7,10 +7,11 @@ reduced to a checksum; those that the step changed are copied from then on. If a
 a tensor that this changes although it was never copied cannot be restored: it is named, and the step is given up.
 """
 
+import contextlib
 import itertools
 import operator
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CellType
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchguard._retry.health import local
 from torchguard._retry.reach import SIMPLE, GlobalNames, Reached, Slots, is_filled
 from torchguard._torch.training import copy_all, module_dicts, norms
 from torchguard.exceptions import RetryError
@@ -90,12 +92,14 @@ class TensorState:
         return bool(self._checksums) or any(id(tensor) not in known for _, tensor, _ in self._saved)
 
     def restore(self) -> None:
-        with torch.no_grad():
-            same = [(tensor, copy) for _, tensor, copy in self._saved if _alike(tensor, copy)]
-            copy_all([tensor.detach() for tensor, _ in same], [copy for _, copy in same])
-            for _, tensor, copy in self._saved:
-                if not _alike(tensor, copy):  # resized, or moved to another dtype
-                    tensor.data = copy.clone()
+        _copy_back([(tensor, copy) for _, tensor, copy in self._saved])
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Put back what is changed in this context."""
+        now = [(tensor, tensor.detach().clone()) for _, tensor, _ in self._saved]
+        yield
+        _copy_back(now)
 
     def restore_where(self, flag: Tensor) -> None:
         """Restore without waiting, where a flag on the device says so."""
@@ -138,6 +142,21 @@ class TensorState:
             elif tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 found.append(name)
         return found
+
+
+def _copy_back(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        same = [(tensor, copy) for tensor, copy in pairs if _alike(tensor, copy)]
+        copy_all([tensor.detach() for tensor, _ in same], [copy for _, copy in same])
+        for tensor, copy in pairs:
+            if not _alike(tensor, copy):  # resized, or moved to another dtype
+                tensor.data = copy.clone()
+
+
+def shards_of(named: Named) -> Named:
+    """For each DTensor the part of it that is in this process."""
+    with torch.no_grad():  # which makes `to_local` return the same object in every call
+        return {id(one): (name, one) for name, tensor in named.values() for one in [local(tensor)]}
 
 
 def tensors_of(reached: Reached, trained: set[int]) -> tuple[Named, Named]:
@@ -192,9 +211,9 @@ class PythonState:
     """Attributes, containers, cells and globals as they are before a step."""
 
     def __init__(self, reached: Reached) -> None:
-        states = [
-            (name, state) for name, module in reached.modules for state in (vars(module), *module_dicts(module))
-        ] + reached.states
+        modules = [one for one in reached.modules if not isinstance(one[1], nn.parallel.DistributedDataParallel)]
+        states = [(name, state) for name, module in modules for state in (vars(module), *module_dicts(module))]
+        states += reached.states
         self._dicts = [(name, state) for name, state in states if isinstance(state, dict)]
         self._others = [(name, state) for name, state in states if not isinstance(state, dict)]
         self._globals = reached.globals
