@@ -59,7 +59,7 @@ class Ranks(Alone):
         return value
 
     def total_number(self, number: int) -> int | Tensor:
-        return self.total(torch.tensor(float(number), device=self.device))
+        return self.total(torch.tensor(number, dtype=torch.float64, device=self.device))
 
     def gather(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
