@@ -274,19 +274,19 @@ class Attempt:
             yield
 
     def _try(self, rows: Rows, stream: int = 0, is_final: bool = False, is_scaled: bool = False) -> Outcome:
-        if not self._can_run(rows):
+        """Run the step on some samples.
+
+        A rank or micro-batch that has few of them runs copies beside them, unless the run is final: if it has too few
+        for `min_batch`, if the closure raised without copies, and with FSDP2, where an exception is the end.
+        """
+        too_small = self._too_small(rows)
+        if is_final and too_small:
+            self.run.raised_in = too_small
             return Outcome.UNKNOWN
-        if self.runs >= self.guard.max_runs:
-            raise RunLimitError
-        self._restore(stream)
-        self.plan.wrappers.copy_buffers()
-        self.runs += 1
-        is_reduced = is_final or rows in self.candidates or not self.plan.wrappers.replicated
-        self.last = rows, stream, is_final or (is_reduced and 2 * len(rows) > self.run.size)
-        before = self.plan.random_state() if self.runs == 2 else None
-        result = self.run.run_again(rows, is_final, is_reduced, self._scale if is_scaled else lambda loss: loss)
-        if before is not None:
-            self.is_random = self.run.ranks.any(not before.is_unchanged())
+        is_filled = not is_final and bool(too_small or (self.plan.wrappers.is_sharded and rows not in self.candidates))
+        result = self._run_again(rows, stream, is_final, is_scaled, is_filled)
+        if result is None and not is_final and not is_filled and self.run.sizes != [[self.run.size]]:
+            result = self._run_again(rows, stream, is_final, is_scaled, is_filled=True)
         if result is None:
             return Outcome.UNKNOWN
         self._correct(result)
@@ -295,13 +295,29 @@ class Attempt:
         self.loss, self.norm, is_finite = self._read(result)
         return Outcome.FINITE if is_finite else Outcome.NON_FINITE
 
-    def _can_run(self, rows: Rows) -> bool:
-        """Whether each rank and micro-batch has enough samples for a run, or all of its samples, or none."""
-        for sizes, parts in zip(self.run.sizes, self.run.split(rows), strict=True):
-            for size, part in zip(sizes, parts, strict=True):
-                if part and len(part) < min(size, self.guard.min_batch):
-                    return False
-        return True
+    def _run_again(self, rows: Rows, stream: int, is_final: bool, is_scaled: bool, is_filled: bool) -> Result | None:
+        if self.runs >= self.guard.max_runs and not is_final:
+            raise RunLimitError
+        self._restore(stream)
+        self.plan.wrappers.copy_buffers()
+        self.runs += 1
+        is_reduced = is_final or rows in self.candidates or not self.plan.wrappers.replicated
+        self.last = rows, stream, is_final or (is_reduced and not is_filled and 2 * len(rows) > self.run.size)
+        before = self.plan.random_state() if self.runs == 2 else None
+        scale = self._scale if is_scaled else lambda loss: loss
+        result = self.run.run_again(rows, is_final, is_reduced, is_filled, scale)
+        if before is not None:
+            self.is_random = self.run.ranks.any(not before.is_unchanged())
+        return result
+
+    def _too_small(self, rows: Rows) -> set[tuple[int, int]]:
+        """The ranks and micro-batches that have some of these samples, but fewer than `min_batch`."""
+        return {
+            (rank, number)
+            for rank, parts in enumerate(self.run.split(rows))
+            for number, part in enumerate(parts)
+            if part and len(part) < min(self.run.sizes[rank][number], self.guard.min_batch)
+        }
 
     def _is_coupled(self, good: Rows) -> bool:
         """Whether the losses of the good samples differ with and without the bad ones."""
@@ -341,18 +357,24 @@ class Attempt:
 
     def _final(self, finding: Finding, note: str, inputs: list[int], shown: list[int]) -> RetryReport:
         """Gradients of the good samples."""
-        if self.last != (finding.good, 0, True) or self.scaler is not None:
-            outcome = self._try(finding.good, is_final=True, is_scaled=True)
-            if outcome is not Outcome.FINITE and self.scaler is None:
+        good = finding.good
+        if self.last != (good, 0, True) or self.scaler is not None:
+            outcome = self._try(good, is_final=True, is_scaled=True)
+            while outcome is Outcome.UNKNOWN and (rest := self.run.without(good, self.run.raised_in)) not in ((), good):
+                good = rest
+                outcome = self._try(good, is_final=True, is_scaled=True)
+            if outcome is Outcome.UNKNOWN or (outcome is Outcome.NON_FINITE and self.scaler is None):
                 self._undo()
                 return self._skipped("the step without the bad samples is not finite", bad=[*finding.bad])
         self._accumulate()
         report = self._report([*finding.bad], inputs, shown)
         report.loss, report.grad_norm, report.note = self.loss, self.norm, note
         report.groups = [rows for group in finding.groups if (rows := self._own(group))]
-        report.left_out = self._own(finding.left_out)
-        for group in report.groups:
-            report.because |= {row: f"bad only together with {[one for one in group if one != row]}" for row in group}
+        report.left_out = self._own([*finding.left_out, *sorted({*finding.good} - {*good})])
+        for group in finding.groups:
+            own = self._own(group)
+            others = " and samples of other ranks" if len(own) < len(group) else ""
+            report.because |= {row: f"bad only together with {[x for x in own if x != row]}{others}" for row in own}
         return report
 
     def _left_to_the_scaler(self, scaled: Gradients) -> RetryReport:

@@ -240,6 +240,7 @@ class Pending:
                 self._found = RetryReport(number, 1, loss, norm)
             else:
                 self._found = self.guard._step(*self.step, is_late=True)
+                self.guard._steps -= 1  # the same step again
                 self._found.step, self._found.runs = number, self._found.runs + 1
             del self.attempt, self.step
         return self._found

@@ -5,7 +5,7 @@ samples are found, and at last on the good ones.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ class Step:
         self.wrappers, self.aside = wrappers, aside
         self.call_again = closure  # how the closure is called when the step is run again
         self.is_scalar = False
-        self.raised: Exception | None = None
+        self.raised_in: set[tuple[int, int]] = set()  # the ranks and micro-batches whose closure raised an exception
         self._sizes: list[list[int]] | None = None  # of the micro-batches of each rank
         self._weight: Tensor | None = None  # of all samples of this rank
 
@@ -158,6 +158,16 @@ class Step:
             found.append(of_rank)
         return found
 
+    def without(self, rows: Rows, parts: Collection[tuple[int, int]]) -> Rows:
+        """Those of some samples that are not in these parts, each a rank and a micro-batch."""
+        places = [
+            (rank, number)
+            for rank, sizes in enumerate(self.sizes)
+            for number, size in enumerate(sizes)
+            for _ in range(size)
+        ]
+        return tuple(row for row in rows if places[row] not in parts)
+
     def first_run(self, scale: Scale) -> Result:
         """The step as it was given."""
         samples = self.ranks.total_number(self.local_size)
@@ -168,23 +178,37 @@ class Step:
         self.is_scalar = any(one is not None and one.is_scalar for one in result.losses)
         return result
 
-    def run_again(self, rows: Rows, is_final: bool, is_reduced: bool, scale: Scale) -> Result | None:
+    def run_again(self, rows: Rows, is_final: bool, is_reduced: bool, is_filled: bool, scale: Scale) -> Result | None:
         """The step on a part of its samples; None if the closure raised an exception on any rank.
 
         The losses of a small part are divided by the number of all samples, as in the whole batch: its own mean has
         larger gradients, which may overflow where those of the batch did not.
+
+        Args:
+            rows: the samples.
+            is_final: whether the gradients are those of the step.
+            is_reduced: whether DDP adds up the gradients of the ranks.
+            is_filled: whether each rank runs copies of its samples beside them, as many as its batch has samples.
+            scale: multiplies a loss by the scale of a GradScaler.
         """
+        is_filled = is_filled or self.keep_shapes
         has_own_mean = is_final or 2 * len(rows) > self.size
         of_ranks = self.split(rows)
         parts = [[of_rank[number] for of_rank in of_ranks] for number in range(len(self.batches))]
         with running_again():
             if has_own_mean:
-                return self._run(parts, len(rows), None, scale, is_reduced)
+                return self._run(parts, len(rows), None, scale, is_reduced, is_filled)
             weight = None if self._weight is None else self.ranks.total(self._weight)
-            return self._run(parts, self.size, weight, scale, is_reduced)
+            return self._run(parts, self.size, weight, scale, is_reduced, is_filled)
 
     def _run(
-        self, parts: list[list[Any]], samples: int | Tensor, weight: Tensor | None, scale: Scale, is_reduced: bool
+        self,
+        parts: list[list[Any]],
+        samples: int | Tensor,
+        weight: Tensor | None,
+        scale: Scale,
+        is_reduced: bool,
+        is_filled: bool = False,
     ) -> Result | None:
         """Forward and backward over the micro-batches.
 
@@ -194,18 +218,19 @@ class Step:
             weight: what weighted losses are divided by; None for the weights of this run.
             scale: multiplies a loss by the scale of a GradScaler.
             is_reduced: whether DDP adds up the gradients of the ranks: once, with the last micro-batch.
+            is_filled: whether copies of samples keep the sizes of the batches.
         """
         numbers = [number for number, of_ranks in enumerate(parts) if any(part is None or part for part in of_ranks)]
         losses: list[Losses | None] = [None] * len(parts)
         divisor, weights, total = weight, None, None
         for number in numbers:
-            batch, of_ranks = self.batches[number], parts[number]
+            of_ranks = parts[number]
             is_own = of_ranks == [None] or bool(of_ranks[self.ranks.rank])
             with (
                 self.wrappers.reducing(is_reduced and number == numbers[-1]),
                 contextlib.nullcontext() if is_own else self.aside(),
             ):
-                found, size = self._forward(batch, of_ranks)
+                found, size = self._forward(number, of_ranks, is_filled)
                 if found is None:
                     return None
                 if found.weights is not None:
@@ -229,21 +254,20 @@ class Step:
             return Result(total, losses)
         return Result(total * (divisor / weights), losses, divisor / weights)
 
-    def _forward(self, batch: Batch, of_ranks: list[Any]) -> tuple[Losses | None, int]:
-        """The losses of some samples of a batch, and how many these are; None if a rank raised an exception."""
+    def _forward(self, number: int, of_ranks: list[Any], is_filled: bool) -> tuple[Losses | None, int]:
+        """The losses of some samples of a micro-batch, and how many these are; None if a rank raised an exception."""
+        batch = self.batches[number]
         if of_ranks == [None]:
             return losses_of(self.closure(batch.value), batch.size), batch.size
-        own = of_ranks[self.ranks.rank]
-        stand_in = None if all(of_ranks) else self._stand_in(batch, of_ranks)
-        found, raised, size = None, None, 0
-
-        def call() -> Losses:
-            nonlocal size
-            value, size = (batch.value, batch.size) if own == [*range(batch.size)] else self._part(batch, own, stand_in)
-            return losses_of(self.call_again(value), size)
-
+        own, given = of_ranks[self.ranks.rank], of_ranks
+        if is_filled:
+            given = [_filled(part, sizes[number]) for part, sizes in zip(of_ranks, self.sizes, strict=True)]
+        stand_in = None if all(given) else self._stand_in(batch, given)
+        found, raised = None, None
         try:
-            found = self.wrappers.call(call, lambda: self.call_again(batch.value))
+            found = self.wrappers.call(
+                lambda: self._losses(batch, given[self.ranks.rank], stand_in), lambda: self.call_again(batch.value)
+            )
         except Exception as exception:
             raised = exception
         # An exception of the closure makes this part unknown. One of ours ends the step, on every rank.
@@ -251,24 +275,28 @@ class Step:
         if outcome == 2:
             raise raised if isinstance(raised, RetryError) else RetryError("Retry: another rank cannot go on.")
         if outcome == 1:
-            self.raised = raised
+            flags = self.ranks.gather(raised is not None)
+            self.raised_in = {(rank, number) for rank, has_raised in enumerate(flags) if has_raised}
             return None, 0
         assert found is not None
-        if size > len(own) and own:  # copies that keep the shape
-            if found.is_scalar:
-                raise RetryError("Retry: keep_shapes=True needs a loss for each sample, not one loss for all.")
+        if own and len(given[self.ranks.rank]) > len(own) and not found.is_scalar:  # copies do not count
             weights = None if found.weights is None else found.weights[: len(own)]
             found = Losses(found.sums[: len(own)], weights)
-        return found, len(own) or size
+        return found, len(own) or 1
 
-    def _part(self, batch: Batch, own: list[int], stand_in: Any) -> tuple[Any, int]:
-        if not own:
+    def _losses(self, batch: Batch, rows: list[int], stand_in: Any) -> Losses:
+        if not rows:
             if isinstance(stand_in, Exception):
                 raise stand_in
-            return stand_in
-        if self.keep_shapes and len(own) < batch.size:
-            return batch.part(own + [own[0]] * (batch.size - len(own))), batch.size
-        return batch.part(own), len(own)
+            value, size = stand_in
+        elif rows == [*range(batch.size)]:
+            value, size = batch.value, batch.size
+        else:
+            value, size = batch.part(rows), len(rows)
+        found = losses_of(self.call_again(value), size)
+        if self.keep_shapes and found.is_scalar and len({*rows}) < len(rows):
+            raise RetryError("Retry: keep_shapes=True needs a loss for each sample, not one loss for all.")
+        return found
 
     def _stand_in(self, batch: Batch, of_ranks: list[Any]) -> Any:
         """For a rank without samples in this part: those of the first rank that has some, and how many these are."""
@@ -284,3 +312,8 @@ class Step:
             return received
         device = next((one.device for one in tensors_of(batch.value)), torch.device("cpu"))
         return map_tensors(received, lambda tensor: tensor.to(device)), len(of_ranks[donor])
+
+
+def _filled(rows: list[int], size: int) -> list[int]:
+    """As many rows as there are in the whole batch: copies follow the given ones."""
+    return (rows * size)[: max(size, len(rows))]

@@ -94,6 +94,10 @@ class Wrappers:
     def replicated(self) -> list[Any]:
         return [module for _, module in self._replicated]
 
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self._sharded)
+
     # Gradients.
 
     def unreduced(self) -> list[Tensor]:
