@@ -228,10 +228,11 @@ def running_statistics(kind: str) -> None:
     for bad in ({0: [1]}, {0: [0, 1, 2, 3]}, {1: [0, 1, 2, 3, 4]}):
         compare(kind, bad, make=normed, start=4, steps=1)
         model, single = wrapped(kind, normed()), normed()
-        guard = Retry(model, sgd(model))
-        of_ranks = batches(bad, start=4)
-        guard.step(lambda x, model=model: per_sample(model, x), of_ranks[rank()][0])
-        part = good_parts(of_ranks, bad)[rank()][0]
+        guard, before, now = Retry(model), batches({}, start=4), batches(bad, start=4)
+        for of_ranks in (before, now):
+            guard.backward(lambda x, model=model: per_sample(model, x), of_ranks[rank()][0])
+        single(before[0 if kind == "ddp" else rank()][0])
+        part = good_parts(now, bad)[rank()][0]
         if len(part):
             single(part)
         equal(values(model.buffers()), values(single.buffers()))
@@ -351,6 +352,7 @@ def accumulation(kind: str) -> None:
     for options in ({}, {"gradient_as_bucket_view": True}) if kind == "ddp" else ({},):
         model, single = wrapped(kind, mlp(), **options), mlp()
         guard = Retry(model)
+        warm_up(guard, model)
         for number, bad in enumerate(({}, {1: [2]}, {0: [0, 1, 2]})):
             of_ranks = batches(bad, seed=number)
             check_report(guard.backward(lambda x, model=model: per_sample(model, x), of_ranks[rank()][0]), bad)
@@ -500,6 +502,7 @@ def an_overflow_by_the_scale(kind: str) -> None:
     """An overflow by the scale is left to the scaler, although DDP reuses the memory of gradients."""
     model = wrapped(kind, mlp().float(), gradient_as_bucket_view=True)
     guard, scaler = Retry(model, sgd(model)), torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1)
+    warm_up(guard, model)
     before = values(model.parameters())
     report = guard.step(lambda x: per_sample(model, x) * 1e4, batches({})[rank()][0].float(), scaler=scaler)
     assert "GradScaler" in report.note, report
@@ -603,6 +606,14 @@ def an_exception_inside_of_a_pass(kind: str) -> None:
     x = batches({number: [0] for number in range(size())}, fault=HIDDEN)[rank()][0][:2]
     with pytest.raises(RetryError, match="min_batch="):
         Retry(model, sgd(model)).step(lambda x: per_sample(model, x), x)
+
+
+def warm_up(guard: Retry, model: nn.Module) -> None:
+    """Two steps, after which DDP keeps its buckets where they are."""
+    x = batches({})[rank()][0].to(next(model.parameters()).dtype)
+    for _ in range(2):
+        guard.backward(lambda x: per_sample(model, x), x)
+        model.zero_grad()
 
 
 def refused(model: nn.Module, text: str) -> None:
