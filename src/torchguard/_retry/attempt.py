@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchguard._retry.batch import Batch, tensors_of
 from torchguard._retry.health import all_finite, health_of, total_norm, wide_norm
@@ -13,6 +13,7 @@ from torchguard._retry.plan import Plan
 from torchguard._retry.report import RetryReport
 from torchguard._retry.run import Closure, Losses, Result, Step
 from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search
+from torchguard._retry.state import PythonState
 from torchguard._torch.tensors import Versions, is_unchanged, mutation_count, versions_of
 from torchguard._torch.training import add_all, multiply_all, tracing_errors
 from torchguard.exceptions import RetryError
@@ -29,11 +30,12 @@ class Attempt:
     def __init__(self, guard: "Retry", plan: Plan, closure: Closure, batches: list[Batch], scaler: Any) -> None:
         self.guard, self.plan, self.parameters, self.trained = guard, plan, plan.parameters, plan.trained
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.run = Step(closure, batches, plan.ranks, guard.keep_shapes)
+        self.run = Step(closure, batches, plan.ranks, plan.wrappers, self._aside, guard.keep_shapes)
         self.number = guard.next_number()
         self.runs = 0
         self.last: tuple[Rows, int, bool] | None = None  # of the last run: samples, random stream, whether it is final
         self.results: dict[Rows, list[Losses | None]] = {}
+        self.candidates: set[Rows] = set()  # parts that may turn out to be the good samples
         self.is_random = False
         self.loss = self.norm = float("nan")
 
@@ -90,7 +92,8 @@ class Attempt:
     def _save(self) -> None:
         self.guard.tensors.save(self.plan.buffers, self.plan.others, self.trained)
         self.random = self.plan.random_state()
-        self.accumulated = [parameter.grad for parameter in self.parameters.values()]
+        self._reduce_accumulated()
+        self.accumulated = [self.plan.wrappers.keep(parameter.grad) for parameter in self.parameters.values()]
         self.inputs = [
             (one, one.grad)
             for batch in self.run.batches
@@ -99,12 +102,33 @@ class Attempt:
         ]
         self._clear()
 
+    def _reduce_accumulated(self) -> None:
+        """The mean over the ranks of gradients that were accumulated in `no_sync()`, as DDP takes it in this step."""
+        parameters = self.plan.wrappers.unreduced()
+        if not parameters:
+            return
+        present = self.run.ranks.gather([one.grad is not None for one in parameters])
+        for parameter, *of_ranks in zip(parameters, *present, strict=True):
+            if any(of_ranks):
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+                parameter.grad = self.run.ranks.total(own) / self.run.ranks.size
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Put back all that is changed in this context, but gradients."""
+        python, random = PythonState(self.plan.reached), self.plan.random_state()
+        with self.guard.tensors.aside():
+            yield
+        python.restore()
+        random.restore()
+
     def _clear(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def _restore(self, stream: int = 0) -> None:
         """Everything as before the step, but the gradients that were accumulated before are still set aside."""
+        self.plan.wrappers.reset()
         self.guard.tensors.restore()
         self.plan.python.restore()
         self.random.restore(stream)
@@ -180,8 +204,8 @@ class Attempt:
         flag = (~found.isfinite()).any().to(dtype)
         if self.run.ranks.size == 1:
             return torch.stack([found[0], found[1], flag])
-        loss, flag = self.run.ranks.total(torch.stack([found[0], flag]))
-        return torch.stack([loss, found[1], flag])
+        loss, flags = self.run.ranks.total(torch.stack([found[0], flag]))
+        return torch.stack([loss, found[1], (flags > 0).to(dtype)])  # optimizers skip a step where this is 1, not 2
 
     def _refuse_change(self, names: list[str]) -> None:
         if names:
@@ -200,7 +224,7 @@ class Attempt:
             self._undo()
             note = f"not finite before the step: {', '.join(bad)}. No sample is to blame: load an earlier checkpoint"
             return self._skipped(note, parameters=bad)
-        if lost := self.guard.tensors.lost():
+        if lost := self.run.ranks.union(self.guard.tensors.lost()):
             raise RetryError(
                 f"Retry: the first step changed {', '.join(lost)} and was not finite. Trained parameters are not "
                 "copied, nor tensors of this size before they were seen to change, so they cannot be restored. Change "
@@ -210,14 +234,16 @@ class Attempt:
         if len(inputs) == len(shown) == self.run.size and not self.run.is_scalar:
             self._undo()
             return self._skipped("all samples are bad", bad=inputs, inputs=inputs, shown=shown)
-        losses_are_finite = not self.run.ranks.any(bool(shown))
-        scaled = None if self.scaler is None or not losses_are_finite else self._gradients_by_name()
+        scaled = None if self.scaler is None or shown else self._gradients_by_name()
         constants = self.guard.tensors.constants()
         both = [row for row in shown if row in set(inputs)]
+        rows = tuple(range(self.run.size))
+        stages = [stage for stage in (both, shown, inputs) if 0 < len(stage) < self.run.size]
+        self.candidates = {tuple(row for row in rows if row not in set(stage)) for stage in stages}
         search = Search(
             self._try,
-            tuple(range(self.run.size)),
-            stages=[stage for stage in (both, shown, inputs) if 0 < len(stage) < self.run.size],
+            rows,
+            stages=stages,
             certain=lambda: () if self.is_random and len(shown) == self.run.size else both,
             is_random=lambda: self.is_random,
             is_coupled=lambda good: not {*range(self.run.size)} - {*good} <= {*shown} or self._is_coupled(good),
@@ -225,7 +251,7 @@ class Attempt:
         )
         with self._calling_again():
             finding = search.find()
-            if changed := self.guard.tensors.changed_constants(constants):
+            if changed := self.run.ranks.union(self.guard.tensors.changed_constants(constants)):
                 raise RetryError(
                     f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
                     "before this step is lost. From now on it is saved."
@@ -234,14 +260,13 @@ class Attempt:
 
     def _bad_parameters(self) -> list[str]:
         """Trained parameters that are not finite, and frozen ones with NaN: some masks are frozen parameters of Inf."""
-        frozen = {name: one for name, one in self.plan.others.values() if isinstance(one, nn.Parameter)}
-        bad = health_of(frozen | self.parameters).bad
+        bad = health_of(self.plan.frozen | self.parameters).bad
         found = [
             f"{name.removeprefix('model.')} ({kind})"
             for name, kind in bad.items()
             if kind == "NaN" or name in self.parameters
         ]
-        return [*dict.fromkeys(name for names in self.run.ranks.gather(found) for name in names)]
+        return self.run.ranks.union(found)
 
     def _suspects(self, first: Result) -> tuple[list[int], list[int]]:
         """The samples of all ranks whose inputs, and those whose losses, are not finite."""
@@ -262,26 +287,28 @@ class Attempt:
     @contextlib.contextmanager
     def _calling_again(self) -> Iterator[None]:
         """Have the closure called so that nothing that is compiled for the healthy step changes."""
-        if self.guard.keep_shapes:
-            yield
-            return
-        if self.guard.retries == "compiled":
-            self.run.call_again = compiled_apart(self.run.closure)
-            yield
-            return
-        with torch.compiler.set_stance("force_eager"):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.plan.wrappers.retrying())
+            if self.guard.retries == "compiled" and not self.guard.keep_shapes:
+                self.run.call_again = compiled_apart(self.run.closure)
+            elif not self.guard.keep_shapes:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
     def _try(self, rows: Rows, stream: int = 0, is_final: bool = False, is_scaled: bool = False) -> Outcome:
-        if self.runs >= self.guard.max_runs - (not is_final):  # the last one is for the good samples
-            raise RunLimitError
-        self._restore(stream)
-        self.runs += 1
-        self.last = rows, stream, is_final or 2 * len(rows) > self.run.size
-        before = self.plan.random_state() if self.runs == 2 else None
-        result = self.run.run_again(rows, is_final, self._scale if is_scaled else lambda loss: loss)
-        if before is not None:
-            self.is_random = self.run.ranks.any(not before.is_unchanged())
+        """Run the step on some samples.
+
+        A rank or micro-batch that has few of them runs copies beside them, unless the run is final: if it has too few
+        for `min_batch`, if the closure raised without copies, and with FSDP2, where an exception is the end.
+        """
+        too_small = self._too_small(rows)
+        if is_final and too_small:
+            self.run.raised_in = too_small
+            return Outcome.UNKNOWN
+        is_filled = not is_final and bool(too_small or (self.plan.wrappers.is_sharded and rows not in self.candidates))
+        result = self._run_again(rows, stream, is_final, is_scaled, is_filled)
+        if result is None and not is_final and not is_filled and self.run.sizes != [[self.run.size]]:
+            result = self._run_again(rows, stream, is_final, is_scaled, is_filled=True)
         if result is None:
             return Outcome.UNKNOWN
         self._correct(result)
@@ -289,6 +316,30 @@ class Attempt:
             self.results[rows] = result.losses
         self.loss, self.norm, is_finite = self._read(result, is_scaled)
         return Outcome.FINITE if is_finite else Outcome.NON_FINITE
+
+    def _run_again(self, rows: Rows, stream: int, is_final: bool, is_scaled: bool, is_filled: bool) -> Result | None:
+        if self.runs >= self.guard.max_runs - (not is_final):  # the last one is for the good samples
+            raise RunLimitError
+        self._restore(stream)
+        self.plan.wrappers.copy_buffers()
+        self.runs += 1
+        is_reduced = is_final or rows in self.candidates or not self.plan.wrappers.replicated
+        self.last = rows, stream, is_final or (is_reduced and not is_filled and 2 * len(rows) > self.run.size)
+        before = self.plan.random_state() if self.runs == 2 else None
+        scale = self._scale if is_scaled else lambda loss: loss
+        result = self.run.run_again(rows, is_final, is_reduced, is_filled, scale)
+        if before is not None:
+            self.is_random = self.run.ranks.any(not before.is_unchanged())
+        return result
+
+    def _too_small(self, rows: Rows) -> set[tuple[int, int]]:
+        """The ranks and micro-batches that have some of these samples, but fewer than `min_batch`."""
+        return {
+            (rank, number)
+            for rank, parts in enumerate(self.run.split(rows))
+            for number, part in enumerate(parts)
+            if part and len(part) < min(self.run.sizes[rank][number], self.guard.min_batch)
+        }
 
     def _is_coupled(self, good: Rows) -> bool:
         """Whether the losses of the good samples differ with and without the bad ones."""
@@ -328,21 +379,25 @@ class Attempt:
 
     def _final(self, finding: Finding, note: str, inputs: list[int], shown: list[int]) -> RetryReport:
         """Gradients of the good samples."""
-        if self.last != (finding.good, 0, True) or self.scaler is not None:
-            outcome = self._try(finding.good, is_final=True, is_scaled=True)
+        good = finding.good
+        if self.last != (good, 0, True) or self.scaler is not None:
+            outcome = self._try(good, is_final=True, is_scaled=True)
+            while outcome is Outcome.UNKNOWN and (rest := self.run.without(good, self.run.raised_in)) not in ((), good):
+                good = rest
+                outcome = self._try(good, is_final=True, is_scaled=True)
             if outcome is Outcome.UNKNOWN or (outcome is Outcome.NON_FINITE and self.scaler is None):
                 self._undo()
                 note = "the step without the bad samples is not finite, or raised an exception"
                 return self._skipped(note, bad=[*finding.bad])
-        if not self._own(finding.good):
-            self.guard.tensors.restore()  # this rank ran the samples of another
         self._accumulate()
         report = self._report([*finding.bad], inputs, shown)
         report.loss, report.grad_norm, report.note = self.loss, self.norm, note
         report.groups = [rows for group in finding.groups if (rows := self._own(group))]
-        report.left_out = self._own(finding.left_out)
-        for group in report.groups:
-            report.because |= {row: f"bad only together with {[one for one in group if one != row]}" for row in group}
+        report.left_out = self._own([*finding.left_out, *sorted({*finding.good} - {*good})])
+        for group in finding.groups:
+            own = self._own(group)
+            others = " and samples of other ranks" if len(own) < len(group) else ""
+            report.because |= {row: f"bad only together with {[x for x in own if x != row]}{others}" for row in own}
         return report
 
     def _left_to_the_scaler(self, scaled: Gradients) -> RetryReport:
@@ -395,7 +450,8 @@ class Attempt:
         return self._of_rank(rows, self.run.ranks.rank)
 
     def _gradients_by_name(self) -> Gradients:
-        return {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
+        kept = {name: self.plan.wrappers.keep(one.grad) for name, one in self.parameters.items()}
+        return {name: one for name, one in kept.items() if one is not None}
 
 
 def compiled_apart(closure: Closure) -> Closure:

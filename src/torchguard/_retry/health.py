@@ -68,7 +68,7 @@ def health_of(tensors: dict[str, Tensor]) -> TensorHealth:
     values = [local(values_of(tensor.detach())) for tensor in tensors.values()]
     found = norms(values, 2, torch.float64)
     # Squares of float64 overflow. The largest magnitude does not, and is enough to tell finite from Inf.
-    wide = [i for i, value in enumerate(values) if value.dtype in (torch.float64, torch.complex128)]
+    wide = [i for i, one in enumerate(values) if one.dtype in (torch.float64, torch.complex128) and one.numel()]
     for i, largest in zip(wide, norms([values[i] for i in wide], torch.inf), strict=True):
         found[i] = torch.where(found[i].isinf() & largest.isfinite(), largest, found[i])
     device = found[0].device
@@ -87,8 +87,15 @@ def local(tensor: Any) -> Tensor:
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The norm of all gradients together, as `clip_grad_norm_` computes it. It may overflow."""
-    found = torch.nn.utils.get_total_norm([values_of(one) for one in gradients])
-    return found.full_tensor() if hasattr(found, "full_tensor") else found  # pyright: ignore[reportAttributeAccessIssue]
+    of_meshes: dict[Any, list[Tensor]] = {}  # DTensors of different meshes cannot be added
+    for one in gradients:
+        of_meshes.setdefault(getattr(one, "device_mesh", None), []).append(values_of(one))
+    found = [_whole(torch.nn.utils.get_total_norm(some)) for some in of_meshes.values()]
+    return found[0] if len(found) == 1 else torch.stack([one.to(found[0].device) for one in found]).norm()
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def wide_norm(gradients: Sequence[Tensor]) -> float:

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchguard._retry.health import local
 from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import reach
-from torchguard._retry.state import PythonState, RandomState, refuse_uninitialized, tensors_of
-from torchguard._torch.training import communication_hooks, steps_in_backward
+from torchguard._retry.state import PythonState, RandomState, refuse_uninitialized, shards_of, tensors_of
+from torchguard._retry.wrappers import Wrappers
+from torchguard._torch.training import steps_in_backward
 from torchguard.exceptions import RetryError, RetryWarning
 
 
@@ -27,9 +29,11 @@ class Plan:
 
     Attributes:
         parameters: every leaf that gets a gradient, by name.
-        trained: the ids of those that an optimizer trains.
+        trained: the ids of those that an optimizer trains, and of their shards.
         buffers, others: the tensors that a step may change, by id: buffers, and all others.
+        frozen: the parameters that get no gradient, by name.
         python: attributes and containers.
+        wrappers: DDP and FSDP2.
         ranks: the processes that share the gradients.
     """
 
@@ -43,23 +47,32 @@ class Plan:
         self._closure, self._optimizers = _parts_of(closure), optimizers
         named = {f"model{number or ''}": model for number, model in enumerate(models)}
         self.reached = reach({**named, "closure": closure})
+        self.wrappers = Wrappers(self.reached.modules)
         self.parameters = self._trained(optimizers)
         self._refuse()
         self.devices = {one.device for one in self.parameters.values()}
         device = next(iter(self.devices), torch.device("cpu"))
-        self.ranks: Alone = ranks_of(self.reached.modules, group, device)
-        self.buffers, self.others = tensors_of(self.reached, self.parameters.values())
+        self.ranks: Alone = ranks_of(group or self.wrappers.group(), device)
+        buffers, others = tensors_of(self.reached, self.parameters.values())
+        self.buffers, self.others = shards_of(buffers), shards_of(others)
+        gets_gradient = {*map(id, self.parameters.values())}
+        self.frozen = {
+            name: one for name, one in others.values() if isinstance(one, nn.Parameter) and id(one) not in gets_gradient
+        }
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         stepped = {id(one) for group in groups for one in group["params"] if one.requires_grad}
-        self.trained = stepped or {id(one) for one in self.parameters.values()}
+        stepped = stepped or gets_gradient
+        with torch.no_grad():
+            self.trained = stepped | {id(local(one)) for _, one in others.values() if id(one) in stepped}
         self.python = PythonState(self.reached)
-        self._leaves = [tensor for _, tensor in self.others.values()]
+        self._leaves = [tensor for _, tensor in others.values()]
         self._trainable = [*map(_is_trained, self._leaves)]
         self._sizes = self._group_sizes()
 
     def update(self, closure: Any) -> bool:
         """Save the Python state before a step. False if the closure reaches something else than before."""
         parts = _parts_of(closure)
+        self.wrappers.begin()
         return (
             len(parts) == len(self._closure)
             and all(map(operator.is_, parts, self._closure))
@@ -109,13 +122,6 @@ class Plan:
                     "step in backward. What such a step changes cannot be undone. Remove the hook, and give the "
                     "optimizer to Retry."
                 )
-        for path, module in self.reached.modules:
-            for hook, state in communication_hooks(module):
-                if state is not None and not isinstance(state, dist.ProcessGroup):
-                    raise RetryError(
-                        f"Retry: {path} has the communication hook {hook} with a state ({type(state).__name__}), which "
-                        "each run would change. Use a hook without one."
-                    )
 
 
 _is_trained = operator.attrgetter("requires_grad")

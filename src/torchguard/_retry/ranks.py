@@ -1,15 +1,16 @@
 """One decision for all ranks. Every rank runs a step as often as the others and agrees with them on each outcome.
 
 The samples of all ranks form one batch: rank 0's first. A run of some of them is a run of each rank on those it has. A
-rank that has none of them still takes part, or the others would wait for its gradients: it runs a sample that another
-rank sent it, and multiplies its loss by zero.
+rank that has none of them still takes part, or the others would wait for its gradients: it runs the part of another
+rank, and multiplies its loss by zero.
 """
 
+import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchguard.exceptions import RetryError
 
@@ -30,8 +31,19 @@ class Alone:
         """The value of each rank."""
         return [value]
 
+    def send(self, value: Any, source: int) -> Any:
+        """The value of one rank."""
+        return value
+
+    def largest(self, number: int) -> int:
+        return number
+
     def any(self, flag: bool) -> bool:
-        return flag
+        return self.largest(int(flag)) > 0
+
+    def union(self, names: list[str]) -> list[str]:
+        """The names of all ranks, each once."""
+        return [*dict.fromkeys(name for some in self.gather(names) for name in some)]
 
 
 class Ranks(Alone):
@@ -47,40 +59,35 @@ class Ranks(Alone):
         return value
 
     def total_number(self, number: int) -> int | Tensor:
-        return self.total(torch.tensor(float(number), device=self.device))
+        return self.total(torch.tensor(number, dtype=torch.float64, device=self.device))
 
     def gather(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def any(self, flag: bool) -> bool:
-        return bool(self.total(torch.tensor(float(flag), device=self.device)))
+    def send(self, value: Any, source: int) -> Any:
+        sent: bytes | str = b""
+        if self.rank == source:
+            try:
+                sent = pickle.dumps(value)
+            except Exception as exception:
+                sent = f"{type(exception).__name__}: {exception}"
+        box = [sent]
+        dist.broadcast_object_list(box, group=self.group, group_src=source)
+        if isinstance(box[0], str):
+            raise RetryError(
+                f"Retry: a rank has none of the good samples, and the batch of another cannot be sent to it ({box[0]})."
+            )
+        return pickle.loads(box[0])
+
+    def largest(self, number: int) -> int:
+        found = torch.tensor(number, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return int(found)
 
 
-def ranks_of(modules: list[tuple[str, nn.Module]], group: dist.ProcessGroup | None, device: torch.device) -> Alone:
-    """The ranks that share the gradients of these modules: those of DDP, FSDP2, or of the group that is given."""
-    if not dist.is_available() or not dist.is_initialized():
-        return Alone()
-    if group is None:
-        group = _group_of(modules)
+def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Alone:
     if group is None or dist.get_world_size(group) == 1:
         return Alone()
     return Ranks(group, device)
-
-
-def _group_of(modules: list[tuple[str, nn.Module]]) -> dist.ProcessGroup | None:
-    for path, module in modules:
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            return module.process_group
-        for parameter in module.parameters(recurse=False):
-            mesh = getattr(parameter, "device_mesh", None)
-            if mesh is None:
-                continue
-            if mesh.ndim > 1:
-                raise RetryError(
-                    f"Retry: {path} is distributed over a mesh of {mesh.ndim} dims. Give process_group=, the ranks "
-                    "that have different samples."
-                )
-            return mesh.get_group()
-    return None

@@ -217,6 +217,8 @@ def _enter_class(cls: type, found: Reached) -> list[tuple[str, Any]]:
 
 def _enter_module(name: str, module: nn.Module, found: Reached) -> list[tuple[str, Any]]:
     found.modules.append((name, module))
+    if isinstance(module, nn.parallel.DistributedDataParallel):  # its own attributes belong to its reducer
+        return [(f"{name}.module", module.module)]
     own = [(f"{name}.{key}", item) for key, item in vars(module).items() if key not in _HOOKS]
     return own + [(f"{name}.{key}", child) for key, child in module_dicts(module)[2].items()]
 

@@ -5,7 +5,7 @@ samples are found, and at last on the good ones.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ from torchguard._pytrees import map_tensors
 from torchguard._retry.batch import Batch, tensors_of
 from torchguard._retry.ranks import Alone
 from torchguard._retry.search import Rows
+from torchguard._retry.wrappers import Wrappers
 from torchguard.exceptions import RetryError
 
 Closure = Callable[[Any], Any]
 Scale = Callable[[Tensor], Tensor]
 
-_STAND_IN = 4  # samples that a rank without any of its own gets from another
 _running_again = 0
 
 
@@ -112,11 +112,20 @@ class Step:
         keep_shapes: fill up parts with copies of their samples, whose losses do not count.
     """
 
-    def __init__(self, closure: Closure, batches: Sequence[Batch], ranks: Alone, keep_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        closure: Closure,
+        batches: Sequence[Batch],
+        ranks: Alone,
+        wrappers: Wrappers,
+        aside: Callable[[], contextlib.AbstractContextManager[None]],
+        keep_shapes: bool = False,
+    ) -> None:
         self.closure, self.batches, self.ranks, self.keep_shapes = closure, batches, ranks, keep_shapes
+        self.wrappers, self.aside = wrappers, aside
         self.call_again = closure  # how the closure is called when the step is run again
         self.is_scalar = False
-        self.raised: Exception | None = None
+        self.raised_in: set[tuple[int, int]] = set()  # the ranks and micro-batches whose closure raised an exception
         self._sizes: list[list[int]] | None = None  # of the micro-batches of each rank
         self._weight: Tensor | None = None  # of all samples of this rank
 
@@ -149,32 +158,58 @@ class Step:
             found.append(of_rank)
         return found
 
+    def without(self, rows: Rows, parts: Collection[tuple[int, int]]) -> Rows:
+        """Those of some samples that are not in these parts, each a rank and a micro-batch."""
+        places = [
+            (rank, number)
+            for rank, sizes in enumerate(self.sizes)
+            for number, size in enumerate(sizes)
+            for _ in range(size)
+        ]
+        return tuple(row for row in rows if places[row] not in parts)
+
     def first_run(self, scale: Scale) -> Result:
         """The step as it was given."""
         samples = self.ranks.total_number(self.local_size)
-        result = self._run([[None] for _ in self.batches], samples, None, scale)
+        result = self._run([[None] for _ in self.batches], samples, None, scale, is_reduced=True)
         assert result is not None
         weights = [one.weights for one in result.losses if one is not None and one.weights is not None]
         self._weight = torch.stack([one.nan_to_num(0, 0, 0).sum() for one in weights]).sum() if weights else None
         self.is_scalar = any(one is not None and one.is_scalar for one in result.losses)
         return result
 
-    def run_again(self, rows: Rows, is_final: bool, scale: Scale) -> Result | None:
+    def run_again(self, rows: Rows, is_final: bool, is_reduced: bool, is_filled: bool, scale: Scale) -> Result | None:
         """The step on a part of its samples; None if the closure raised an exception on any rank.
 
         The losses of a small part are divided by the number of all samples, as in the whole batch: its own mean has
         larger gradients, which may overflow where those of the batch did not.
+
+        Args:
+            rows: the samples.
+            is_final: whether the gradients are those of the step.
+            is_reduced: whether DDP adds up the gradients of the ranks.
+            is_filled: whether each rank runs copies of its samples beside them, as many as its batch has samples.
+            scale: multiplies a loss by the scale of a GradScaler.
         """
+        is_filled = is_filled or self.keep_shapes
         has_own_mean = is_final or 2 * len(rows) > self.size
         of_ranks = self.split(rows)
         parts = [[of_rank[number] for of_rank in of_ranks] for number in range(len(self.batches))]
         with running_again():
             if has_own_mean:
-                return self._run(parts, len(rows), None, scale)
+                return self._run(parts, len(rows), None, scale, is_reduced, is_filled)
             weight = None if self._weight is None else self.ranks.total(self._weight)
-            return self._run(parts, self.size, weight, scale)
+            return self._run(parts, self.size, weight, scale, is_reduced, is_filled)
 
-    def _run(self, parts: list[list[Any]], samples: int | Tensor, weight: Tensor | None, scale: Scale) -> Result | None:
+    def _run(
+        self,
+        parts: list[list[Any]],
+        samples: int | Tensor,
+        weight: Tensor | None,
+        scale: Scale,
+        is_reduced: bool,
+        is_filled: bool = False,
+    ) -> Result | None:
         """Forward and backward over the micro-batches.
 
         Args:
@@ -182,82 +217,107 @@ class Step:
             samples: what losses per sample are divided by.
             weight: what weighted losses are divided by; None for the weights of this run.
             scale: multiplies a loss by the scale of a GradScaler.
+            is_reduced: whether DDP adds up the gradients of the ranks: once, with the last micro-batch.
+            is_filled: whether copies of samples keep the sizes of the batches.
         """
-        parts_left = sum(1 for of_ranks in parts if any(part is None or part for part in of_ranks))
+        numbers = [number for number, of_ranks in enumerate(parts) if any(part is None or part for part in of_ranks)]
         losses: list[Losses | None] = [None] * len(parts)
         divisor, weights, total = weight, None, None
-        for number, (batch, of_ranks) in enumerate(zip(self.batches, parts, strict=True)):
-            is_first_run = of_ranks == [None]
-            if not is_first_run and not any(of_ranks):
-                continue
-            found, size = self._forward(batch, of_ranks)
-            if found is None:
-                return None
-            is_own = is_first_run or bool(of_ranks[self.ranks.rank])
-            if found.weights is not None:
-                own = self.ranks.total(found.weights.sum() * is_own)
-                weights = own if weights is None else weights + own
-                # The weights of later micro-batches are not known yet: gradients are corrected for them at the end.
-                if divisor is None:
-                    divisor = own * parts_left if parts_left == 1 else torch.where(own == 0, 1, own * parts_left)
-                loss = found.sums.sum() / divisor
-            elif found.is_scalar:
-                loss = found.sums if isinstance(samples, int) and size == samples else found.sums * (size / samples)
-            else:
-                loss = found.sums.sum() / samples
-            if is_own:
-                losses[number] = Losses(found.sums.detach(), found.weights)
-            else:
-                loss = loss * 0
-            scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
+        for number in numbers:
+            of_ranks = parts[number]
+            is_own = of_ranks == [None] or bool(of_ranks[self.ranks.rank])
+            with (
+                self.wrappers.reducing(is_reduced and number == numbers[-1]),
+                contextlib.nullcontext() if is_own else self.aside(),
+            ):
+                found, size = self._forward(number, of_ranks, is_filled)
+                if found is None:
+                    return None
+                if found.weights is not None:
+                    own = self.ranks.total(found.weights.sum() if is_own else torch.zeros_like(found.weights.sum()))
+                    weights = own if weights is None else weights + own
+                    # The weights of later micro-batches are not known yet: gradients are corrected for at the end.
+                    if divisor is None:
+                        scaled = own * len(numbers)
+                        divisor = scaled if len(numbers) == 1 else torch.where(own == 0, 1, scaled)
+                    loss = found.sums.sum() / divisor
+                elif found.is_scalar:
+                    loss = found.sums if isinstance(samples, int) and size == samples else found.sums * (size / samples)
+                else:
+                    loss = found.sums.sum() / samples
+                if is_own:
+                    losses[number] = Losses(found.sums.detach(), found.weights)
+                else:
+                    loss = loss * 0
+                scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
-        if parts_left == 1 or weights is None or divisor is None or weight is not None:
+        if len(numbers) == 1 or weights is None or divisor is None or weight is not None:
             return Result(total, losses)
         return Result(total * (divisor / weights), losses, divisor / weights)
 
-    def _forward(self, batch: Batch, of_ranks: list[Any]) -> tuple[Losses | None, int]:
-        """The losses of some samples of a batch, and how many these are; None if a rank raised an exception."""
+    def _forward(self, number: int, of_ranks: list[Any], is_filled: bool) -> tuple[Losses | None, int]:
+        """The losses of some samples of a micro-batch, and how many these are; None if a rank raised an exception."""
+        batch = self.batches[number]
         if of_ranks == [None]:
             return losses_of(self.closure(batch.whole()), batch.size), batch.size
-        own = of_ranks[self.ranks.rank]
-        stand_in = None if all(of_ranks) else self._stand_in(batch, of_ranks)
+        own, given = of_ranks[self.ranks.rank], of_ranks
+        if is_filled:
+            given = [_filled(part, sizes[number]) for part, sizes in zip(of_ranks, self.sizes, strict=True)]
+        stand_in = None if all(given) else self._stand_in(batch, given)
         found, raised = None, None
-        value, size = (batch.whole(), batch.size) if own == [*range(batch.size)] else self._part(batch, own, stand_in)
-        has_other_shape = self.keep_shapes and size > batch.size  # a sample beside a copy of itself
-        stance = torch.compiler.set_stance("force_eager") if has_other_shape else contextlib.nullcontext()
         try:
-            with stance:
-                found = losses_of(self.call_again(value), size)
-        except RetryError:
-            raise
+            found = self.wrappers.call(
+                lambda: self._losses(batch, given[self.ranks.rank], stand_in), lambda: self.call_again(batch.whole())
+            )
         except Exception as exception:
             raised = exception
-        if self.ranks.any(raised is not None):
-            self.raised = raised
+        # An exception of the closure makes this part unknown. One of ours ends the step, on every rank.
+        outcome = self.ranks.largest(0 if raised is None else 2 if isinstance(raised, RetryError) else 1)
+        if outcome == 2:
+            raise raised if isinstance(raised, RetryError) else RetryError("Retry: another rank cannot go on.")
+        if outcome == 1:
+            flags = self.ranks.gather(raised is not None)
+            self.raised_in = {(rank, number) for rank, has_raised in enumerate(flags) if has_raised}
             return None, 0
         assert found is not None
-        if size > len(own) and own:  # copies that keep the shape
-            if found.is_scalar:
-                raise RetryError("Retry: keep_shapes=True needs a loss for each sample, not one loss for all.")
+        if own and len(given[self.ranks.rank]) > len(own) and not found.is_scalar:  # copies do not count
             weights = None if found.weights is None else found.weights[: len(own)]
             found = Losses(found.sums[: len(own)], weights)
-        return found, len(own) or size
+        return found, len(own) or 1
 
-    def _part(self, batch: Batch, own: list[int], stand_in: Any) -> tuple[Any, int]:
-        if not own:
-            return stand_in
-        if self.keep_shapes and len(own) < batch.size:
-            return batch.part(own + [own[0]] * (batch.size - len(own))), batch.size
-        return batch.part(own), len(own)
+    def _losses(self, batch: Batch, rows: list[int], stand_in: Any) -> Losses:
+        if not rows:
+            if isinstance(stand_in, Exception):
+                raise stand_in
+            value, size = stand_in
+        elif rows == [*range(batch.size)]:
+            value, size = batch.whole(), batch.size
+        else:
+            value, size = batch.part(rows), len(rows)
+        has_other_shape = self.keep_shapes and size > batch.size  # a sample beside a copy of itself
+        with torch.compiler.set_stance("force_eager") if has_other_shape else contextlib.nullcontext():
+            found = losses_of(self.call_again(value), size)
+        if self.keep_shapes and found.is_scalar and len({*rows}) < len(rows):
+            raise RetryError("Retry: keep_shapes=True needs a loss for each sample, not one loss for all.")
+        return found
 
-    def _stand_in(self, batch: Batch, of_ranks: list[Any]) -> tuple[Any, int]:
-        """Samples of this part for a rank that has none, from the first rank that has."""
+    def _stand_in(self, batch: Batch, of_ranks: list[Any]) -> Any:
+        """For a rank without samples in this part: those of the first rank that has some, and how many these are."""
         donor = next(rank for rank, rows in enumerate(of_ranks) if rows)
-        rows = of_ranks[donor][:_STAND_IN]
         sent = None
         if donor == self.ranks.rank:
-            sent = map_tensors(batch.part(rows), lambda tensor: tensor.detach().cpu())
-        received = self.ranks.gather(sent)[donor]
+            try:
+                sent = map_tensors(batch.part(of_ranks[donor]), lambda tensor: tensor.detach().cpu())
+            except Exception as exception:  # raised again where it is used
+                sent = exception
+        received = self.ranks.send(sent, donor)
+        if isinstance(received, Exception):
+            return received
         device = next((one.device for one in tensors_of(batch.value)), torch.device("cpu"))
-        return map_tensors(received, lambda tensor: tensor.to(device)), len(rows)
+        return map_tensors(received, lambda tensor: tensor.to(device)), len(of_ranks[donor])
+
+
+def _filled(rows: list[int], size: int) -> list[int]:
+    """As many rows as there are in the whole batch: copies follow the given ones."""
+    return (rows * size)[: max(size, len(rows))]

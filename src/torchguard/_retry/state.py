@@ -8,11 +8,12 @@ is run again, and a tensor that this changes although it was not copied cannot b
 given up. The parameters that an optimizer trains are never copied. A closure that changes one is refused.
 """
 
+import contextlib
 import itertools
 import operator
 import random
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import CellType
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._pytrees import tensors_in
+from torchguard._retry.health import local
 from torchguard._retry.reach import SIMPLE, Names, Reached, is_filled
 from torchguard._torch.tensors import Versions, is_unchanged, versions_of
 from torchguard._torch.training import copy_all, module_dicts, norms
@@ -149,13 +151,14 @@ class TensorState:
         return [name for key, (name, _, _) in self._checksums.items() if key in self._trained - self._constant.keys()]
 
     def restore(self) -> None:
-        with torch.no_grad():
-            pairs = [(_without_overlap(tensor), tensor, copy) for _, tensor, copy in self._saved]
-            same = [(part, copy) for part, _, copy in pairs if _alike(part, copy)]
-            copy_all([part.detach() for part, _ in same], [copy for _, copy in same])
-            for part, tensor, copy in pairs:
-                if not _alike(part, copy):  # resized, or moved to another dtype
-                    tensor.data = copy.clone()
+        _copy_back([(tensor, copy) for _, tensor, copy in self._saved])
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Put back what is changed in this context."""
+        now = [(tensor, _without_overlap(tensor).detach().clone()) for _, tensor, _ in self._saved]
+        yield
+        _copy_back(now)
 
     def restore_where(self, flag: Tensor) -> None:
         """Restore without waiting, where a flag on the device says so."""
@@ -217,6 +220,22 @@ class TensorState:
         return [name for name, one in named if one is not None and one.is_floating_point() and bool(one.isnan().any())]
 
 
+def _copy_back(saved: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        pairs = [(_without_overlap(tensor), tensor, copy) for tensor, copy in saved]
+        same = [(part, copy) for part, _, copy in pairs if _alike(part, copy)]
+        copy_all([part.detach() for part, _ in same], [copy for _, copy in same])
+        for part, tensor, copy in pairs:
+            if not _alike(part, copy):  # resized, or moved to another dtype
+                tensor.data = copy.clone()
+
+
+def shards_of(named: Named) -> Named:
+    """For each DTensor the part of it that is in this process."""
+    with torch.no_grad():  # which makes `to_local` return the same object in every call
+        return {id(one): (name, one) for name, tensor in named.values() for one in [local(tensor)]}
+
+
 def tensors_of(reached: Reached, parameters: Iterable[Tensor]) -> tuple[Named, Named]:
     """Buffers, and the other tensors."""
     buffers: Named = {}
@@ -276,6 +295,8 @@ class PythonState:
         states: list[tuple[str, Any]] = []
         self._buffers: set[int] = set()  # ids of the dicts that hold the buffers of a module
         for name, module in reached.modules:
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                continue  # its attributes follow its communication
             dicts = (vars(module), *(one for one in module_dicts(module) if isinstance(one, dict)))
             states += [(name, one) for one in dicts]
             self._buffers.add(id(module_dicts(module)[1]))

@@ -1,7 +1,7 @@
 """Training steps: many tensors in one kernel, and what a step leaves on parameters, optimizers and DDP.
 
-Everything here is required but `steps_in_backward`, `communication_hooks` and `skips_on_device`, whose docstrings say
-what happens where torch lacks a name. torch 2.11 to 2.15 have all of them.
+Everything here is required but `steps_in_backward`, `communication_hooks`, `skips_on_device` and `reset_sharded`, whose
+docstrings say what happens where torch lacks a name. torch 2.11 to 2.15 have all of the others.
 """
 
 import itertools
@@ -68,6 +68,38 @@ def communication_hooks(module: nn.Module) -> list[tuple[str, object]]:
     Degraded where torch renames `_comm_hooks`: none are seen.
     """
     return [(getattr(hook, "__qualname__", str(hook)), state) for hook, state in getattr(module, "_comm_hooks", ())]
+
+
+def copy_buffers(module: nn.parallel.DistributedDataParallel) -> None:
+    """Copy the buffers of rank 0 to the others, as a DistributedDataParallel does at the start of a forward pass."""
+    module._sync_buffers()
+
+
+def gradient_reduction(module: Any) -> tuple[bool, float | None]:
+    """Of an FSDP2 module: whether its backward pass reduces gradients, and what it divides them by, if not by default.
+
+    FSDP2 has public setters for both (`set_requires_gradient_sync`, `set_gradient_divide_factor`), and no getters.
+    """
+    groups = _groups_of(module._get_fsdp_state())
+    factors = [group.gradient_divide_factor for group in groups if group.gradient_divide_factor is not None]
+    return all(group.reduce_grads for group in groups), next(iter(factors), None)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return [*state._fsdp_param_groups]
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
+
+
+def reset_sharded(module: Any) -> None:
+    """Have an FSDP2 module forget a forward pass without a backward pass, or one that raised an exception.
+
+    Degraded where torch has no `reset_iter_state` (before 2.13): parameters are sharded again, but after an exception
+    inside of a forward pass the module cannot be used again.
+    """
+    if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+    module.reshard()
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
