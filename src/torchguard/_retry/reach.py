@@ -142,7 +142,7 @@ class Length(Names):
                 del self.owner[key]
 
     def delete(self, name: str) -> None:
-        raise NotImplementedError
+        raise AssertionError("A container always has a length.")
 
 
 def reach(roots: dict[str, Any]) -> Reached:
