@@ -203,7 +203,7 @@ def checksum(tensor: Tensor) -> Tensor:
     length = bits.numel() // width * width
     square = bits[:length].view(-1, width)
     sums = [square.sum(dim, dtype=torch.int64) for dim in (0, 1)] + [bits[length:].to(torch.int64)]
-    weights = [torch.arange(1, 2 * len(one), 2, device=bits.device, dtype=torch.int64) for one in sums]
+    weights = [2 * torch.arange(len(one), device=bits.device) + 1 for one in sums]
     return torch.stack([(one * weight).sum() for one, weight in zip(sums, weights, strict=True)])
 
 
