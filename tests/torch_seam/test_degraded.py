@@ -429,6 +429,13 @@ class TestTraining:
         with pytest.raises(RetryError, match=r"changed model\.weight"):
             Retry(model).backward(lambda x: model(x).squeeze(1), torch.ones(3, 2))
 
+    def test_without_a_reset_a_sharded_module_is_sharded_again(self):
+        calls = []
+        state = types.SimpleNamespace(_is_root=True)
+        module = types.SimpleNamespace(_get_fsdp_state=lambda: state, reshard=lambda: calls.append("reshard"))
+        training.reset_sharded(module)
+        assert calls == ["reshard"]
+
     def test_without_communication_hooks_none_are_seen(self):
         assert training.communication_hooks(nn.Linear(2, 1)) == []
 

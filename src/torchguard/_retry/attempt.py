@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchguard._retry.batch import Batch
-from torchguard._retry.health import all_finite, health_of, total_norm
+from torchguard._retry.batch import Batch, tensors_of
+from torchguard._retry.health import all_finite, health_of, total_norm, wide_norm
 from torchguard._retry.plan import Plan
 from torchguard._retry.report import RetryReport
 from torchguard._retry.run import Closure, Losses, Result, Step
 from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search
 from torchguard._retry.state import PythonState
-from torchguard._torch.tensors import Versions, is_unchanged, versions_of
+from torchguard._torch.tensors import Versions, is_unchanged, mutation_count, versions_of
 from torchguard._torch.training import add_all, multiply_all, tracing_errors
 from torchguard.exceptions import RetryError
 
@@ -28,7 +28,7 @@ class Attempt:
     """One guarded step, from saving what it may change to its gradients."""
 
     def __init__(self, guard: "Retry", plan: Plan, closure: Closure, batches: list[Batch], scaler: Any) -> None:
-        self.guard, self.plan, self.parameters = guard, plan, plan.parameters
+        self.guard, self.plan, self.parameters, self.trained = guard, plan, plan.parameters, plan.trained
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.run = Step(closure, batches, plan.ranks, plan.wrappers, self._aside, guard.keep_shapes)
         self.number = guard.next_number()
@@ -42,22 +42,23 @@ class Attempt:
     # The step.
 
     def report(self) -> RetryReport:
-        tensors = [*self.parameters.values()]
-        versions = versions_of(tensors)
+        versions = versions_of([one for one in self.parameters.values() if id(one) in self.trained])
+        inputs = [version for batch in self.run.batches for version in batch.versions()]
         self._save()
         try:
             self.runs += 1
             result = self.run.first_run(self._scale)
             self._correct(result)
-            loss, norm, is_finite = self._read(result)
+            loss, norm, is_finite = self._read(result, is_scaled=True)
             if not is_unchanged(versions):
+                self._refuse_change([name for name, one in self.parameters.items() if self._is_changed(one, versions)])
+            if any(mutation_count(one) != before for one, before in inputs):
                 raise RetryError(
-                    f"Retry: the closure or a hook changed {self._changed(versions)}, which an optimizer trains. Such "
-                    "a step cannot be undone. Change trained parameters outside of the closure."
+                    "Retry: the closure changes a tensor of the batch in place, so it cannot be run again. Change "
+                    "a copy: `x = x / 255` instead of `x.div_(255)`."
                 )
             if is_finite:
-                if self.guard.tensors.has_news:
-                    self.guard.tensors.learn()
+                self._refuse_change(self.guard.tensors.learn())
                 self._accumulate()
                 return RetryReport(self.number, 1, loss, norm)
             return self._recovered(result)
@@ -89,10 +90,16 @@ class Attempt:
         return status
 
     def _save(self) -> None:
-        self.guard.tensors.save(self.plan.buffers, self.plan.others)
+        self.guard.tensors.save(self.plan.buffers, self.plan.others, self.trained)
         self.random = self.plan.random_state()
         self._reduce_accumulated()
         self.accumulated = [self.plan.wrappers.keep(parameter.grad) for parameter in self.parameters.values()]
+        self.inputs = [
+            (one, one.grad)
+            for batch in self.run.batches
+            for one in tensors_of(batch.value)
+            if one.is_leaf and one.requires_grad
+        ]
         self._clear()
 
     def _reduce_accumulated(self) -> None:
@@ -126,6 +133,8 @@ class Attempt:
         self.plan.python.restore()
         self.random.restore(stream)
         self._clear()
+        for tensor, grad in self.inputs:
+            tensor.grad = grad
 
     def _undo(self) -> None:
         self._restore()
@@ -161,13 +170,13 @@ class Attempt:
     def _scale(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def _read(self, result: Result) -> tuple[float, float, bool]:
+    def _read(self, result: Result, is_scaled: bool) -> tuple[float, float, bool]:
         """The loss, the norm of the gradients, and whether all of the run is finite. The one wait for the device.
 
         A finite norm proves that every gradient is finite. An infinite one may be an overflow: then each gradient is
         checked, and likewise each loss and each buffer that the run changed.
         """
-        status = self._status(result)
+        status = self._status(result, is_scaled)
         loss, norm, flag = status.tolist()
         if not flag:
             return loss, norm, True
@@ -175,15 +184,21 @@ class Attempt:
             all(bool(one.sums.isfinite().all()) for one in result.losses if one is not None)
             and all_finite(self._gradients())
             and not self.guard.tensors.newly_non_finite()
+            and not any(bool(one.has_fault()) for one in self.plan.python.replaced())
         )
+        if is_finite and norm == float("inf"):
+            norm = wide_norm(self._gradients())
         return loss, norm, not self.run.ranks.any(not is_finite)
 
-    def _status(self, result: Result) -> Tensor:
+    def _status(self, result: Result, is_scaled: bool = False) -> Tensor:
         """On the device: the loss, the norm of the gradients, and whether anything may be non-finite on any rank."""
         gradients = self._gradients()
         norm = total_norm(gradients) if gradients else torch.zeros(())
+        if self.scaler is not None and is_scaled:
+            norm = norm / self._scale(torch.ones((), device=norm.device))
         buffers = self.guard.tensors.largest()
         values = [result.loss, norm] if buffers is None else [result.loss, norm, buffers]
+        values += [torch.where(one.has_fault(), torch.inf, 0.0) for one in self.plan.python.replaced()]
         dtype = torch.float64 if any(one.dtype is torch.float64 for one in values) else torch.float32
         found = torch.stack([one.detach().to(result.loss.device, dtype) for one in values])
         flag = (~found.isfinite()).any().to(dtype)
@@ -192,9 +207,15 @@ class Attempt:
         loss, flags = self.run.ranks.total(torch.stack([found[0], flag]))
         return torch.stack([loss, found[1], (flags > 0).to(dtype)])  # optimizers skip a step where this is 1, not 2
 
-    def _changed(self, versions: Versions) -> str:
-        names = [*self.parameters]
-        return ", ".join(name for name, one in zip(names, versions, strict=True) if not is_unchanged([one]))
+    def _refuse_change(self, names: list[str]) -> None:
+        if names:
+            raise RetryError(
+                f"Retry: the closure or a hook changed {', '.join(names)}, which an optimizer trains. That cannot be "
+                "undone. Change trained parameters outside of the closure; a teacher must not require gradients."
+            )
+
+    def _is_changed(self, parameter: Tensor, versions: Versions) -> bool:
+        return any(one is parameter and not is_unchanged([(one, before)]) for one, before in versions)
 
     # A step that is not finite.
 
@@ -205,8 +226,9 @@ class Attempt:
             return self._skipped(note, parameters=bad)
         if lost := self.run.ranks.union(self.guard.tensors.lost()):
             raise RetryError(
-                f"Retry: the first step changed {', '.join(lost)} and was not finite. Tensors of this size are not "
-                "copied before they were seen to change, so they cannot be restored. Run a step on good samples first."
+                f"Retry: the first step changed {', '.join(lost)} and was not finite. Trained parameters are not "
+                "copied, nor tensors of this size before they were seen to change, so they cannot be restored. Change "
+                "trained parameters outside of the closure; run a step on good samples first."
             )
         inputs, shown = self._suspects(first)
         if len(inputs) == len(shown) == self.run.size and not self.run.is_scalar:
@@ -222,9 +244,9 @@ class Attempt:
             self._try,
             rows,
             stages=stages,
-            certain=both,
+            certain=lambda: () if self.is_random and len(shown) == self.run.size else both,
             is_random=lambda: self.is_random,
-            is_coupled=self._is_coupled,
+            is_coupled=lambda good: not {*range(self.run.size)} - {*good} <= {*shown} or self._is_coupled(good),
             min_batch=self.guard.min_batch,
         )
         with self._calling_again():
@@ -238,7 +260,7 @@ class Attempt:
 
     def _bad_parameters(self) -> list[str]:
         """Trained parameters that are not finite, and frozen ones with NaN: some masks are frozen parameters of Inf."""
-        bad = health_of(self.parameters | self.plan.frozen).bad
+        bad = health_of(self.plan.frozen | self.parameters).bad
         found = [
             f"{name.removeprefix('model.')} ({kind})"
             for name, kind in bad.items()
@@ -292,11 +314,11 @@ class Attempt:
         self._correct(result)
         if stream == 0:
             self.results[rows] = result.losses
-        self.loss, self.norm, is_finite = self._read(result)
+        self.loss, self.norm, is_finite = self._read(result, is_scaled)
         return Outcome.FINITE if is_finite else Outcome.NON_FINITE
 
     def _run_again(self, rows: Rows, stream: int, is_final: bool, is_scaled: bool, is_filled: bool) -> Result | None:
-        if self.runs >= self.guard.max_runs and not is_final:
+        if self.runs >= self.guard.max_runs - (not is_final):  # the last one is for the good samples
             raise RunLimitError
         self._restore(stream)
         self.plan.wrappers.copy_buffers()
@@ -343,10 +365,10 @@ class Attempt:
             note = finding.reason.value
         elif finding.reason is not None:
             self._undo()
-            shows_in_all = len(inputs) == count or (len(shown) == count and not self.run.is_scalar)
-            is_all = finding.reason is Reason.NO_FINITE_PART and shows_in_all
-            bad = [*range(count)] if is_all else []
-            return self._skipped(finding.reason.value, bad=bad, inputs=inputs, shown=shown)
+            others = self.guard.tensors.non_finite()
+            note = ". NaN before the step: ".join([finding.reason.value, *([", ".join(others)] if others else [])])
+            is_all = finding.reason is Reason.ALL and len(shown) == count and not self.run.is_scalar
+            return self._skipped(note, bad=[*range(count)] if is_all and not others else [], inputs=inputs, shown=shown)
         else:
             note = ""
         too_many = self._too_many(len(finding.bad), count)
@@ -365,7 +387,8 @@ class Attempt:
                 outcome = self._try(good, is_final=True, is_scaled=True)
             if outcome is Outcome.UNKNOWN or (outcome is Outcome.NON_FINITE and self.scaler is None):
                 self._undo()
-                return self._skipped("the step without the bad samples is not finite", bad=[*finding.bad])
+                note = "the step without the bad samples is not finite, or raised an exception"
+                return self._skipped(note, bad=[*finding.bad])
         self._accumulate()
         report = self._report([*finding.bad], inputs, shown)
         report.loss, report.grad_norm, report.note = self.loss, self.norm, note
@@ -408,7 +431,7 @@ class Attempt:
         of_ranks = [self._of_rank(bad, rank) for rank in range(self.run.ranks.size)]
         own = of_ranks[self.run.ranks.rank]
         report = RetryReport(self.number, self.runs, bad=own)
-        if len(inputs) < len(shown) == self.run.size:
+        if len(inputs) < len(shown) == self.run.size > len(bad):
             shown = ()  # every loss is bad: that of a sample says nothing about it
         in_input, in_loss = ({*self._own(rows)} for rows in (inputs, shown))
         report.because = {row: _because(row in in_input, row in in_loss) for row in own}

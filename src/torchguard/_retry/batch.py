@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from torchguard._pytrees import children, replace_children
+from torchguard._torch.tensors import Versions, mutation_count
 from torchguard.exceptions import RetryError
 
 Select = Callable[[Any, list[int]], Any]
@@ -31,7 +33,15 @@ class Batch:
         self, value: Any, shared: Collection[Any] = (), select: Select | None = None, size: int | None = None
     ) -> None:
         self.value, self.shared, self._select = value, shared, select
-        self.size = _count(value, shared) if size is None else size
+        self.size = _count(value, shared, select) if size is None else size
+
+    def whole(self) -> Any:
+        """The batch in containers of its own: a closure may take things out of them (`batch.pop("labels")`)."""
+        return self.value if self._select is not None else _copied(self.value)
+
+    def versions(self) -> Versions:
+        """Its tensors, with how often each was changed in place."""
+        return [(tensor, mutation_count(tensor)) for tensor in tensors_of(self.value)]
 
     def part(self, rows: Sequence[int]) -> Any:
         if self._select is not None:
@@ -45,6 +55,8 @@ class Batch:
             return value[rows] if value.ndim and len(value) == self.size else value
         if type(value) is list and len(value) == self.size and not any(map(self._has_rows, value)):
             return [value[row] for row in rows]  # one item per sample: names, images of different sizes
+        if type(value) is tuple and len(value) == self.size and all(isinstance(one, str) for one in value):
+            return tuple(value[row] for row in rows)
         return replace_children(
             value, {key: self._part(child, rows) for key, child in children(value) if key not in self.shared}
         )
@@ -57,7 +69,8 @@ class Batch:
             return torch.nested.as_nested_tensor([parts[row] for row in rows], layout=tensor.layout)
         if not self._has_rows(tensor):
             return tensor
-        return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+        chosen = tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+        return chosen.detach().requires_grad_() if tensor.requires_grad and tensor.is_leaf else chosen
 
     def _has_rows(self, value: Any) -> bool:
         if isinstance(value, (Tensor, np.ndarray)):
@@ -96,8 +109,13 @@ class Batch:
         return list(found)
 
 
-def _count(value: Any, shared: Collection[Any]) -> int:
+def _count(value: Any, shared: Collection[Any], select: Select | None) -> int:
     """The most frequent size of dim 0; of several, the first."""
+    if select is None and _holds_packed(value):
+        raise RetryError(
+            "Retry: the batch holds a PackedSequence, whose samples are not along dim 0. Pack the samples in the "
+            "closure, or give select=, which returns the batch of some samples, and size=, which counts them."
+        )
     sizes = collections.Counter(
         tensor.size(0) if not tensor.is_nested else len(tensor.unbind())
         for tensor in tensors_of(value, shared)
@@ -109,6 +127,14 @@ def _count(value: Any, shared: Collection[Any]) -> int:
             "Give select=, which returns the batch of some samples, and size=, which counts them."
         )
     return sizes.most_common(1)[0][0]
+
+
+def _holds_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence) or any(_holds_packed(child) for _, child in children(value))
+
+
+def _copied(value: Any) -> Any:
+    return replace_children(value, {key: _copied(child) for key, child in children(value)})
 
 
 def tensors_of(value: Any, shared: Collection[Any] = ()) -> list[Tensor]:

@@ -61,7 +61,8 @@ def check_grads(model: nn.Module) -> TensorHealth:
 
 
 def health_of(tensors: dict[str, Tensor]) -> TensorHealth:
-    """NaN, Inf and norm of each of these tensors."""
+    """NaN, Inf and norm of each of these tensors. Integers are always finite, and left out."""
+    tensors = {name: one for name, one in tensors.items() if one.is_floating_point() or one.is_complex()}
     if not tensors:
         return TensorHealth([], torch.zeros(0, dtype=torch.float64))
     values = [local(values_of(tensor.detach())) for tensor in tensors.values()]
@@ -95,6 +96,12 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def _whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def wide_norm(gradients: Sequence[Tensor]) -> float:
+    """The norm of all gradients of this process together, in float64. Waits for the device."""
+    found = norms([local(values_of(one)) for one in gradients], 2, torch.float64)
+    return torch.stack([one.cpu() for one in found]).norm().item()
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchguard._retry.health import local
 from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import reach
 from torchguard._retry.state import PythonState, RandomState, refuse_uninitialized, shards_of, tensors_of
@@ -28,8 +29,9 @@ class Plan:
 
     Attributes:
         parameters: every leaf that gets a gradient, by name.
-        buffers, others: the tensors that a step may change, by id: buffers, and all that no optimizer trains.
-        frozen: the parameters among the others, by name.
+        trained: the ids of those that an optimizer trains, and of their shards.
+        buffers, others: the tensors that a step may change, by id: buffers, and all others.
+        frozen: the parameters that get no gradient, by name.
         python: attributes and containers.
         wrappers: DDP and FSDP2.
         ranks: the processes that share the gradients.
@@ -51,11 +53,19 @@ class Plan:
         self.devices = {one.device for one in self.parameters.values()}
         device = next(iter(self.devices), torch.device("cpu"))
         self.ranks: Alone = ranks_of(group or self.wrappers.group(), device)
-        buffers, others = tensors_of(self.reached, {id(one) for one in self.parameters.values()})
+        buffers, others = tensors_of(self.reached, self.parameters.values())
         self.buffers, self.others = shards_of(buffers), shards_of(others)
-        self.frozen = {name: one for name, one in others.values() if isinstance(one, nn.Parameter)}
+        gets_gradient = {*map(id, self.parameters.values())}
+        self.frozen = {
+            name: one for name, one in others.values() if isinstance(one, nn.Parameter) and id(one) not in gets_gradient
+        }
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        stepped = {id(one) for group in groups for one in group["params"] if one.requires_grad}
+        stepped = stepped or gets_gradient
+        with torch.no_grad():
+            self.trained = stepped | {id(local(one)) for _, one in others.values() if id(one) in stepped}
         self.python = PythonState(self.reached)
-        self._leaves = [*self.parameters.values(), *(tensor for _, tensor in others.values())]
+        self._leaves = [tensor for _, tensor in others.values()]
         self._trainable = [*map(_is_trained, self._leaves)]
         self._sizes = self._group_sizes()
 
@@ -100,12 +110,11 @@ class Plan:
                 RetryWarning,
                 stacklevel=6,
             )
-        for name in self.reached.iterators:
-            if name.isidentifier():  # the closure's own variable
-                raise RetryError(
-                    f"Retry: the closure uses {name}, an iterator that cannot be rewound when a step is run again. "
-                    "Take the next item outside of the closure, and pass it in the batch."
-                )
+        if self.reached.iterators:
+            raise RetryError(
+                f"Retry: the closure uses the iterator {self.reached.iterators[0]}, which cannot be put back for a new "
+                "run. Take from it outside of the closure, and put what it gave into the batch."
+            )
         for name, parameter in self.parameters.items():
             if steps_in_backward(parameter):
                 raise RetryError(

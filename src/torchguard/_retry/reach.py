@@ -3,13 +3,19 @@
 A training closure is `lambda b: F.cross_entropy(model(b["x"]), b["y"], reduction="none")`. It reaches the model through
 a cell or a global, and often more: a teacher, a queue of keys, a hidden state that one step leaves to the next. All of
 it is found by following references: cells, defaults, the globals that its code names, attributes, items, and the same
-for functions that it calls. Code of torch, NumPy and the standard library is not entered.
+for functions that it calls and for the methods of the user's own classes. Code of torch, NumPy and the standard library
+is not entered, and the classes of installed packages are not searched for globals that their methods assign.
 """
 
+import abc
+import argparse
 import collections
 import functools
+import io
+import itertools
 import random
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,12 +28,15 @@ from torch import Tensor, nn
 from torchguard._torch.modules import wrapped_function
 from torchguard._torch.training import module_dicts
 
-SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic, type)
+SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic)
 _FOREIGN = ("torch", "numpy", "builtins", "torchguard", *sys.stdlib_module_names)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONTAINERS = (dict, list, set, collections.deque)
+_PLAIN = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)  # entered as a user's
 _MAX_OBJECTS = 50_000  # that are followed, the nearest first
 _MAX_ITEMS = 4096  # of a container that is entered; a larger one is data, not state
+_MAX_ARRAYS = 2**22  # bytes of all NumPy arrays that are state, the nearest first; more are data
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _HOOKS = frozenset(
     name for name in vars(nn.Module()) if "hooks" in name or name in ("_parameters", "_buffers", "_modules")
 )
@@ -40,55 +49,99 @@ class Reached:
     Args:
         modules: every module.
         tensors: tensors that are neither parameters nor buffers of a module.
-        states: mutable containers, the `__dict__` of objects, the cells of functions, and globals that code assigns.
+        states: mutable containers, the `__dict__` of objects, NumPy arrays, the cells of functions, and `Names`.
         generators: generators of random numbers other than torch's, NumPy's and Python's own.
+        iterators: those that a function names, which cannot be put back.
         globals: the globals that code reads, each as namespace, name and value.
-        iterators: generators, files and other iterators, which cannot be rewound.
         is_complete: whether there was nothing more to follow.
+        array_bytes: of the NumPy arrays in `states`.
     """
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     states: list[tuple[str, Any]] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
-    globals: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     iterators: list[str] = field(default_factory=list)
+    globals: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     is_complete: bool = True
+    array_bytes: int = 0
 
 
-class GlobalNames:
-    """The globals that a function assigns, as one piece of state."""
+class Names(abc.ABC):
+    """Values by name that have no dict of their own: globals that a function assigns, slots, attributes of a class."""
 
+    @abc.abstractmethod
+    def read(self) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def write(self, name: str, value: Any) -> None: ...
+
+    @abc.abstractmethod
+    def delete(self, name: str) -> None: ...
+
+
+class GlobalNames(Names):
     def __init__(self, namespace: dict[str, Any], names: tuple[str, ...]) -> None:
-        self._namespace, self._names = namespace, names
+        self.namespace, self.names = namespace, names
 
     def read(self) -> dict[str, Any]:
-        return {name: self._namespace[name] for name in self._names if name in self._namespace}
+        return {name: self.namespace[name] for name in self.names if name in self.namespace}
 
-    def write(self, values: dict[str, Any]) -> None:
-        for name in self._names:
-            self._namespace.pop(name, None)
-        self._namespace.update(values)
+    def write(self, name: str, value: Any) -> None:
+        self.namespace[name] = value
+
+    def delete(self, name: str) -> None:
+        del self.namespace[name]
 
 
-class Slots:
-    """The attributes of an object whose class has `__slots__`."""
+class Slots(Names):
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.names = owner, _slots_of(type(owner))
+
+    def read(self) -> dict[str, Any]:
+        return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
+
+    def write(self, name: str, value: Any) -> None:
+        object.__setattr__(self.owner, name, value)
+
+    def delete(self, name: str) -> None:
+        object.__delattr__(self.owner, name)
+
+
+class ClassNames(Names):
+    def __init__(self, owner: type) -> None:
+        self.owner = owner
+
+    def read(self) -> dict[str, Any]:
+        return dict(vars(self.owner))
+
+    def write(self, name: str, value: Any) -> None:
+        setattr(self.owner, name, value)
+
+    def delete(self, name: str) -> None:
+        delattr(self.owner, name)
+
+
+class Length(Names):
+    """How many items a large list or dict has. What a step adds to it is taken away again."""
 
     def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        classes = type(owner).__mro__
-        listed = [vars(one).get("__slots__", ()) for one in classes]
-        self._names = [name for names in listed for name in ((names,) if isinstance(names, str) else names)]
+        self.owner, self._length = owner, len(owner)
 
     def read(self) -> dict[str, Any]:
-        return {name: getattr(self._owner, name) for name in self._names if hasattr(self._owner, name)}
+        if len(self.owner) != self._length:  # the same number is the same object
+            self._length = len(self.owner)
+        return {"length": self._length}
 
-    def write(self, values: dict[str, Any]) -> None:
-        for name in self._names:
-            if name in values:
-                object.__setattr__(self._owner, name, values[name])
-            elif hasattr(self._owner, name):
-                object.__delattr__(self._owner, name)
+    def write(self, name: str, value: Any) -> None:
+        if isinstance(self.owner, list):
+            del self.owner[value:]
+        else:
+            for key in [*itertools.islice(self.owner, value, None)]:
+                del self.owner[key]
+
+    def delete(self, name: str) -> None:
+        raise NotImplementedError
 
 
 def reach(roots: dict[str, Any]) -> Reached:
@@ -112,9 +165,17 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
         found.tensors.append((name, value))
         return []
     if isinstance(value, nn.Module):
-        return _enter_module(name, value, found)
+        return [(type(value).__name__, type(value)), *_enter_module(name, value, found)]
+    if isinstance(value, type):
+        return _enter_class(value, found) if _is_own(value.__module__) else []
+    if isinstance(value, np.ndarray):
+        if found.array_bytes + value.nbytes <= _MAX_ARRAYS and not value.dtype.hasobject and value.flags.writeable:
+            found.array_bytes += value.nbytes
+            found.states.append((name, value))
+        return []
     if isinstance(value, _CONTAINERS):
         if len(value) > _MAX_ITEMS:
+            found.states += [(name, Length(value))] if isinstance(value, (dict, list)) else []
             return []
         found.states.append((name, value))
         items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -133,16 +194,25 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     if isinstance(value, types.CellType):
         found.states.append((name, value))
         return [(name, value.cell_contents)] if is_filled(value) else []
-    if _is_foreign(type(value).__module__) and not isinstance(value, types.SimpleNamespace):
-        if isinstance(value, Iterator):
-            found.iterators.append(name)
+    if _is_foreign(type(value).__module__) and not isinstance(value, _PLAIN):
         return []
+    held: dict[str, Any] = {}
     if hasattr(value, "__dict__"):
         found.states.append((name, value.__dict__))
-        return [(f"{name}.{key}", item) for key, item in vars(value).items()]
-    slots = Slots(value)
-    found.states.append((name, slots))
-    return [(f"{name}.{key}", item) for key, item in slots.read().items()]
+        held |= vars(value)
+    if _slots_of(type(value)):
+        slots = Slots(value)
+        found.states.append((name, slots))
+        held |= slots.read()
+    return [(type(value).__name__, type(value)), *((f"{name}.{key}", item) for key, item in held.items())]
+
+
+def _enter_class(cls: type, found: Reached) -> list[tuple[str, Any]]:
+    """The attributes of one of the user's own classes, its methods, and the classes that it is made from."""
+    found.states.append((cls.__name__, ClassNames(cls)))
+    own = [(key, getattr(item, "__func__", item)) for key, item in vars(cls).items()]
+    own = [(key, item) for key, item in own if not key.startswith("__") or isinstance(item, types.FunctionType)]
+    return [(f"{cls.__name__}.{key}", item) for key, item in own] + [(one.__name__, one) for one in cls.__bases__]
 
 
 def _enter_module(name: str, module: nn.Module, found: Reached) -> list[tuple[str, Any]]:
@@ -159,6 +229,7 @@ def _enter_function(name: str, function: types.FunctionType, found: Reached) -> 
     if _is_foreign(function.__module__ or ""):
         return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        _note_iterator(variable, cell.cell_contents if is_filled(cell) else None, found)
         yield variable, cell
     yield from (("a default", value) for value in function.__defaults__ or ())
     yield from (function.__kwdefaults__ or {}).items()
@@ -170,12 +241,18 @@ def _enter_function(name: str, function: types.FunctionType, found: Reached) -> 
         value = namespace[variable]
         found.globals.append((namespace, variable, value))
         if not isinstance(value, types.ModuleType):
+            _note_iterator(variable, value, found)
             yield variable, value
         elif not _is_foreign(value.__name__):
             members = vars(value)
             for member in names & members.keys():
                 found.globals.append((members, member, members[member]))
                 yield f"{variable}.{member}", members[member]
+
+
+def _note_iterator(name: str, value: Any, found: Reached) -> None:
+    if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        found.iterators.append(name)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -197,6 +274,22 @@ def _assigned_globals(code: types.CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=4096)
 def _is_foreign(module: str) -> bool:
     return module.split(".")[0] in _FOREIGN
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_own(module: str) -> bool:
+    """Whether a module is the user's own: neither foreign nor an installed package."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not _is_foreign(module) and not file.startswith(_INSTALLED)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots_of(cls: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for one in cls.__mro__:
+        slots = vars(one).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def is_filled(cell: types.CellType) -> bool:

@@ -127,14 +127,20 @@ class Retry:
         return self._step(closure, batch, clip, scaler, window)
 
     def _step(
-        self, closure: Closure, batch: Any, clip: float | None, scaler: Any, window: bool | None, is_late: bool = False
+        self,
+        closure: Closure,
+        batch: Any,
+        clip: float | None,
+        scaler: Any,
+        window: bool | None,
+        late: int | None = None,
     ) -> RetryReport:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        report = self._guarded(closure, batch, window, scaler)
+        report = self._guarded(closure, batch, window, scaler, late)
         if not report.skipped:
             self._update(clip, scaler)
-        self._conclude(report, is_late)
+        self._conclude(report, is_late=late is not None)
         return report
 
     def _update(self, clip: float | None, scaler: Any) -> None:
@@ -162,11 +168,12 @@ class Retry:
         for optimizer in self.optimizers:
             if not skips_on_device(optimizer):
                 raise RetryError(
-                    "Retry: wait=False needs optimizers that skip a step on the device, and this "
-                    f"{type(optimizer).__name__} does not. Give it fused=True, if it has that, or use wait=True."
+                    f"Retry: wait=False needs optimizers that skip a step on the device. {type(optimizer).__name__} "
+                    "does not as it is. Give fused=True where the optimizer has it, or use wait=True."
                 )
         # An optimizer makes its state in its first step, from the gradients of that step if these are skipped, too.
-        return all(optimizer.state or not _has_state(optimizer) for optimizer in self.optimizers)
+        has_state = all(optimizer.state or not _has_state(optimizer) for optimizer in self.optimizers)
+        return has_state and self.tensors.has_learned
 
     def _step_without_waiting(
         self, closure: Closure, batch: Any, clip: float | None, window: bool | None
@@ -198,8 +205,17 @@ class Retry:
         if self.on_bad is not None and not report.ok:
             self.on_bad(report)
 
-    def _guarded(self, closure: Closure, batch: Any, window: bool | None, scaler: Any) -> RetryReport:
-        return self._attempt(closure, batch, window, scaler).report()
+    def _guarded(
+        self, closure: Closure, batch: Any, window: bool | None, scaler: Any, late: int | None = None
+    ) -> RetryReport:
+        """Run a step. `late` is the number of one that was run before without waiting for its outcome."""
+        attempt = self._attempt(closure, batch, window, scaler)
+        if late is None:
+            return attempt.report()
+        self._steps, attempt.number = self._steps - 1, late
+        report = attempt.report()
+        report.runs += 1
+        return report
 
     def _attempt(self, closure: Closure, batch: Any, window: bool | None, scaler: Any) -> Attempt:
         batches = [
@@ -239,9 +255,7 @@ class Pending:
             if not flag:
                 self._found = RetryReport(number, 1, loss, norm)
             else:
-                self._found = self.guard._step(*self.step, is_late=True)
-                self.guard._steps -= 1  # the same step again
-                self._found.step, self._found.runs = number, self._found.runs + 1
+                self._found = self.guard._step(*self.step, late=number)
             del self.attempt, self.step
         return self._found
 

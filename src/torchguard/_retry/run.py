@@ -238,7 +238,9 @@ class Step:
                     own = self.ranks.total(own if is_own else torch.zeros_like(own))
                     weights = own if weights is None else weights + own
                     # The weights of later micro-batches are not known yet: gradients are corrected for at the end.
-                    divisor = own * len(numbers) if divisor is None else divisor
+                    if divisor is None:
+                        scaled = own * len(numbers)
+                        divisor = scaled if len(numbers) == 1 else torch.where(own == 0, 1, scaled)
                     loss = found.sums.sum() / divisor
                 elif found.is_scalar:
                     loss = found.sums if isinstance(samples, int) and size == samples else found.sums * (size / samples)
@@ -259,7 +261,7 @@ class Step:
         """The losses of some samples of a micro-batch, and how many these are; None if a rank raised an exception."""
         batch = self.batches[number]
         if of_ranks == [None]:
-            return losses_of(self.closure(batch.value), batch.size), batch.size
+            return losses_of(self.closure(batch.whole()), batch.size), batch.size
         own, given = of_ranks[self.ranks.rank], of_ranks
         if is_filled:
             given = [_filled(part, sizes[number]) for part, sizes in zip(of_ranks, self.sizes, strict=True)]
@@ -267,7 +269,7 @@ class Step:
         found, raised = None, None
         try:
             found = self.wrappers.call(
-                lambda: self._losses(batch, given[self.ranks.rank], stand_in), lambda: self.call_again(batch.value)
+                lambda: self._losses(batch, given[self.ranks.rank], stand_in), lambda: self.call_again(batch.whole())
             )
         except Exception as exception:
             raised = exception
@@ -291,10 +293,12 @@ class Step:
                 raise stand_in
             value, size = stand_in
         elif rows == [*range(batch.size)]:
-            value, size = batch.value, batch.size
+            value, size = batch.whole(), batch.size
         else:
             value, size = batch.part(rows), len(rows)
-        found = losses_of(self.call_again(value), size)
+        has_other_shape = self.keep_shapes and size > batch.size  # a sample beside a copy of itself
+        with torch.compiler.set_stance("force_eager") if has_other_shape else contextlib.nullcontext():
+            found = losses_of(self.call_again(value), size)
         if self.keep_shapes and found.is_scalar and len({*rows}) < len(rows):
             raise RetryError("Retry: keep_shapes=True needs a loss for each sample, not one loss for all.")
         return found

@@ -18,12 +18,15 @@ Nothing here uses torch: `tests/retry/test_search.py` tests it against plain mod
 import enum
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Rows = tuple[int, ...]
 
-_MAX_PARTS = 8  # parts of one size that are tried while no finite part is known
-_MAX_CHOICES = 16  # choices of as many samples that are tried to accuse fewer
+_MAX_PARTS = 6  # parts of one size that are tried while no finite part is known
+_MAX_DOUBLED = 2  # the same, with each sample beside a copy
+_MAX_CHOICES = 16  # samples that are tried as the only bad one
+_MAX_PAIRS = 64  # pairs of samples that are tried as each other's partner
+_STREAMS = (1, 2, 3)  # of random numbers other than those of the step, with which an accused sample is tried
 _MAX_GROUP = 4  # samples that are reported as bad only together
 
 
@@ -39,7 +42,10 @@ class Reason(enum.Enum):
     NOT_REPRODUCED = "the fault was not reproduced when the step was run again unchanged"
     RANDOM = "the fault depends on the random numbers that the step draws"
     RAISED = "the step raised an exception when it was run again unchanged"
-    NO_FINITE_PART = "no part of the batch that was tried is finite: all samples are bad, or the cause is not in them"
+    NO_FINITE_PART = (
+        "no part of the batch that was tried is finite: too many samples are bad, or the cause is not in them"
+    )
+    ALL = "every sample that was tried alone is not finite: all are bad, or the cause is not in them"
     UNTRIED = "some samples could not be tried: the closure raises an exception for the parts that contain them"
     TOGETHER = "the fault needs many samples at once: no small group of them is to blame"
     LIMIT = "the limit of runs was reached before the bad samples were found"
@@ -78,7 +84,7 @@ class Search:
             is the number of the random stream: 0 is that of the step, others differ from it.
         rows: all samples.
         stages: samples under suspicion, most suspicious first.
-        certain: samples whose input and loss both show the fault: they are accused without step 4.
+        certain: samples whose input and loss both show the fault: they are accused without step 4. Asked late.
         is_random: whether the step draws random numbers; known once the batch was run again.
         is_coupled: whether samples influence each other; asked after a finite run of the batch without the accused.
         min_batch: the smallest part to run.
@@ -87,10 +93,11 @@ class Search:
     run: Callable[[Rows, int], Outcome]
     rows: Rows
     stages: Sequence[Collection[int]] = ()
-    certain: Collection[int] = ()
+    certain: Callable[[], Collection[int]] = tuple
     is_random: Callable[[], bool] = lambda: False
     is_coupled: Callable[[Rows], bool] = lambda good: True
     min_batch: int = 1
+    is_doubled: bool = False  # whether a run has each sample twice
     _outcomes: dict[tuple[Rows, int], Outcome] = field(default_factory=dict)
 
     def find(self) -> Finding:
@@ -105,27 +112,50 @@ class Search:
             reason = Reason.NOT_REPRODUCED if again is Outcome.FINITE else Reason.RAISED
             return Finding(self.rows, reason=reason)
         base = self._finite_part()
+        if base is None and self.is_random() and any(self._is_finite(self.rows, stream) for stream in _STREAMS):
+            return Finding(self.rows, reason=Reason.RANDOM)
         if base is None:
-            return self._no_finite_part()
+            return self._beside_copies()
         good, bad, untried = list(base), [], []
         self._add(list(self._without(base)), good, bad, untried)
         if untried and not self._is_finite([*good, *untried]):
             return Finding(self.rows, reason=Reason.UNTRIED)
         good += untried
-        uncertain = [row for row in bad if row not in self.certain]
+        uncertain = [row for row in bad if row not in self.certain()]
         if not uncertain or not (self.is_random() or self.is_coupled(_sorted(good))):
             return Finding(_sorted(good), _sorted(bad)) if self._is_finite(good) else self._no_finite_part()
-        return self._verified(good, bad)
+        return self._verified(bad)
+
+    def _beside_copies(self) -> Finding:
+        """Search with each sample beside a copy of itself, its partner where a loss needs one.
+
+        Without a bad sample and its only partner left out, no part of such a batch is finite.
+        """
+        if self.is_doubled:
+            return self._no_finite_part()
+        doubled = replace(
+            self, run=lambda part, stream: self._try((*part, *part), stream), is_doubled=True, _outcomes={}
+        )
+        doubled._outcomes[self.rows, 0] = Outcome.NON_FINITE
+        finding = doubled._find()
+        if not finding.bad:
+            return self._no_finite_part()
+        left_out = self._without_partner([*self._without(finding.bad)], finding.bad)
+        good = self._without((*finding.bad, *left_out))
+        if not good or not self._is_finite(good):
+            return self._no_finite_part()
+        return Finding(good, finding.bad, finding.groups, _sorted(left_out))
 
     def _no_finite_part(self) -> Finding:
-        return Finding(self.rows, reason=Reason.NO_FINITE_PART)
+        alone = {outcome for (part, _), outcome in self._outcomes.items() if len(part) == 1}
+        return Finding(self.rows, reason=Reason.ALL if alone == {Outcome.NON_FINITE} else Reason.NO_FINITE_PART)
 
-    def _verified(self, good: list[int], bad: list[int]) -> Finding:
+    def _verified(self, bad: list[int]) -> Finding:
         bad = self._fewest(bad)
         good = list(self._without(bad))
         groups: list[Rows] = []
         left_out: list[int] = []
-        for row in [row for row in bad if row not in self.certain]:
+        for row in [row for row in bad if row not in self.certain()]:
             if self.is_random() and not self._is_bad_for_other_draws(row, good):
                 return Finding(self.rows, reason=Reason.RANDOM)
             if self._is_finite([*good, row, row]):
@@ -135,12 +165,28 @@ class Search:
             if group is None:
                 return Finding(self.rows, reason=Reason.TOGETHER)
             if len(group) > 1:
-                groups.append(group)
                 good = [one for one in good if one not in group]
+                if self.is_random() and not all(
+                    self._is_bad_for_other_draws(row, [*good, *(one for one in group if one != row)]) for row in group
+                ):
+                    return Finding(self.rows, reason=Reason.RANDOM)
+                groups.append(group)
         accused = {*bad, *(row for group in groups for row in group)} - {*left_out}
-        if not accused or not self._is_finite(good):
+        if not accused:
+            return self._no_finite_part()
+        left_out = self._without_partner(left_out, accused)
+        good = [row for row in self._without(accused) if row not in left_out]
+        if not self._is_finite(good):
             return self._no_finite_part()
         return Finding(_sorted(good), _sorted(accused), tuple(groups), _sorted(left_out))
+
+    def _without_partner(self, rows: list[int], accused: Collection[int]) -> list[int]:
+        """Those of `rows` that make the batch without the accused non-finite unless a copy is beside them."""
+        others = self._without(accused)
+        if not rows or self._is_finite(others):
+            return []
+        lonely = [row for row in rows if not self._is_finite([*others, *(one for one in rows if one != row)])]
+        return lonely if self._is_finite([row for row in others if row not in lonely]) else rows
 
     def _try(self, rows: Iterable[int], stream: int = 0) -> Outcome:
         part = _sorted(rows)
@@ -151,8 +197,8 @@ class Search:
             self._outcomes[key] = self.run(part, stream)
         return self._outcomes[key]
 
-    def _is_finite(self, rows: Iterable[int]) -> bool:
-        return self._try(rows) is Outcome.FINITE
+    def _is_finite(self, rows: Iterable[int], stream: int = 0) -> bool:
+        return self._try(rows, stream) is Outcome.FINITE
 
     # 2. A finite part.
 
@@ -165,16 +211,17 @@ class Search:
         while size > 1:
             size = (size + 1) // 2
             for part in self._parts(size):
-                for tried in (part, self._without(part)):
+                for tried in (part, self._without(part)) if 4 * size >= len(self.rows) else (part,):
                     if tried and self._is_finite(tried):
                         return tried
-        return next((rest for row in self.rows if (rest := self._without((row,))) and self._is_finite(rest)), None)
+        tried = self.rows[:_MAX_CHOICES]
+        return next((rest for row in tried if (rest := self._without((row,))) and self._is_finite(rest)), None)
 
     def _parts(self, size: int) -> list[Rows]:
-        """At most `_MAX_PARTS` parts of this size, spread over the batch."""
+        """Some parts of this size, spread over the batch."""
         parts = [self.rows[start : start + size] for start in range(0, len(self.rows), size)]
-        step = max(1, len(parts) // _MAX_PARTS)
-        return parts[::step][:_MAX_PARTS]
+        most = _MAX_DOUBLED if self.is_doubled else _MAX_PARTS
+        return parts[:: max(1, len(parts) // most)][:most]
 
     def _without(self, rows: Collection[int]) -> Rows:
         left_out = set(rows)
@@ -205,24 +252,25 @@ class Search:
     # 4. Other company, other random numbers.
 
     def _fewest(self, bad: list[int]) -> list[int]:
-        """The fewest of these samples without which the batch is finite.
+        """Fewer of these samples without which the batch is finite, where that is so.
 
         A sample that has no partner in a part, such as the only one of its class, makes that part non-finite, so the
-        halves may have accused more samples than needed.
+        halves may have accused more samples than needed: all but one of them, or pairs that are each other's partner.
         """
-        for count in range(1, len(bad)):
-            chosen = list(itertools.islice(itertools.combinations(bad, count), _MAX_CHOICES))
-            for some in chosen:
-                if self._is_finite(self._without(some)):
-                    return [*some]
-            if len(chosen) == _MAX_CHOICES:
-                break
+        for row in bad[:_MAX_CHOICES] if len(bad) > 1 else ():
+            if self._is_finite(self._without((row,))):
+                return [row]
+        left = [row for row in bad if row not in self.certain()]
+        for pair in itertools.islice(itertools.combinations(left, 2), _MAX_PAIRS):
+            if {*pair} <= {*bad} and len(bad) > 2 and self._is_finite([*self._without(bad), *pair]):
+                bad = [row for row in bad if row not in pair]
         return bad
 
     def _is_bad_for_other_draws(self, row: int, good: list[int]) -> bool:
-        if self._try(good, 1) is not Outcome.FINITE:
-            return False
-        return all(self._try([*good, row], stream) is Outcome.NON_FINITE for stream in (1, 2))
+        return all(
+            self._is_finite(good, stream) and self._try([*good, row], stream) is Outcome.NON_FINITE
+            for stream in _STREAMS
+        )
 
     def _group_of(self, row: int, good: list[int]) -> Rows | None:
         """The smallest group with `row` that is bad together; `(row,)` if it is bad in any company.

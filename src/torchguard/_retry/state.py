@@ -1,17 +1,20 @@
 """What a run changes beside gradients, and how it is put back: buffers, Python state, random numbers.
 
 Buffers are compared and restored by content: BatchNorm's statistics and writes through `.data` do not move a tensor's
-version. Buffers are copied before every step. Other tensors (frozen parameters, tensors in attributes and cells) may be
-as large as the model, and most never change. They are copied in the first step, or where they are too large for that,
-reduced to a checksum; those that the step changed are copied from then on. If a later step is bad, it is run again, and
-a tensor that this changes although it was never copied cannot be restored: it is named, and the step is given up.
+version. Buffers and small tensors are copied before every step. Other tensors (frozen parameters, tensors in attributes
+and cells) may be as large as the model, and most never change. They are copied in the first step, or where they are too
+large for that, reduced to a checksum; those that the step changed are copied from then on. If a later step is bad, it
+is run again, and a tensor that this changes although it was not copied cannot be restored: it is named, and the step is
+given up. The parameters that an optimizer trains are never copied. A closure that changes one is refused.
 """
 
 import contextlib
 import itertools
 import operator
 import random
+import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import CellType
 from typing import Any
 
@@ -19,15 +22,49 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchguard._pytrees import tensors_in
 from torchguard._retry.health import local
-from torchguard._retry.reach import SIMPLE, GlobalNames, Reached, Slots, is_filled
+from torchguard._retry.reach import SIMPLE, Names, Reached, is_filled
+from torchguard._torch.tensors import Versions, is_unchanged, versions_of
 from torchguard._torch.training import copy_all, module_dicts, norms
 from torchguard.exceptions import RetryError
 
 _MAX_BYTES = 64 * 2**20  # of a tensor that is no buffer, to be copied in the first step
-_MAX_LESSONS = 4  # steps after which tensors are compared to learn which of them change
+_SMALL = 2**18  # bytes of one that is copied before every step
+_MAX_SMALL = 2**25  # bytes of all of these
 
 Named = dict[int, tuple[str, Tensor]]
+
+
+@dataclass
+class Replaced:
+    """A tensor that a step put in the place of another.
+
+    Args:
+        name: for messages.
+        old: what was there before the step, if that was a tensor.
+        new: what is there now.
+        is_buffer: whether a module has it registered.
+    """
+
+    name: str
+    old: Tensor | None
+    new: Tensor
+    is_buffer: bool
+
+    def has_fault(self) -> Tensor:
+        """Whether it has NaN or Inf that was not there before. Nothing waits for the device.
+
+        -Inf in a tensor that is no registered buffer, or that is new, is a mask.
+        """
+        if self.is_buffer and self.old is not None and _alike(self.old, self.new):
+            return _new_faults(self.new, self.old).any()
+        return (self.new.isnan() | self.new.isposinf()).any()
+
+
+def _new_faults(tensor: Tensor, before: Tensor) -> Tensor:
+    """Where a tensor is NaN or Inf and was not, or not the same."""
+    return ~tensor.isfinite() & (tensor != before) & ~(tensor.isnan() & before.isnan())
 
 
 class TensorState:
@@ -37,29 +74,49 @@ class TensorState:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor, and its value before the step
         self._checksums: dict[int, tuple[str, Tensor, Tensor]] = {}  # of tensors that are not copied
         self._changing: set[int] = set()
-        self._lessons = 0
-        self._constant: dict[int, tuple[str, Tensor, int]] = {}  # by id: seen not to change; data pointer
+        self._constant: dict[int, tuple[str, weakref.ref[Tensor], int]] = {}  # by id: seen not to change; data pointer
+        self._versions: Versions = []  # of the constant ones, before the step
         self._saved: list[tuple[str, Tensor, Tensor]] = []
+        self._masks: set[int] = set()  # ids of those with NaN or Inf that no step put there
+        self._trained: set[int] = set()
+        self._small: set[int] = set()  # ids of those that are copied before every step, whether they change or not
+        self.has_learned = False
 
-    def save(self, buffers: Named, others: Named) -> None:
-        """Copy what a step may change."""
-        self._checksums = {}
+    def save(self, buffers: Named, others: Named, trained: set[int]) -> None:
+        """Copy what a step may change.
+
+        Args:
+            buffers: of all modules.
+            others: all other tensors, parameters included.
+            trained: the ids of those that an optimizer trains. A step must not change these.
+        """
+        self._trained = trained
+        self._checksums, constants, self._small, small_bytes = {}, [], set(), 0
+        self._constant = {key: known for key, known in self._constant.items() if known[1]() is not None}
         wanted: list[tuple[str, Tensor]] = [*buffers.values()]
         for key, (name, tensor) in others.items():
             known = self._constant.get(key)
-            if known is not None and known[1] is tensor and known[2] == tensor.data_ptr():
-                continue
-            if key in self._changing or tensor.nbytes <= _MAX_BYTES:
+            if known is not None and known[1]() is tensor and (key in trained or known[2] == tensor.data_ptr()):
+                constants.append(tensor)
+            elif key in trained:
+                self._checksums[key] = name, tensor, checksum(tensor)
+            elif tensor.nbytes <= _SMALL and not tensor.requires_grad and small_bytes + tensor.nbytes <= _MAX_SMALL:
+                small_bytes += tensor.nbytes
+                self._small.add(key)
+                wanted.append((name, tensor))
+            elif key in self._changing or tensor.nbytes <= (_SMALL if tensor.requires_grad else _MAX_BYTES):
                 wanted.append((name, tensor))
             else:
                 self._checksums[key] = name, tensor, checksum(tensor)
+        self._versions = versions_of([one for one in constants if not one.is_inference()])
         targets, sources, self._saved, copies = [], [], [], {}
-        for name, tensor in wanted:
-            kept = self._copies.get(id(tensor))
-            if kept is None or kept[0] is not tensor or not _alike(kept[1], tensor):
-                kept = tensor, torch.empty_like(tensor)
-            copies[id(tensor)] = kept
-            self._saved.append((name, tensor, kept[1]))
+        for name, whole in wanted:
+            tensor = _without_overlap(whole)
+            kept = self._copies.get(id(whole))
+            if kept is None or kept[0] is not whole or not _alike(kept[1], tensor):
+                kept = whole, torch.empty_like(tensor, requires_grad=False)
+            copies[id(whole)] = kept
+            self._saved.append((name, whole, kept[1]))
             targets.append(kept[1])
             sources.append(tensor.detach())
         self._copies = copies
@@ -67,29 +124,31 @@ class TensorState:
             copy_all(targets, sources)
         self._buffers = {*buffers}
 
-    def learn(self) -> None:
-        """After a finite step: which of the tensors that are no buffers did it change? Waits for the device."""
-        self._lessons += 1
+    def learn(self) -> list[str]:
+        """After a finite step: which of the tensors that are no buffers did it change?
+
+        Returns:
+            The names of those that an optimizer trains.
+        """
+        self.has_learned = True
+        for tensor, before in () if is_unchanged(self._versions) else self._versions:
+            if not is_unchanged([(tensor, before)]):
+                del self._constant[id(tensor)]
+                self._changing.add(id(tensor))
+        known = self._buffers | self._changing | self._small
         for name, tensor, copy in self._saved:
-            if id(tensor) in self._buffers or id(tensor) in self._changing:
+            if id(tensor) in known:
                 continue
-            if _equal(tensor, copy):
-                self._constant[id(tensor)] = name, tensor, tensor.data_ptr()
+            if _equal(_without_overlap(tensor), copy):
+                self._constant[id(tensor)] = name, weakref.ref(tensor), tensor.data_ptr()
             else:
                 self._changing.add(id(tensor))
         for key, (name, tensor, before) in self._checksums.items():
             if bool((checksum(tensor) == before).all()):
-                self._constant[key] = name, tensor, tensor.data_ptr()
-            else:
+                self._constant[key] = name, weakref.ref(tensor), tensor.data_ptr()
+            elif key not in self._trained:
                 self._changing.add(key)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `learn` would tell something. It gives up on closures that make new tensors in every step."""
-        if self._lessons >= _MAX_LESSONS:
-            return False
-        known = self._buffers | self._changing
-        return bool(self._checksums) or any(id(tensor) not in known for _, tensor, _ in self._saved)
+        return [name for key, (name, _, _) in self._checksums.items() if key in self._trained - self._constant.keys()]
 
     def restore(self) -> None:
         _copy_back([(tensor, copy) for _, tensor, copy in self._saved])
@@ -97,23 +156,25 @@ class TensorState:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Put back what is changed in this context."""
-        now = [(tensor, tensor.detach().clone()) for _, tensor, _ in self._saved]
+        now = [(tensor, _without_overlap(tensor).detach().clone()) for _, tensor, _ in self._saved]
         yield
         _copy_back(now)
 
     def restore_where(self, flag: Tensor) -> None:
         """Restore without waiting, where a flag on the device says so."""
         with torch.no_grad():
-            for _, tensor, copy in self._saved:
-                tensor.detach().copy_(torch.where(flag.to(tensor.device), copy, tensor))
+            for _, whole, copy in self._saved:
+                tensor = _without_overlap(whole).detach()
+                tensor.copy_(torch.where(flag.to(tensor.device), copy, tensor))
 
     def lost(self) -> list[str]:
-        """Tensors too large to copy that changed in the first step."""
+        """Tensors that were not copied and changed in the first step."""
         return [name for name, tensor, before in self._checksums.values() if bool((checksum(tensor) != before).any())]
 
     def constants(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The tensors that are assumed not to change, each with its checksum."""
-        return {name: (tensor, checksum(tensor)) for name, tensor, _ in self._constant.values()}
+        known = [(name, tensor()) for name, tensor, _ in self._constant.values()]
+        return {name: (tensor, checksum(tensor)) for name, tensor in known if tensor is not None}
 
     def changed_constants(self, before: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
         changed = [name for name, (tensor, old) in before.items() if bool((checksum(tensor) != old).any())]
@@ -124,8 +185,16 @@ class TensorState:
         return changed
 
     def largest(self) -> Tensor | None:
-        """The sum of the largest magnitudes of the saved tensors: finite only if all of them are. None if none."""
-        floating = [tensor.detach() for _, tensor, _ in self._saved if tensor.is_floating_point() and tensor.numel()]
+        """The sum of the largest magnitudes of the saved tensors: finite only if all of them are. None if none.
+
+        What was NaN or Inf before counts as zero where it is known to be.
+        """
+        floating = []
+        for _, tensor, copy in self._saved:
+            if tensor.is_floating_point() and tensor.numel():
+                one = _without_overlap(tensor).detach()
+                is_mask = id(tensor) in self._masks and _alike(one, copy)
+                floating.append(torch.where(_new_faults(one, copy), one, 0) if is_mask else one)
         if not floating:
             return None
         device = floating[0].device
@@ -135,21 +204,29 @@ class TensorState:
         """The saved tensors with NaN or Inf that they did not have before the step."""
         found = []
         for name, tensor, copy in self._saved:
-            if tensor.is_floating_point() and _alike(tensor, copy):
-                same = (tensor == copy) | (tensor.isnan() & copy.isnan())
-                if bool((~tensor.isfinite() & ~same).any()):
-                    found.append(name)
-            elif tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            part = _without_overlap(tensor)
+            if not tensor.is_floating_point() or bool(part.isfinite().all()):
+                continue
+            if not _alike(part, copy) or bool(_new_faults(part, copy).any()):
                 found.append(name)
+            else:
+                self._masks.add(id(tensor))
         return found
 
+    def non_finite(self) -> list[str]:
+        """The tensors that had NaN before the step. Inf may be a mask."""
+        known = [(name, tensor()) for name, tensor, _ in self._constant.values()]
+        named = [*((name, copy) for name, _, copy in self._saved), *known]
+        return [name for name, one in named if one is not None and one.is_floating_point() and bool(one.isnan().any())]
 
-def _copy_back(pairs: list[tuple[Tensor, Tensor]]) -> None:
+
+def _copy_back(saved: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
-        same = [(tensor, copy) for tensor, copy in pairs if _alike(tensor, copy)]
-        copy_all([tensor.detach() for tensor, _ in same], [copy for _, copy in same])
-        for tensor, copy in pairs:
-            if not _alike(tensor, copy):  # resized, or moved to another dtype
+        pairs = [(_without_overlap(tensor), tensor, copy) for tensor, copy in saved]
+        same = [(part, copy) for part, _, copy in pairs if _alike(part, copy)]
+        copy_all([part.detach() for part, _ in same], [copy for _, copy in same])
+        for part, tensor, copy in pairs:
+            if not _alike(part, copy):  # resized, or moved to another dtype
                 tensor.data = copy.clone()
 
 
@@ -159,26 +236,30 @@ def shards_of(named: Named) -> Named:
         return {id(one): (name, one) for name, tensor in named.values() for one in [local(tensor)]}
 
 
-def tensors_of(reached: Reached, trained: set[int]) -> tuple[Named, Named]:
-    """Buffers, and the other tensors that no optimizer trains."""
+def tensors_of(reached: Reached, parameters: Iterable[Tensor]) -> tuple[Named, Named]:
+    """Buffers, and the other tensors."""
     buffers: Named = {}
-    others: Named = {}
+    others: Named = {id(one): ("a parameter of an optimizer", one) for one in parameters}
     for path, module in reached.modules:
-        parameters, own, _ = module_dicts(module)
+        of_module, own, _ = module_dicts(module)
         buffers.update({id(one): (f"{path}.{name}", one) for name, one in own.items() if one is not None})
-        others.update({id(one): (f"{path}.{name}", one) for name, one in parameters.items() if one is not None})
-    others.update({id(tensor): (name, tensor) for name, tensor in reached.tensors})
-    others = {
-        key: named
-        for key, named in others.items()
-        if key not in trained and key not in buffers and _can_be_saved(named[1])
-    }
-    return {key: named for key, named in buffers.items() if _can_be_saved(named[1])}, others
+        others.update({id(one): (f"{path}.{name}", one) for name, one in of_module.items() if one is not None})
+    others.update({id(tensor): (name, tensor) for name, tensor in reached.tensors if id(tensor) not in others})
+    return (
+        {key: named for key, named in buffers.items() if _can_be_saved(named[1])},
+        {key: named for key, named in others.items() if key not in buffers and _can_be_saved(named[1])},
+    )
 
 
 def _can_be_saved(tensor: Tensor) -> bool:
     """A tensor with values of its own. A result of autograd is made anew by whoever holds it, not written to."""
     return tensor.layout is torch.strided and not tensor.is_nested and (tensor.is_leaf or not tensor.requires_grad)
+
+
+def _without_overlap(tensor: Tensor) -> Tensor:
+    """The elements of a tensor, each once: an expanded tensor has several that are one, and cannot be written to."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor if extent >= tensor.numel() else tensor.detach().as_strided((extent,), (1,))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -203,7 +284,7 @@ def checksum(tensor: Tensor) -> Tensor:
     length = bits.numel() // width * width
     square = bits[:length].view(-1, width)
     sums = [square.sum(dim, dtype=torch.int64) for dim in (0, 1)] + [bits[length:].to(torch.int64)]
-    weights = [2 * torch.arange(len(one), device=bits.device) + 1 for one in sums]
+    weights = [2 * torch.arange(len(one), device=bits.device, dtype=torch.int64) + 1 for one in sums]
     return torch.stack([(one * weight).sum() for one, weight in zip(sums, weights, strict=True)])
 
 
@@ -211,25 +292,34 @@ class PythonState:
     """Attributes, containers, cells and globals as they are before a step."""
 
     def __init__(self, reached: Reached) -> None:
-        modules = [one for one in reached.modules if not isinstance(one[1], nn.parallel.DistributedDataParallel)]
-        states = [(name, state) for name, module in modules for state in (vars(module), *module_dicts(module))]
-        states += reached.states
-        self._dicts = [(name, state) for name, state in states if isinstance(state, dict)]
-        self._others = [(name, state) for name, state in states if not isinstance(state, dict)]
+        states: list[tuple[str, Any]] = []
+        self._buffers: set[int] = set()  # ids of the dicts that hold the buffers of a module
+        for name, module in reached.modules:
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                continue  # its attributes follow its communication
+            dicts = (vars(module), *(one for one in module_dicts(module) if isinstance(one, dict)))
+            states += [(name, one) for one in dicts]
+            self._buffers.add(id(module_dicts(module)[1]))
+        self._states = states + reached.states
+        kinds = [state for _, state in self._states]
+        self._dicts = [state for state in kinds if isinstance(state, dict)]
+        self._names = [state for state in kinds if isinstance(state, Names)]
+        self._cells = [state for state in kinds if isinstance(state, CellType)]
+        self._arrays = any(isinstance(state, np.ndarray) for state in kinds)
+        special = (dict, Names, CellType, np.ndarray)
+        self._sequences = [state for state in kinds if not isinstance(state, special)]
         self._globals = reached.globals
         self._save()
 
     def _save(self) -> None:
-        self._saved = [(name, state, _copy(state)) for name, state in (*self._dicts, *self._others)]
+        self._saved = [(name, state, _copy(state)) for name, state in self._states]
         self._values = self._flat()
 
     def _flat(self) -> list[Any]:
         """All values one after the other: to compare them at once takes a tenth of the time of a loop."""
-        found = [*itertools.chain.from_iterable([state.values() for _, state in self._dicts])]
-        for _, state in self._others:
-            copied = _copy(state)
-            found += copied.values() if isinstance(copied, dict) else copied
-        return found
+        parts = [*map(dict.values, self._dicts), *self._sequences, *map(_contents, self._cells)]
+        parts += [state.read().values() for state in self._names]
+        return [*itertools.chain.from_iterable(parts)]
 
     def update(self) -> bool:
         """Save the current state. False if it holds other objects than plain values that it did not hold before."""
@@ -239,12 +329,19 @@ class PythonState:
         if len(now) != len(self._values):
             return False
         if all(map(operator.is_, now, self._values)):
+            if self._arrays:
+                self._save()
             return True
         pairs = zip(now, self._values, strict=True)
         if not all(isinstance(one, SIMPLE) for one, other in pairs if one is not other):
             return False
         self._save()
         return True
+
+    def is_same(self) -> bool:
+        """Whether all is as it was, NumPy arrays aside."""
+        now = self._flat()
+        return len(now) == len(self._values) and all(map(operator.is_, now, self._values))
 
     def restore(self) -> None:
         for _, state, before in self._saved:
@@ -255,19 +352,46 @@ class PythonState:
         """The names of what is not as it was."""
         return [name for name, state, before in self._saved if not _is_same(state, before)]
 
+    def replaced(self) -> list[Replaced]:
+        """The tensors that were put in the place of others, or where there was none.
+
+        Those that require a gradient are activations that somebody keeps, not state: nothing can be computed from them
+        in the next step.
+        """
+        found = []
+        for name, state, before in () if self.is_same() else self._saved:
+            if not isinstance(state, (np.ndarray, set)) and not _is_same(state, before):
+                now = _copy(state)
+                for key in now if isinstance(now, dict) else range(len(now)):
+                    old = before.get(key) if isinstance(before, dict) else before[key] if key < len(before) else None
+                    if now[key] is not old:
+                        olds = dict(tensors_in(old))
+                        found += [
+                            Replaced(f"{name}.{key}", olds.get(keys), tensor.detach(), id(state) in self._buffers)
+                            for keys, tensor in tensors_in(now[key])
+                            if tensor.is_floating_point()
+                            and not tensor.requires_grad
+                            and tensor.layout is torch.strided
+                        ]
+        return found
+
 
 def _copy(state: Any) -> Any:
-    if isinstance(state, dict):
-        return dict(state)
-    if isinstance(state, (GlobalNames, Slots)):
+    if isinstance(state, (dict, np.ndarray)):
+        return state.copy()
+    if isinstance(state, Names):
         return state.read()
-    if isinstance(state, CellType):
-        return [state.cell_contents] if is_filled(state) else []
-    return [*state]
+    return _contents(state) if isinstance(state, CellType) else [*state]
+
+
+def _contents(cell: CellType) -> list[Any]:
+    return [cell.cell_contents] if is_filled(cell) else []
 
 
 def _is_same(state: Any, before: Any) -> bool:
     """Whether a state holds the same objects as its copy."""
+    if isinstance(state, np.ndarray):
+        return state.shape == before.shape and state.tobytes() == before.tobytes()
     now = state if isinstance(state, (dict, list)) else _copy(state)
     if len(now) != len(before):
         return False
@@ -277,8 +401,16 @@ def _is_same(state: Any, before: Any) -> bool:
 
 
 def _put_back(state: Any, before: Any) -> None:
-    if isinstance(state, (GlobalNames, Slots)):
-        state.write(before)
+    if isinstance(state, np.ndarray):
+        state.resize(before.shape, refcheck=False)
+        state[...] = before
+    elif isinstance(state, Names):
+        now = state.read()
+        for name in now.keys() - before.keys():
+            state.delete(name)
+        for name, value in before.items():
+            if name not in now or now[name] is not value:
+                state.write(name, value)
     elif isinstance(state, CellType):
         if before:
             state.cell_contents = before[0]

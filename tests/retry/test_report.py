@@ -1,0 +1,299 @@
+"""The report of a step, its history, and errors for input that `Retry` cannot work with."""
+
+import collections
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+import torchguard
+from torchguard import Retry, RetryError, check_grads, check_params, is_retrying
+
+B = 6
+nan, inf = float("nan"), float("inf")
+
+
+def losses(model, x):
+    return model(x).squeeze(1).square()
+
+
+def bad_batch(*rows):
+    x = torch.randn(B, 4)
+    x[list(rows)] = nan
+    return x
+
+
+@pytest.fixture
+def model():
+    return nn.Linear(4, 1)
+
+
+def test_a_finite_step(model):
+    x = torch.randn(B, 4)
+    report = Retry(model).backward(lambda x: losses(model, x), x)
+    assert (report.ok, report.bad, report.runs, report.skipped, report.note) == (True, [], 1, False, "")
+    assert report.loss == pytest.approx(losses(model, x).mean().item())
+    assert report.grad_norm == pytest.approx(
+        torch.cat([one.grad.flatten() for one in model.parameters()]).norm().item()
+    )
+    assert str(report) == f"step 0: loss {report.loss:.4g}"
+
+
+def test_a_step_with_bad_samples(model):
+    x = bad_batch(1, 4)
+    report = Retry(model).backward(lambda x: losses(model, x), x)
+    good = [0, 2, 3, 5]
+    assert (report.ok, report.bad, report.skipped) == (False, [1, 4], False)
+    assert report.loss == pytest.approx(losses(model, x[good]).mean().item())
+    assert report.because == dict.fromkeys([1, 4], "NaN or Inf in the input and in the loss")
+    assert str(report).splitlines()[1] == "  sample 1: NaN or Inf in the input and in the loss"
+
+
+def test_one_bad_sample_that_shows_takes_two_runs_more(model):
+    assert Retry(model).backward(lambda x: losses(model, x), bad_batch(3)).runs == 3
+
+
+@pytest.mark.parametrize("name", ["index", "sample_id", "ids"])
+@pytest.mark.parametrize("kind", [torch.tensor, list, np.array])
+def test_ids_are_found_in_the_batch(model, name, kind):
+    batch = {"x": bad_batch(2), name: kind([10, 11, 12, 13, 14, 15])}
+    report = Retry(model).backward(lambda b: losses(model, b["x"]), batch)
+    assert report.ids == [12]
+    assert "sample 2 (id 12)" in str(report)
+
+
+def test_ids_of_a_name_of_ones_own_or_a_function(model):
+    batch = {"x": bad_batch(2), "name": [*"abcdef"]}
+    assert Retry(model, ids="name").backward(lambda b: losses(model, b["x"]), batch).ids == ["c"]
+    ids = lambda b: [one.upper() for one in b["name"]]  # noqa: E731
+    assert Retry(model, ids=ids).backward(lambda b: losses(model, b["x"]), batch).ids == ["C"]
+
+
+def test_ids_of_a_window_are_counted_over_it(model):
+    batches = [{"x": bad_batch(), "id": torch.arange(6)}, {"x": bad_batch(5), "id": torch.arange(6, 12)}]
+    report = Retry(model).backward(lambda b: losses(model, b["x"]), batches)
+    assert (report.bad, report.ids) == ([11], [11])
+
+
+def test_history_is_bounded_and_on_bad_is_called_for_bad_steps_only(model):
+    told = []
+    guard = Retry(model, history=3, on_bad=told.append)
+    for rows in ((), (1,), (), (2, 3), ()):
+        guard.backward(lambda x: losses(model, x), bad_batch(*rows))
+    assert [report.step for report in guard.history] == [2, 3, 4]
+    assert [(report.step, report.bad) for report in told] == [(1, [1]), (3, [2, 3])]
+
+
+def test_hooks_can_ask_whether_a_step_is_retried(model):
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(is_retrying()))
+    Retry(model).backward(lambda x: losses(model, x), bad_batch(2))
+    assert seen == [False, True, True]
+    assert not is_retrying()
+
+
+def test_is_retrying_is_false_again_after_an_exception(model):
+    def closure(x):
+        if is_retrying():
+            raise KeyboardInterrupt
+        return losses(model, x)
+
+    with pytest.raises(KeyboardInterrupt):
+        Retry(model).backward(closure, bad_batch(2))
+    assert not is_retrying()
+
+
+@pytest.mark.parametrize(("max_bad", "is_skipped"), [(1, True), (2, False), (0.2, True), (0.5, False), (None, False)])
+def test_more_bad_samples_than_allowed_skip_the_step(model, max_bad, is_skipped):
+    guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1), max_bad=max_bad)
+    before = copy.deepcopy(model.state_dict())
+    report = guard.step(lambda x: losses(model, x), bad_batch(0, 1))
+    assert (report.bad, report.skipped) == ([0, 1], is_skipped)
+    assert is_skipped == torch.equal(model.weight, before["weight"])
+    assert ("max_bad" in str(report)) == is_skipped
+
+
+@pytest.mark.parametrize("max_runs", range(1, 12))
+def test_the_limit_of_runs_holds(max_runs):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    x = torch.randn(B, 4)
+    x[3] = 1e30
+    before = copy.deepcopy(model.state_dict())
+    report = Retry(model, max_runs=max_runs).backward(lambda x: losses(model, x), x)
+    assert report.runs <= max_runs
+    if report.skipped:
+        assert "limit of runs" in str(report)
+        torch.testing.assert_close(model.state_dict(), before)
+    else:
+        assert report.bad == [3]
+
+
+# Batches of many kinds.
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    table: torch.Tensor
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "read"),
+    [
+        (lambda x: x, lambda b: b),
+        (lambda x: {"a": {"x": x}, "n": 3}, lambda b: b["a"]["x"]),
+        (lambda x: [x, torch.arange(B)], lambda b: b[0]),
+        (lambda x: (x, "text", None), lambda b: b[0]),
+        (lambda x: Pair(x, [*"abcdef"]), lambda b: b.x[: len(b.y)]),
+        (lambda x: Sample(x, torch.zeros(3, 2)), lambda b: b.x + b.table.sum()),
+        (lambda x: collections.OrderedDict(x=x, names=tuple("abcdef")), lambda b: b["x"][: len(b["names"])]),
+        (lambda x: torch.nested.nested_tensor([*x], layout=torch.jagged), lambda b: torch.stack([*b.unbind()])),
+    ],
+)  # fmt: skip
+def test_a_batch_is_any_pytree(model, wrap, read):
+    report = Retry(model).backward(lambda b: losses(model, read(b)), wrap(bad_batch(2)))
+    assert report.bad == [2]
+
+
+def test_one_dimensional_inputs_and_batches_of_one(model):
+    one = nn.Linear(1, 1)
+    assert Retry(one).backward(lambda x: losses(one, x[:, None]), torch.tensor([1.0, nan, 2.0])).bad == [1]
+    assert Retry(model).backward(lambda x: losses(model, x), torch.randn(1, 4)).ok
+    report = Retry(model).backward(lambda x: losses(model, x), torch.full((1, 4), nan))
+    assert (report.bad, report.skipped) == ([0], True)
+
+
+def test_a_table_of_as_many_rows_is_shared_where_it_is_named(model):
+    table = torch.randn(B, 4)
+    batch = {"x": bad_batch(2), "table": table}
+
+    def closure(b):
+        assert torch.equal(b["table"], table)
+        return losses(model, b["x"] + b["table"].sum(0))
+
+    assert Retry(model, shared="table").backward(closure, batch).bad == [2]
+
+
+def test_tensors_of_one_kind_in_a_list_are_ambiguous(model):
+    guard, batches = Retry(model), [bad_batch(), bad_batch(1)]
+    with pytest.raises(RetryError, match="window=True"):
+        guard.backward(lambda x: losses(model, x), batches)
+    assert guard.backward(lambda x: losses(model, x), batches, window=True).bad == [B + 1]
+
+
+# Without waiting.
+
+
+def test_without_waiting_the_good_samples_are_trained_after_the_next_step():
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+
+    (model, optimizer), (other, plain) = make(), make()
+    batches = [torch.randn(B, 4, dtype=torch.float64) for _ in range(6)]
+    spoilt = [x.clone() for x in batches]
+    spoilt[2][1] = spoilt[5][4] = nan
+    guard = Retry(model, optimizer, wait=False)
+    reports = [guard.step(lambda x: losses(model, x), x, clip=0.5) for x in spoilt]
+    guard.finish()
+    for x in [*batches[:2], batches[3], batches[2][[0, 2, 3, 4, 5]], batches[4], batches[5][[0, 1, 2, 3, 5]]]:
+        plain.zero_grad()
+        losses(other, x).mean().backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        plain.step()
+    assert [report.bad for report in reports] == [[], [], [1], [], [], [4]]
+    assert [report.step for report in guard.history] == [*range(6)]
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_without_waiting_reading_a_report_trains_its_good_samples_at_once():
+    model = nn.Linear(4, 1)
+    told = []
+    guard = Retry(model, torch.optim.AdamW(model.parameters(), fused=True), wait=False, on_bad=told.append)
+    guard.step(lambda x: losses(model, x), torch.randn(B, 4))
+    before = model.weight.detach().clone()
+    report = guard.step(lambda x: losses(model, x), bad_batch(3))
+    assert torch.equal(model.weight, before)
+    assert report.bad == [3]
+    assert not torch.equal(model.weight, before)
+    guard.finish()
+    assert [(one.step, one.bad) for one in told] == [(1, [3])]
+
+
+def test_without_waiting_masks_of_inf_are_no_reason_to_retry():
+    model = nn.Linear(4, 1)
+    model.register_buffer("mask", torch.full((3, 3), -inf).triu(1))
+    guard = Retry(model, torch.optim.AdamW(model.parameters(), fused=True), wait=False)
+    reports = [guard.step(lambda x: losses(model, x), torch.randn(B, 4)) for _ in range(3)]
+    guard.finish()
+    assert all(report.ok and report.runs == 1 for report in reports)
+
+
+# Parameters and gradients.
+
+
+def test_check_params_and_check_grads_name_what_is_not_finite():
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1).half(), nn.Embedding(3, 2, sparse=True))
+    assert check_params(model).ok
+    assert check_grads(model).names == ()
+    nn.init.constant_(model[0].bias, inf)
+    with torch.no_grad():
+        model[1].weight[0, 1] = nan
+    model[2](torch.tensor([1, 1])).sum().backward()
+    assert check_params(model).bad == {"0.bias": "Inf", "1.weight": "NaN"}
+    health = check_grads(model)
+    assert health.ok
+    assert dict(zip(health.names, health.norms.tolist(), strict=True)) == {"2.weight": pytest.approx(8**0.5)}
+    assert str(check_params(model)) == "2 of 5 tensors are not finite: 0.bias (Inf), 1.weight (NaN)"
+
+
+def test_norms_of_large_parameters_do_not_overflow():
+    model = nn.ParameterList(
+        [torch.full((8,), 6e4).half(), torch.full((8,), 3e38), torch.full((8,), 1e308, dtype=torch.float64)]
+    )
+    health = check_params(model)
+    assert health.ok
+    assert health.norms[:2].tolist() == pytest.approx([6e4 * 8**0.5, 3e38 * 8**0.5], rel=1e-3)
+
+
+# Errors.
+
+
+def test_what_a_closure_must_return(model):
+    guard, x = Retry(model), torch.randn(B, 4)
+    with pytest.raises(RetryError, match="the closure returned NoneType"):
+        guard.backward(lambda x: None, x)
+    with pytest.raises(RetryError, match=r"losses of shape \(6, 4\) for 6 samples"):
+        guard.backward(lambda x: x * model.weight, x)
+    with pytest.raises(RetryError, match=r"for 6 samples"):
+        guard.backward(lambda x: (losses(model, x), torch.ones(3)), x)
+
+
+def test_what_a_batch_must_be(model):
+    guard = Retry(model)
+    with pytest.raises(RetryError, match="holds no tensor with samples along dim 0"):
+        guard.backward(lambda b: b, {"n": 3})
+    with pytest.raises(RetryError, match="PackedSequence"):
+        guard.backward(lambda b: b, {"x": pack_sequence([torch.randn(2, 4), torch.randn(1, 4)])})
+    with pytest.raises(RetryError, match="no 'name'"):
+        Retry(model, ids="name").backward(lambda b: losses(model, b["x"]), {"x": bad_batch(1)})
+    with pytest.raises(RetryError, match="window=True needs a list"):
+        guard.backward(lambda b: b, torch.randn(2, 4), window=True)
+
+
+def test_what_retry_takes(model):
+    with pytest.raises(RetryError, match=r"expected an nn\.Module"):
+        Retry("model")
+    with pytest.raises(RetryError, match="'eager' or 'compiled'"):
+        Retry(model, retries="fast")
+    with pytest.raises(RetryError, match="step needs an optimizer"):
+        Retry(model).step(lambda x: losses(model, x), torch.randn(B, 4))
+    assert issubclass(RetryError, torchguard.TorchGuardError)

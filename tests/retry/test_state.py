@@ -1,0 +1,545 @@
+"""What a retried step restores, and what is refused because it cannot be."""
+
+import argparse
+import collections
+import copy
+import dataclasses
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchguard import Retry, RetryError
+
+B = 6
+COUNT = 0
+LOG = []
+STATE = torch.zeros(2)
+
+
+def bad_batch(row=2):
+    x = torch.randn(B, 4)
+    x[row] = float("nan")
+    return x
+
+
+def losses(model, x):
+    return model(x).squeeze(1).square()
+
+
+def step(closure, model, batch=None, **options):
+    guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    report = guard.step(closure, bad_batch() if batch is None else batch)
+    assert report.bad == [2]
+    assert report.runs >= 3
+    return guard
+
+
+# Each makes a closure that counts its calls in some place, and a function that reads the count.
+
+
+def in_attribute(model):
+    model.calls = 0
+
+    def closure(x):
+        model.calls += 1
+        return losses(model, x)
+
+    return closure, lambda: model.calls
+
+
+def in_buffer(model):
+    model.register_buffer("calls", torch.zeros(()))
+
+    def closure(x):
+        model.calls += 1
+        return losses(model, x)
+
+    return closure, lambda: model.calls.item()
+
+
+def in_buffer_by_data(model):
+    model.register_buffer("calls", torch.zeros(3))
+
+    def closure(x):
+        model.calls.data.add_(1)
+        return losses(model, x)
+
+    return closure, lambda: model.calls[0].item()
+
+
+def in_replaced_buffer(model):
+    model.register_buffer("calls", torch.zeros(()))
+
+    def closure(x):
+        model.calls = model.calls + 1
+        return losses(model, x)
+
+    return closure, lambda: model.calls.item()
+
+
+def in_lazy_buffer(model):
+    def closure(x):
+        if not hasattr(model, "calls"):
+            model.register_buffer("calls", torch.zeros(()))
+        model.calls += 1
+        return losses(model, x)
+
+    return closure, lambda: model.calls.item()
+
+
+def in_frozen_parameter(model):
+    model.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def closure(x):
+        model.calls.data += 1
+        return losses(model, x)
+
+    return closure, lambda: model.calls.item()
+
+
+def in_module_of_closure(model):
+    other = nn.BatchNorm1d(4)
+
+    def closure(x):
+        return losses(model, other(x))
+
+    return closure, lambda: other.num_batches_tracked.item()
+
+
+def in_plain_tensor(model):
+    model.calls = torch.zeros(())
+
+    def closure(x):
+        model.calls.data.add_(1)
+        return losses(model, x)
+
+    return closure, lambda: model.calls.item()
+
+
+def in_expanded_tensor(model):
+    model.calls = torch.zeros(1).expand(3)
+
+    def closure(x):
+        model.calls.data[:1] += 1
+        return losses(model, x)
+
+    return closure, lambda: model.calls[1].item()
+
+
+def in_cell(model):
+    calls = 0
+
+    def closure(x):
+        nonlocal calls
+        calls += 1
+        return losses(model, x)
+
+    return closure, lambda: calls
+
+
+def in_global(model):
+    global COUNT
+    COUNT = 0
+
+    def closure(x):
+        global COUNT
+        COUNT += 1
+        return losses(model, x)
+
+    return closure, lambda: COUNT
+
+
+def in_global_list(model):
+    LOG.clear()
+    return lambda x: (LOG.append(1), losses(model, x))[1], lambda: len(LOG)
+
+
+def in_global_tensor(model):
+    STATE.zero_()
+    return lambda x: (STATE.add_(1), losses(model, x))[1], lambda: STATE[0].item()
+
+
+def in_function_it_calls(model):
+    calls = [0]
+
+    def count():
+        calls[0] += 1
+
+    return lambda x: (count(), losses(model, x))[1], lambda: calls[0]
+
+
+def in_long_containers(model):
+    items, table = [0] * 5000, dict.fromkeys(range(5000))
+
+    def closure(x):
+        items.append(0)
+        table[len(table)] = 0
+        return losses(model, x)
+
+    return closure, lambda: (len(items) + len(table) - 10_000) / 2
+
+
+def in_default(model):
+    def closure(x, calls=[]):  # noqa: B006 (what is tested)
+        calls.append(1)
+        return losses(model, x)
+
+    return closure, lambda: len(closure.__defaults__[0])
+
+
+def in_nested_containers(model):
+    held = {"a": ({"b": [0]}, collections.deque(maxlen=2), set())}
+
+    def closure(x):
+        first, queue, seen = held["a"]
+        first["b"][0] += 1
+        queue.append(len(queue))
+        seen.add(len(seen))
+        return losses(model, x)
+
+    return closure, lambda: (held["a"][0]["b"][0] + len(held["a"][1]) + len(held["a"][2])) / 3
+
+
+def in_object(model):
+    class Counter:
+        def __init__(self):
+            self.calls = 0
+
+        def count(self):
+            self.calls += 1
+
+    counter = Counter()
+    return lambda x: (counter.count(), losses(model, x))[1], lambda: counter.calls
+
+
+def in_slots(model):
+    @dataclasses.dataclass(slots=True)
+    class Counter:
+        calls: int = 0
+
+    counter = Counter()
+
+    def closure(x):
+        counter.calls += 1
+        return losses(model, x)
+
+    return closure, lambda: counter.calls
+
+
+def in_namespaces(model):
+    one, other = types.SimpleNamespace(calls=0), argparse.Namespace(calls=0)
+
+    def closure(x):
+        one.calls += 1
+        other.calls += 1
+        return losses(model, x)
+
+    return closure, lambda: (one.calls + other.calls) / 2
+
+
+def in_numpy_array(model):
+    calls = np.zeros(2)
+
+    def closure(x):
+        calls[1] += 1
+        return losses(model, x)
+
+    return closure, lambda: calls[1]
+
+
+def in_bound_method(model):
+    class Trainer:
+        def __init__(self):
+            self.calls, self.model = 0, model
+
+        def closure(self, x):
+            self.calls += 1
+            return losses(self.model, x)
+
+    trainer = Trainer()
+    return trainer.closure, lambda: trainer.calls
+
+
+PLACES = [
+    in_attribute, in_buffer, in_buffer_by_data, in_replaced_buffer, in_lazy_buffer, in_frozen_parameter,
+    in_module_of_closure, in_plain_tensor, in_expanded_tensor, in_cell, in_global, in_global_list, in_global_tensor,
+    in_function_it_calls, in_long_containers, in_default, in_nested_containers, in_object, in_slots,
+    in_namespaces, in_numpy_array, in_bound_method,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_retried_step_counts_once(place):
+    model = nn.Linear(4, 1)
+    closure, count = place(model)
+    step(closure, model)
+    assert count() == 1
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place is not in_lazy_buffer])
+def test_a_step_that_is_skipped_counts_nothing(place):
+    model = nn.Linear(4, 1)
+    closure, count = place(model)
+    report = Retry(model).backward(closure, torch.full((B, 4), float("nan")))
+    assert report.skipped
+    assert count() == 0
+
+
+class CountingModule(nn.Module):
+    calls = 0
+    log: list[int] = []  # noqa: RUF012 (what is tested)
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 1)
+
+    def forward(self, x):
+        global COUNT
+        COUNT += 1
+        type(self).calls += 1
+        self.log.append(1)
+        return self.a(x)
+
+
+def test_globals_and_class_attributes_that_a_forward_pass_changes():
+    global COUNT
+    COUNT = CountingModule.calls = 0
+    CountingModule.log.clear()
+    model = CountingModule()
+    step(lambda x: losses(model, x), model)
+    assert (COUNT, CountingModule.calls, len(CountingModule.log)) == (1, 1, 1)
+
+
+def test_a_teacher_that_follows_only_in_some_steps():
+    model = nn.Linear(4, 1)
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    calls = [0]
+
+    def closure(x):
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            teacher.weight.data.mul_(0.5)
+        return (model(x) - teacher(x)).squeeze(1).square()
+
+    guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = teacher.weight.clone()
+    for number in range(1, 7):
+        guard.step(closure, bad_batch() if number == 6 else torch.randn(B, 4))
+    torch.testing.assert_close(teacher.weight.data, before / 4)
+
+
+def test_a_teacher_that_requires_gradients_but_is_not_trained():
+    model = nn.Linear(4, 1)
+    teacher = copy.deepcopy(model)
+    before = teacher.weight.detach().clone()
+
+    def closure(x):
+        teacher.weight.data.mul_(0.5)
+        with torch.no_grad():
+            wanted = teacher(x)
+        return (model(x) - wanted).squeeze(1).square()
+
+    step(closure, model)
+    torch.testing.assert_close(teacher.weight.detach(), before / 2)
+
+
+def test_generators_of_random_numbers():
+    own, theirs, numpy = torch.Generator().manual_seed(3), random.Random(3), np.random.default_rng(3)
+    drawn = []
+
+    def draw():
+        return [
+            torch.rand(1).item(), torch.rand(1, generator=own).item(), random.random(), theirs.random(),
+            np.random.rand(), numpy.random(),
+        ]  # fmt: skip
+
+    model = nn.Linear(4, 1)
+
+    def closure(x):
+        drawn.append(draw())
+        return losses(model, x)
+
+    def seed():
+        torch.manual_seed(0)
+        own.manual_seed(3)
+        random.seed(0)
+        theirs.seed(3)
+        np.random.seed(0)
+        numpy.bit_generator.state = np.random.default_rng(3).bit_generator.state
+
+    batch = bad_batch()
+    seed()
+    wanted = [draw(), draw()]
+    seed()
+    Retry(model).backward(closure, batch)
+    assert [*drawn, draw()] == wanted  # the list is restored, too, and the generators are one draw further
+
+
+def test_gradients_of_before_are_kept_when_a_step_is_skipped():
+    model = nn.Linear(4, 1)
+    guard = Retry(model)
+    guard.backward(lambda x: losses(model, x), torch.randn(B, 4))
+    before = [one.grad.clone() for one in model.parameters()]
+    guard.backward(lambda x: losses(model, x), torch.full((B, 4), float("nan")))
+    assert all(torch.equal(one.grad, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_a_batch_whose_entries_the_closure_takes_out():
+    model = nn.Linear(4, 1)
+
+    def closure(b):
+        target = b.pop("y")
+        return (model(**b).squeeze(1) - target).square()
+
+    batch = {"input": bad_batch(), "y": torch.randn(B)}
+    assert Retry(model).backward(closure, batch).bad == [2]
+    assert [*batch] == ["input", "y"]
+
+
+def test_an_input_that_requires_gradients_keeps_its_own():
+    model, x = nn.Linear(4, 1), bad_batch().requires_grad_()
+    assert Retry(model).backward(lambda x: losses(model, x), x).bad == [2]
+    assert x.grad is None
+
+
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("at_run", [1, 2, 3])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Stop, RetryError])
+def test_an_exception_leaves_model_gradients_and_optimizer_as_before(at_run, kind, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = Retry(model, optimizer)
+    guard.step(lambda x: losses(model, x), torch.randn(B, 4))
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    runs = tmp_path / "runs"  # a file is not restored
+    runs.touch()
+
+    def closure(x):
+        runs.write_text(runs.read_text() + "x")
+        found = losses(model, x)
+        if len(runs.read_text()) == at_run:
+            raise kind("stop")
+        return found
+
+    batch = bad_batch()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+    with pytest.raises(kind):
+        guard.backward(closure, batch)
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()), before)
+    assert all(torch.equal(one.grad, torch.ones_like(one)) for one in model.parameters())
+
+
+def test_an_exception_in_the_first_run_is_the_users():
+    model = nn.BatchNorm1d(4)
+    before = copy.deepcopy(model.state_dict())
+
+    def closure(x):
+        model(x)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        Retry(model).backward(closure, torch.randn(B, 4))
+    torch.testing.assert_close(model.state_dict(), before)
+
+
+def test_tensors_of_earlier_steps_are_not_kept_alive():
+    model, held = nn.Linear(4, 4), {"h": torch.zeros(4)}
+
+    def closure(x):
+        out = torch.tanh(model(x) + held["h"])
+        held["h"] = out.mean(0).detach()
+        return out.sum(1)
+
+    guard = Retry(model)
+    for _ in range(5):
+        guard.backward(closure, torch.randn(B, 4))
+    assert len(guard.tensors._constant) == 2  # weight and bias
+
+
+# Refused by name.
+
+
+def test_an_optimizer_that_steps_in_backward_is_refused():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(RetryError, match=r"model\.weight has a hook"):
+        Retry(model).backward(lambda x: losses(model, x), torch.randn(B, 4))
+
+
+def test_an_optimizer_in_backward_that_is_attached_later_is_refused():
+    model = nn.Linear(4, 1)
+    guard = Retry(model)
+    guard.backward(lambda x: losses(model, x), torch.randn(B, 4))
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(RetryError, match=r"model\.weight"):
+        guard.backward(lambda x: losses(model, x), torch.randn(B, 4))
+
+
+@pytest.mark.parametrize("batch", [torch.randn(B, 4), torch.full((B, 4), float("nan"))], ids=["good", "bad"])
+@pytest.mark.parametrize(
+    "change", [lambda w: w.data.clamp_(-0.01, 0.01), lambda w: w.detach().mul_(0.5)], ids=["data", "detach"]
+)
+def test_a_closure_that_changes_a_trained_parameter_is_refused(change, batch):
+    model = nn.Linear(4, 1)
+
+    def closure(x):
+        change(model.weight)
+        return losses(model, x)
+
+    with pytest.raises(RetryError, match=r"model\.weight"):
+        Retry(model, torch.optim.SGD(model.parameters())).step(closure, batch)
+
+
+def test_lazy_modules_are_refused():
+    model = nn.LazyLinear(1)
+    with pytest.raises(RetryError, match="model has parameters that are not initialized"):
+        Retry(model).backward(lambda x: losses(model, x), torch.randn(B, 4))
+
+
+def test_an_iterator_is_refused():
+    model, noise = nn.Linear(4, 1), iter([1.0, 2.0])
+    with pytest.raises(RetryError, match="iterator noise"):
+        Retry(model).backward(lambda x: losses(model, x) * next(noise), torch.randn(B, 4))
+
+
+def test_a_batch_that_the_closure_changes_in_place_is_refused():
+    model = nn.Linear(4, 1)
+    with pytest.raises(RetryError, match="changes a tensor of the batch in place"):
+        Retry(model).backward(lambda x: losses(model, x.mul_(2)), torch.randn(B, 4))
+
+
+def test_without_waiting_only_optimizers_that_skip_on_the_device():
+    model = nn.Linear(4, 1)
+    guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1), wait=False)
+    with pytest.raises(RetryError, match=r"wait=False needs optimizers that skip a step on the device\. SGD"):
+        guard.step(lambda x: losses(model, x), torch.randn(B, 4))
+
+
+def test_without_waiting_no_python_state_may_change():
+    model, calls = nn.Linear(4, 1), []
+
+    def closure(x):
+        calls.append(1)
+        return losses(model, x)
+
+    guard = Retry(model, torch.optim.AdamW(model.parameters(), fused=True), wait=False)
+    guard.step(closure, torch.randn(B, 4))  # the first step waits
+    with pytest.raises(RetryError, match=r"must not change Python state.*calls"):
+        guard.step(closure, torch.randn(B, 4))
+
+
+def test_without_waiting_no_scaler():
+    model = nn.Linear(4, 1)
+    guard = Retry(model, torch.optim.AdamW(model.parameters(), fused=True), wait=False)
+    with pytest.raises(RetryError, match="GradScaler"):
+        guard.step(lambda x: losses(model, x), torch.randn(B, 4), scaler=torch.amp.GradScaler("cpu"))
