@@ -67,7 +67,7 @@ def train(way, backend, steps=5, **options):
     return model.state_dict(), plain.state_dict(), seen
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_fault_compiles_nothing_and_the_result_is_exact(way, backend):
     found, wanted, seen = train(way, backend)

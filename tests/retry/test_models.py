@@ -72,13 +72,13 @@ def assert_same(found, wanted):
         )
 
 
-def compare(make, make_batch, spoil, bad_of_steps, **options):
+def compare(make, make_batch, spoil, bad_of_steps, *, make_plain=None, **options):
     """Train two copies, one guarded on all samples, one plainly on the good ones."""
     guarded, plain = World(), World()
     with guarded:
         loop = make()
     with plain:
-        expected = make()
+        expected = (make_plain or make)()
     clip = options.pop("clip", None)
     guard = Retry(loop.modules, loop.optimizers, **loop.options, **options)
     torch.manual_seed(7)
@@ -104,6 +104,46 @@ def compare(make, make_batch, spoil, bad_of_steps, **options):
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_with_bad_samples_equals_the_run_without_them(name):
     compare(*LOOPS[name], [(), (2,), (0, 4), (), (5,)])
+
+
+class Drawn(torch.nn.Module):
+    """A model that is drawn at random, with a derivative that does not exist for a vector of zeros."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 1)
+        self.has_length = draw.random() < 0.5
+        self.norm = torch.nn.BatchNorm1d(8) if draw.random() < 0.5 and not self.has_length else torch.nn.Identity()
+        self.drop = torch.nn.Dropout(draw.choice([0.0, 0.3]))
+        self.is_scalar = draw.random() < 0.4
+        self.faults = [0.0, float("nan"), 1e300] if self.has_length else [float("nan"), 1e300]
+
+    def forward(self, b):
+        hidden = self.a(b["x"])
+        length = hidden.pow(2).sum(1) ** 0.5 if self.has_length else 0
+        losses = (self.b(self.drop(self.norm(hidden).relu())).squeeze(1) + length).square()
+        return losses.mean() if self.is_scalar else losses
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_models_batches_and_faults_drawn_at_random(seed):
+    draw = random.Random(seed)
+    size, count = draw.choice([4, 9, 16, 32]), draw.choice([1, 1, 2, 3])
+    torch.manual_seed(seed)
+    model = Drawn(draw)
+    expected, batch = copy.deepcopy(model), {"x": torch.randn(size, 4)}
+    bad, fault = sorted(draw.sample(range(size), min(count, size // 3))), draw.choice(model.faults)
+    spoilt = copy.deepcopy(batch)
+    spoilt["x"][bad] = fault
+    state = torch.get_rng_state()
+    assert Retry(model).backward(model, spoilt).bad == bad
+    found = torch.get_rng_state()
+    torch.set_rng_state(state)
+    expected({"x": batch["x"][[row for row in range(size) if row not in bad]]}).mean().backward()
+    assert torch.equal(found, torch.get_rng_state())
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+    assert_same(model.state_dict(), expected.state_dict())
 
 
 OPTIMIZERS = {
@@ -280,3 +320,18 @@ def test_models_of_transformers_with_their_own_loss(name, value):
             plain_step(expected, {k: v[good] if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
         assert_same(loop.values(), expected.values())
         assert guarded.draws() == plain.draws()
+
+
+# Dynamo reads it where a graph breaks.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.long
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_compiled_run_with_bad_samples_equals_the_run_without_them(name):
+    make, make_batch, spoil = LOOPS[name]
+
+    def make_compiled():
+        loop = make()
+        loop.closure = torch.compile(loop.closure, backend="aot_eager")
+        return loop
+
+    compare(make_compiled, make_batch, spoil, [(), (2,), (0, 4)], make_plain=make)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import random
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -216,6 +217,17 @@ def in_object(model):
     return lambda x: (counter.count(), losses(model, x))[1], lambda: counter.calls
 
 
+def behind_weak_reference(model):
+    owner = argparse.Namespace(calls=0)
+    reference = weakref.ref(owner)
+
+    def closure(x):
+        reference().calls += 1
+        return losses(model, x)
+
+    return closure, lambda: owner.calls
+
+
 def in_slots(model):
     @dataclasses.dataclass(slots=True)
     class Counter:
@@ -268,6 +280,7 @@ PLACES = [
     in_attribute, in_buffer, in_buffer_by_data, in_replaced_buffer, in_lazy_buffer, in_frozen_parameter,
     in_module_of_closure, in_plain_tensor, in_expanded_tensor, in_cell, in_global, in_global_list, in_global_tensor,
     in_function_it_calls, in_long_containers, in_default, in_nested_containers, in_object, in_slots,
+    behind_weak_reference,
     in_namespaces, in_numpy_array, in_bound_method,
 ]  # fmt: skip
 
@@ -406,6 +419,24 @@ def test_an_input_that_requires_gradients_keeps_its_own():
     assert x.grad is None
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"a": True}, {"b": True}), ([[1, 2], []], [[1], [2]]), ({"a": [1], "b": [2]}, {"b": [1], "a": [2]})],
+)
+def test_what_changed_between_two_steps_stays_as_it_is(before, after):
+    model, held = nn.Linear(4, 1), {"it": before}
+    closure = lambda x: losses(model, x) + len(held["it"])  # noqa: E731
+    guard = Retry(model)
+    guard.backward(closure, torch.randn(B, 4))
+    if isinstance(before, list):
+        before[1].append(before[0].pop())
+    else:
+        before.clear()
+        before.update(after)
+    assert guard.backward(closure, bad_batch()).bad == [2]
+    assert held["it"] == after
+
+
 class Stop(BaseException):
     pass
 
@@ -510,12 +541,21 @@ def test_an_iterator_is_refused():
     model, noise = nn.Linear(4, 1), iter([1.0, 2.0])
     with pytest.raises(RetryError, match="iterator noise"):
         Retry(model).backward(lambda x: losses(model, x) * next(noise), torch.randn(B, 4))
+    model.noise = noise
+    with pytest.raises(RetryError, match=r"iterator model\.noise"):
+        Retry(model).backward(lambda x: losses(model, x) * next(model.noise), torch.randn(B, 4))
 
 
 def test_a_batch_that_the_closure_changes_in_place_is_refused():
     model = nn.Linear(4, 1)
     with pytest.raises(RetryError, match="changes a tensor of the batch in place"):
         Retry(model).backward(lambda x: losses(model, x.mul_(2)), torch.randn(B, 4))
+
+
+def test_an_optimizer_that_runs_a_closure_itself_is_refused():
+    model = nn.Linear(4, 1)
+    with pytest.raises(RetryError, match="LBFGS runs a closure itself"):
+        Retry(model, torch.optim.LBFGS(model.parameters()))
 
 
 def test_without_waiting_only_optimizers_that_skip_on_the_device():

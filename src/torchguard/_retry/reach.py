@@ -17,6 +17,7 @@ import random
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,7 @@ class Reached:
         tensors: tensors that are neither parameters nor buffers of a module.
         states: mutable containers, the `__dict__` of objects, NumPy arrays, the cells of functions, and `Names`.
         generators: generators of random numbers other than torch's, NumPy's and Python's own.
-        iterators: those that a function names, which cannot be put back.
+        iterators: those that a function names or a module has, which cannot be put back.
         globals: the globals that code reads, each as namespace, name and value.
         is_complete: whether there was nothing more to follow.
         array_bytes: of the NumPy arrays in `states`.
@@ -141,7 +142,7 @@ class Length(Names):
                 del self.owner[key]
 
     def delete(self, name: str) -> None:
-        raise NotImplementedError
+        raise AssertionError("A container always has a length.")
 
 
 def reach(roots: dict[str, Any]) -> Reached:
@@ -187,6 +188,8 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
         return []
     if isinstance(value, types.MethodType):
         return [(name, value.__self__), (name, value.__func__)]
+    if isinstance(value, weakref.ref):
+        return [(name, value())]
     if isinstance(value, functools.partial):
         return [(name, value.func), (name, value.args), (name, value.keywords)]
     if isinstance(value, types.FunctionType):
@@ -220,6 +223,8 @@ def _enter_module(name: str, module: nn.Module, found: Reached) -> list[tuple[st
     if isinstance(module, nn.parallel.DistributedDataParallel):  # its own attributes belong to its reducer
         return [(f"{name}.module", module.module)]
     own = [(f"{name}.{key}", item) for key, item in vars(module).items() if key not in _HOOKS]
+    for path, item in own:
+        _note_iterator(path, item, found)
     return own + [(f"{name}.{key}", child) for key, child in module_dicts(module)[2].items()]
 
 

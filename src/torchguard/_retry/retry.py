@@ -1,6 +1,7 @@
 """`Retry`: a training step that is run again without its bad samples, if it is not finite."""
 
 import collections
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torchguard._retry.run import Closure
 from torchguard._retry.state import TensorState
 from torchguard._torch.training import skips_on_device
 from torchguard.exceptions import RetryError
+
+_NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -75,6 +78,9 @@ class Retry:
         for one in self.models:
             if not isinstance(one, nn.Module):
                 raise RetryError(f"Retry: expected an nn.Module or several, got {type(one).__name__}.")
+        for one in self.optimizers:
+            if inspect.signature(one.step).parameters.get("closure", _NO_CLOSURE).default is inspect.Parameter.empty:
+                raise RetryError(f"Retry: {type(one).__name__} runs a closure itself. Call guard.backward in that one.")
         if retries not in ("eager", "compiled"):
             raise RetryError(f"Retry: retries is {retries!r}. Give 'eager' or 'compiled'.")
         self.shared = (shared,) if isinstance(shared, (str, int)) else tuple(shared)

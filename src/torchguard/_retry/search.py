@@ -12,6 +12,10 @@ became non-finite when the sample was added. It works in four steps:
    with other random numbers, and beside a copy of itself. If it is not, its partner is searched for, or it is not
    accused.
 
+A loss may need a partner for each sample: another one of its class, say. Then a part is non-finite because it lacks the
+partner of an innocent sample. A copy of the sample is a partner, too, which tells the lonely from the bad. Where no part
+is finite for that reason, the search is made with every sample beside its copy.
+
 Nothing here uses torch: `tests/retry/test_search.py` tests it against plain models of a batch.
 """
 

@@ -303,6 +303,7 @@ class PythonState:
         self._states = states + reached.states
         kinds = [state for _, state in self._states]
         self._dicts = [state for state in kinds if isinstance(state, dict)]
+        self._keyed = [state for _, state in reached.states if isinstance(state, dict)]  # no module's attributes
         self._names = [state for state in kinds if isinstance(state, Names)]
         self._cells = [state for state in kinds if isinstance(state, CellType)]
         self._arrays = any(isinstance(state, np.ndarray) for state in kinds)
@@ -313,20 +314,20 @@ class PythonState:
 
     def _save(self) -> None:
         self._saved = [(name, state, _copy(state)) for name, state in self._states]
-        self._values = self._flat()
+        self._lengths, self._values = self._flat()
 
-    def _flat(self) -> list[Any]:
-        """All values one after the other: to compare them at once takes a tenth of the time of a loop."""
-        parts = [*map(dict.values, self._dicts), *self._sequences, *map(_contents, self._cells)]
+    def _flat(self) -> tuple[list[int], list[Any]]:
+        """All lengths, and all values one after the other: to compare them at once takes a tenth of a loop's time."""
+        parts = [*map(dict.values, self._dicts), *self._keyed, *self._sequences, *map(_contents, self._cells)]
         parts += [state.read().values() for state in self._names]
-        return [*itertools.chain.from_iterable(parts)]
+        return [*map(len, parts)], [*itertools.chain.from_iterable(parts)]
 
     def update(self) -> bool:
         """Save the current state. False if it holds other objects than plain values that it did not hold before."""
         if any(namespace.get(name) is not value for namespace, name, value in self._globals):
             return False
-        now = self._flat()
-        if len(now) != len(self._values):
+        lengths, now = self._flat()
+        if lengths != self._lengths:
             return False
         if all(map(operator.is_, now, self._values)):
             if self._arrays:
@@ -340,8 +341,8 @@ class PythonState:
 
     def is_same(self) -> bool:
         """Whether all is as it was, NumPy arrays aside."""
-        now = self._flat()
-        return len(now) == len(self._values) and all(map(operator.is_, now, self._values))
+        lengths, now = self._flat()
+        return lengths == self._lengths and all(map(operator.is_, now, self._values))
 
     def restore(self) -> None:
         for _, state, before in self._saved:
