@@ -115,7 +115,7 @@ def per_sample(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def weighted(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    weights = 1 + x[:, 1].abs().nan_to_num().round()
+    weights = 1 + x[:, 1].abs().nan_to_num().round().long()
     return per_sample(model, x) * weights, weights
 
 
@@ -412,6 +412,16 @@ def samples_that_cannot_be_trained_alone(kind: str) -> None:
         assert report.left_out == ([3] if rank() == 0 else []), report
         joined(single, per_sample, [own[0] for own in of_ranks[1:]]).backward()
         equal(values(one.grad for one in model.parameters()), values(one.grad for one in single.parameters()))
+
+
+@case
+def statistics_of_all_ranks(kind: str) -> None:
+    """A rank without good samples runs those of another, which would enter the statistics of SyncBatchNorm twice."""
+    model, shared = wrapped(kind, mlp()), nn.SyncBatchNorm(1)
+    x = batches({0: [0, 1, 2]})[rank()][0]
+    report = Retry(model).backward(lambda x: per_sample(model, x) * bool(shared), x)
+    assert report.skipped, report
+    assert all(one.grad is None for one in model.parameters())
 
 
 @case

@@ -48,6 +48,7 @@ FOR_BOTH = [
     "frozen_parameters",
     "interrupted",
     "health",
+    "statistics_of_all_ranks",
     "twenty_steps",
 ]
 FOR_ONE = [

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchguard._retry.batch import Batch, tensors_of
 from torchguard._retry.health import all_finite, health_of, total_norm, wide_norm
@@ -301,6 +301,8 @@ class Attempt:
         A rank or micro-batch that has few of them runs copies beside them, unless the run is final: if it has too few
         for `min_batch`, if the closure raised without copies, and with FSDP2, where an exception is the end.
         """
+        if self._mixes_ranks(rows):
+            return Outcome.UNKNOWN
         too_small = self._too_small(rows)
         if is_final and too_small:
             self.run.raised_in = too_small
@@ -331,6 +333,12 @@ class Attempt:
         if before is not None:
             self.is_random = self.run.ranks.any(not before.is_unchanged())
         return result
+
+    def _mixes_ranks(self, rows: Rows) -> bool:
+        """Whether a rank would run the samples of another, and these would enter the statistics of all."""
+        if not any(isinstance(one, nn.SyncBatchNorm) and one.training for _, one in self.plan.reached.modules):
+            return False
+        return any(any(of_ranks) and not all(of_ranks) for of_ranks in zip(*self.run.split(rows), strict=True))
 
     def _too_small(self, rows: Rows) -> set[tuple[int, int]]:
         """The ranks and micro-batches that have some of these samples, but fewer than `min_batch`."""

@@ -234,7 +234,8 @@ class Step:
                 if found is None:
                     return None
                 if found.weights is not None:
-                    own = self.ranks.total(found.weights.sum() if is_own else torch.zeros_like(found.weights.sum()))
+                    own = found.weights.sum().to(_dtype_of(found.sums, found.weights))
+                    own = self.ranks.total(own if is_own else torch.zeros_like(own))
                     weights = own if weights is None else weights + own
                     # The weights of later micro-batches are not known yet: gradients are corrected for at the end.
                     if divisor is None:
@@ -316,6 +317,11 @@ class Step:
             return received
         device = next((one.device for one in tensors_of(batch.value)), torch.device("cpu"))
         return map_tensors(received, lambda tensor: tensor.to(device)), len(of_ranks[donor])
+
+
+def _dtype_of(sums: Tensor, weights: Tensor) -> torch.dtype:
+    """A dtype that holds the sum of weights. The quotient of two integers has float32, whatever the losses have."""
+    return torch.promote_types(torch.promote_types(sums.dtype, torch.float32), weights.dtype)
 
 
 def _filled(rows: list[int], size: int) -> list[int]:
