@@ -1,8 +1,8 @@
 """`Retry`: a training step that is not finite is run again without its bad samples.
 
 The step is checked by what it computes anyway: its losses and the norm of its gradients. If these are not finite, all
-that the step changed is put back (`state.py`: buffers, Python attributes, random numbers), the bad samples are searched
-for (`search.py`), and the step is run again without them (`run.py`). The result is that of the batch without the bad
+that the step changed is put back (`tensor_state.py`, `python_state.py`, `random_state.py`), the bad samples are sought
+(`search.py`), and the step is run again without them (`run.py`). The result is that of the batch without the bad
 samples, whatever the model does with its rows, since that is what was run.
 """
 

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchguard._retry.health import local
+from torchguard._retry.python_state import PythonState
+from torchguard._retry.random_state import RandomState
 from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import reach
-from torchguard._retry.state import PythonState, RandomState, refuse_uninitialized, shards_of, tensors_of
+from torchguard._retry.tensor_state import shards_of, tensors_of
 from torchguard._retry.wrappers import Wrappers
 from torchguard._torch.training import steps_in_backward
 from torchguard.exceptions import RetryError, RetryWarning
@@ -102,7 +104,7 @@ class Plan:
 
     def _refuse(self) -> None:
         """Refuse what cannot be undone."""
-        refuse_uninitialized(self.reached.modules)
+        _refuse_uninitialized(self.reached.modules)
         if not self.reached.is_complete:
             warnings.warn(
                 "Retry: the closure reaches more objects than are followed, so what it changes in the farthest of them "
@@ -146,3 +148,10 @@ def _unique(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         seen[name] += 1
         found.append((name if seen[name] == 1 else f"{name}#{seen[name]}", tensor))
     return found
+
+
+def _refuse_uninitialized(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Lazy modules make their parameters in the first run, which cannot be undone."""
+    for path, module in modules:
+        if any(torch.nn.parameter.is_lazy(one) for one in module.parameters(recurse=False)):
+            raise RetryError(f"Retry: {path} has parameters that are not initialized. Run the model once before.")

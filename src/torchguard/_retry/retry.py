@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchguard._retry.attempt import Attempt
 from torchguard._retry.batch import Batch, Select, micro_batches
 from torchguard._retry.plan import Plan
+from torchguard._retry.recover import Recovery
 from torchguard._retry.report import PendingReport, RetryReport
 from torchguard._retry.run import Closure
-from torchguard._retry.state import TensorState
+from torchguard._retry.tensor_state import TensorState
 from torchguard._torch.training import skips_on_device
 from torchguard.exceptions import RetryError
 
@@ -223,14 +223,14 @@ class Retry:
         report.runs += 1
         return report
 
-    def _attempt(self, closure: Closure, batch: Any, window: bool | None, scaler: Any) -> Attempt:
+    def _attempt(self, closure: Closure, batch: Any, window: bool | None, scaler: Any) -> Recovery:
         batches = [
             Batch(one, self.shared, self.select, None if self.size is None else self.size(one))
             for one in micro_batches(batch, window)
         ]
         if self._plan is None or not self._plan.update(closure):
             self._plan = Plan(self.models, self.optimizers, self.process_group, closure)
-        return Attempt(self, self._plan, closure, batches, scaler)
+        return Recovery(self, self._plan, closure, batches, scaler)
 
     def next_number(self) -> int:
         self._steps += 1
@@ -240,7 +240,7 @@ class Retry:
 class Pending:
     """A step whose outcome is on its way to the host."""
 
-    def __init__(self, guard: Retry, attempt: Attempt, status: torch.Tensor, step: tuple[Any, ...]) -> None:
+    def __init__(self, guard: Retry, attempt: Recovery, status: torch.Tensor, step: tuple[Any, ...]) -> None:
         self.guard, self.attempt, self.step = guard, attempt, step
         self.report = PendingReport(self._resolved)
         self._found: RetryReport | None = None

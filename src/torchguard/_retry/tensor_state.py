@@ -1,4 +1,4 @@
-"""What a run changes beside gradients, and how it is put back: buffers, Python state, random numbers.
+"""The tensors that a step may change beside gradients: saved before it, and put back.
 
 Buffers are compared and restored by content: BatchNorm's statistics and writes through `.data` do not move a tensor's
 version. Buffers and small tensors are copied before every step. Other tensors (frozen parameters, tensors in attributes
@@ -9,25 +9,17 @@ given up. The parameters that an optimizer trains are never copied. A closure th
 """
 
 import contextlib
-import itertools
-import operator
-import random
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import CellType
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchguard._pytrees import tensors_in
 from torchguard._retry.health import local
-from torchguard._retry.reach import SIMPLE, Names, Reached, is_filled
+from torchguard._retry.reach import Reached
 from torchguard._torch.tensors import Versions, is_unchanged, versions_of
 from torchguard._torch.training import copy_all, module_dicts, norms
-from torchguard.exceptions import RetryError
 
 _MAX_BYTES = 64 * 2**20  # of a tensor that is no buffer, to be copied in the first step
 _SMALL = 2**18  # bytes of one that is copied before every step
@@ -286,219 +278,3 @@ def checksum(tensor: Tensor) -> Tensor:
     sums = [square.sum(dim, dtype=torch.int64) for dim in (0, 1)] + [bits[length:].to(torch.int64)]
     weights = [2 * torch.arange(len(one), device=bits.device, dtype=torch.int64) + 1 for one in sums]
     return torch.stack([(one * weight).sum() for one, weight in zip(sums, weights, strict=True)])
-
-
-class PythonState:
-    """Attributes, containers, cells and globals as they are before a step."""
-
-    def __init__(self, reached: Reached) -> None:
-        states: list[tuple[str, Any]] = []
-        self._buffers: set[int] = set()  # ids of the dicts that hold the buffers of a module
-        for name, module in reached.modules:
-            if isinstance(module, nn.parallel.DistributedDataParallel):
-                continue  # its attributes follow its communication
-            dicts = (vars(module), *(one for one in module_dicts(module) if isinstance(one, dict)))
-            states += [(name, one) for one in dicts]
-            self._buffers.add(id(module_dicts(module)[1]))
-        self._states = states + reached.states
-        kinds = [state for _, state in self._states]
-        self._dicts = [state for state in kinds if isinstance(state, dict)]
-        self._keyed = [state for _, state in reached.states if isinstance(state, dict)]  # no module's attributes
-        self._names = [state for state in kinds if isinstance(state, Names)]
-        self._cells = [state for state in kinds if isinstance(state, CellType)]
-        self._arrays = any(isinstance(state, np.ndarray) for state in kinds)
-        special = (dict, Names, CellType, np.ndarray)
-        self._sequences = [state for state in kinds if not isinstance(state, special)]
-        self._globals = reached.globals
-        self._save()
-
-    def _save(self) -> None:
-        self._saved = [(name, state, _copy(state)) for name, state in self._states]
-        self._lengths, self._values = self._flat()
-
-    def _flat(self) -> tuple[list[int], list[Any]]:
-        """All lengths, and all values one after the other: to compare them at once takes a tenth of a loop's time."""
-        parts = [*map(dict.values, self._dicts), *self._keyed, *self._sequences, *map(_contents, self._cells)]
-        parts += [state.read().values() for state in self._names]
-        return [*map(len, parts)], [*itertools.chain.from_iterable(parts)]
-
-    def update(self) -> bool:
-        """Save the current state. False if it holds other objects than plain values that it did not hold before."""
-        if any(namespace.get(name) is not value for namespace, name, value in self._globals):
-            return False
-        lengths, now = self._flat()
-        if lengths != self._lengths:
-            return False
-        if all(map(operator.is_, now, self._values)):
-            if self._arrays:
-                self._save()
-            return True
-        pairs = zip(now, self._values, strict=True)
-        if not all(isinstance(one, SIMPLE) for one, other in pairs if one is not other):
-            return False
-        self._save()
-        return True
-
-    def is_same(self) -> bool:
-        """Whether all is as it was, NumPy arrays aside."""
-        lengths, now = self._flat()
-        return lengths == self._lengths and all(map(operator.is_, now, self._values))
-
-    def restore(self) -> None:
-        for _, state, before in self._saved:
-            if not _is_same(state, before):
-                _put_back(state, before)
-
-    def changed(self) -> list[str]:
-        """The names of what is not as it was."""
-        return [name for name, state, before in self._saved if not _is_same(state, before)]
-
-    def replaced(self) -> list[Replaced]:
-        """The tensors that were put in the place of others, or where there was none.
-
-        Those that require a gradient are activations that somebody keeps, not state: nothing can be computed from them
-        in the next step.
-        """
-        found = []
-        for name, state, before in () if self.is_same() else self._saved:
-            if not isinstance(state, (np.ndarray, set)) and not _is_same(state, before):
-                now = _copy(state)
-                for key in now if isinstance(now, dict) else range(len(now)):
-                    old = before.get(key) if isinstance(before, dict) else before[key] if key < len(before) else None
-                    if now[key] is not old:
-                        olds = dict(tensors_in(old))
-                        found += [
-                            Replaced(f"{name}.{key}", olds.get(keys), tensor.detach(), id(state) in self._buffers)
-                            for keys, tensor in tensors_in(now[key])
-                            if tensor.is_floating_point()
-                            and not tensor.requires_grad
-                            and tensor.layout is torch.strided
-                        ]
-        return found
-
-
-def _copy(state: Any) -> Any:
-    if isinstance(state, (dict, np.ndarray)):
-        return state.copy()
-    if isinstance(state, Names):
-        return state.read()
-    return _contents(state) if isinstance(state, CellType) else [*state]
-
-
-def _contents(cell: CellType) -> list[Any]:
-    return [cell.cell_contents] if is_filled(cell) else []
-
-
-def _is_same(state: Any, before: Any) -> bool:
-    """Whether a state holds the same objects as its copy."""
-    if isinstance(state, np.ndarray):
-        return state.shape == before.shape and state.tobytes() == before.tobytes()
-    now = state if isinstance(state, (dict, list)) else _copy(state)
-    if len(now) != len(before):
-        return False
-    if isinstance(now, dict):
-        return all(map(operator.is_, now.values(), before.values())) and now.keys() == before.keys()
-    return all(map(operator.is_, now, before))
-
-
-def _put_back(state: Any, before: Any) -> None:
-    if isinstance(state, np.ndarray):
-        state.resize(before.shape, refcheck=False)
-        state[...] = before
-    elif isinstance(state, Names):
-        now = state.read()
-        for name in now.keys() - before.keys():
-            state.delete(name)
-        for name, value in before.items():
-            if name not in now or now[name] is not value:
-                state.write(name, value)
-    elif isinstance(state, CellType):
-        if before:
-            state.cell_contents = before[0]
-        else:
-            del state.cell_contents
-    else:
-        state.clear()
-        state.update(before) if isinstance(state, (dict, set)) else state.extend(before)
-
-
-class RandomState:
-    """The state of every generator that a closure may draw from."""
-
-    def __init__(self, reached: Reached, devices: Iterable[torch.device]) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._devices = [(one, _device_state(one)) for one in devices if one.type not in ("cpu", "meta")]
-        self._own = [(one, _state_of(one)) for _, one in reached.generators]
-
-    def restore(self, stream: int = 0) -> None:
-        """Put all back; for another stream than 0, to a state that depends on it alone."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        for device, state in self._devices:
-            torch.get_device_module(device).set_rng_state(state, *_place(device))
-        for generator, state in self._own:
-            _set_state(generator, state)
-        if stream:
-            self._seed(random.getrandbits(31) ^ (0x9E3779B9 * stream & 0x7FFFFFFF))
-
-    def _seed(self, seed: int) -> None:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        for generator, _ in self._own:
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(seed)
-            elif isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = type(generator.bit_generator)(seed).state
-            else:
-                generator.seed(seed)
-
-    def is_unchanged(self) -> bool:
-        """Whether nothing was drawn since."""
-        numpy = np.random.get_state()
-        return (
-            random.getstate() == self._python
-            and all(np.array_equal(one, other) for one, other in zip(numpy, self._numpy, strict=True))
-            and torch.equal(torch.get_rng_state(), self._torch)
-            and all(torch.equal(_device_state(one), state) for one, state in self._devices)
-            and all(_same_state(_state_of(one), state) for one, state in self._own)
-        )
-
-
-def _device_state(device: torch.device) -> Tensor:
-    return torch.get_device_module(device).get_rng_state(*_place(device))
-
-
-def _place(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # there is one, and torch.mps takes no argument
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-def _same_state(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else repr(one) == repr(other)
-
-
-def refuse_uninitialized(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Lazy modules make their parameters in the first run, which cannot be undone."""
-    for path, module in modules:
-        if any(torch.nn.parameter.is_lazy(one) for one in module.parameters(recurse=False)):
-            raise RetryError(f"Retry: {path} has parameters that are not initialized. Run the model once before.")

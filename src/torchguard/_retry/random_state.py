@@ -1,0 +1,86 @@
+"""The state of every generator of random numbers that a closure may draw from."""
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchguard._retry.reach import Reached
+
+
+class RandomState:
+    """The state of every generator that a closure may draw from."""
+
+    def __init__(self, reached: Reached, devices: Iterable[torch.device]) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._devices = [(one, _device_state(one)) for one in devices if one.type not in ("cpu", "meta")]
+        self._own = [(one, _state_of(one)) for _, one in reached.generators]
+
+    def restore(self, stream: int = 0) -> None:
+        """Put all back; for another stream than 0, to a state that depends on it alone."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        for device, state in self._devices:
+            torch.get_device_module(device).set_rng_state(state, *_place(device))
+        for generator, state in self._own:
+            _set_state(generator, state)
+        if stream:
+            self._seed(random.getrandbits(31) ^ (0x9E3779B9 * stream & 0x7FFFFFFF))
+
+    def _seed(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        for generator, _ in self._own:
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = type(generator.bit_generator)(seed).state
+            else:
+                generator.seed(seed)
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing was drawn since."""
+        numpy = np.random.get_state()
+        return (
+            random.getstate() == self._python
+            and all(np.array_equal(one, other) for one, other in zip(numpy, self._numpy, strict=True))
+            and torch.equal(torch.get_rng_state(), self._torch)
+            and all(torch.equal(_device_state(one), state) for one, state in self._devices)
+            and all(_same_state(_state_of(one), state) for one, state in self._own)
+        )
+
+
+def _device_state(device: torch.device) -> Tensor:
+    return torch.get_device_module(device).get_rng_state(*_place(device))
+
+
+def _place(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # there is one, and torch.mps takes no argument
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else repr(one) == repr(other)
