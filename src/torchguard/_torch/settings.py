@@ -3,7 +3,8 @@
 torch's settings (`torch._dynamo.config` and the like) are process-wide in torch 2.11. In later ones each thread has
 values of its own, and a new thread starts with the defaults. So a setting is changed in the narrowest of three ways:
 
-- around one compilation, in the thread that compiles (`without_graph_caches`, `without_limits`, `protect_regions`);
+- around one compilation, in the thread that compiles (`without_graph_caches`, `without_limits`, `same_random_numbers`,
+  `protect_regions`);
 - while an object needs it, counted and put back when the last one is gone (`allow_side_effects_under_checkpoint`);
 - for good: never.
 
@@ -51,6 +52,19 @@ def without_limits() -> contextlib.AbstractContextManager[Any]:
 
     names = ("accumulated_recompile_limit", "recompile_limit")
     return config.patch({name: 2**20 for name in names if hasattr(config, name)})  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Have Inductor draw the random numbers that eager mode draws, so that results can be compared.
+
+    Degraded where Inductor has no `fallback_random`: results that depend on random numbers differ.
+    """
+    import torch._inductor.config as config
+
+    names = [name for name in ("fallback_random",) if hasattr(config, name)]
+    with config.patch(dict.fromkeys(names, True)):  # pyright: ignore[reportAttributeAccessIssue]
+        yield
 
 
 @contextlib.contextmanager
