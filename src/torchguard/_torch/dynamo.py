@@ -202,6 +202,13 @@ def default_backend() -> object:
     return get_default_backend()
 
 
+def is_profiling() -> bool:
+    """Whether a profiler runs in this process. Degraded where torch does not say: False, as if none ran."""
+    import torch.autograd
+
+    return getattr(torch.autograd, "_profiler_enabled", lambda: False)()
+
+
 def current_compile_id() -> str:
     """The id of the compilation under way in this thread, such as "0/1"; "None" outside of one."""
     from torch._guards import CompileContext
