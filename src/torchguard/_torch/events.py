@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import fx
 
-from torchguard._torch.dynamo import backend_name, current_compile_id, innermost_backend
+from torchguard._torch.dynamo import FunctionName, backend_name, current_compile_id, function_name, innermost_backend
 from torchguard._torch.guards import Guards, Stack, guards_of
 from torchguard._torch.process import module_state, patch_function
 from torchguard._torch.settings import call_with_compilers, takes_compilers, without_graph_caches
@@ -44,6 +44,7 @@ class GuardsBuiltEvent(NamedTuple):
     """
 
     code: types.CodeType
+    where: FunctionName
     compile_id: str
     guards: Guards
     unfiltered: Guards | None
@@ -195,6 +196,7 @@ def _build(
     original(self, f_code, output_graph, *args, **kwargs)
     event = GuardsBuiltEvent(
         f_code,
+        function_name(f_code, _locals_of(output_graph)),
         current_compile_id(),
         guards_of(self.guard_manager),
         unfiltered() if unfiltered is not None else None,
@@ -205,6 +207,11 @@ def _build(
         given["guard_filter_fn"].on_built(event)
     for listener in _listeners_of(GuardsBuiltEvent):
         listener(event)
+
+
+def _locals_of(output_graph: Any) -> Any:
+    """The locals of the frame that a graph was made of. Degraded where torch does not have them: None."""
+    return getattr(output_graph, "local_scope", None)
 
 
 def _entries_before(code: types.CodeType, given: dict[str, Any]) -> int:
@@ -355,9 +362,7 @@ def _compile_frame(original: Callable[..., Any], self: Any, gm: fx.GraphModule, 
     code = getattr(getattr(self, "root_tx", None), "f_code", None)
     start = CompilationStart(
         current_compile_id(),
-        getattr(code, "co_qualname", ""),
-        getattr(code, "co_filename", ""),
-        getattr(code, "co_firstlineno", 0),
+        *(function_name(code, _locals_of(self)) if code is not None else ("", "", 0)),
         backend_name(getattr(self, "compiler_fn", None)),
     )
     with listener.compiling(start, gm), without_graph_caches():

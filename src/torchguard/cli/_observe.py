@@ -5,6 +5,7 @@ fails here becomes a line in `Observation.problems`: the script runs on.
 """
 
 import contextlib
+import logging
 import sys
 import tempfile
 import time
@@ -75,6 +76,12 @@ class Options:
     progress: bool = True
 
 
+def _is_violation(record: logging.LogRecord) -> bool:
+    from torchguard.device import DeviceViolation
+
+    return isinstance(record.args, tuple) and any(isinstance(one, DeviceViolation) for one in record.args)
+
+
 class Observation:
     """What was observed of a run.
 
@@ -136,6 +143,8 @@ class Observation:
             self.inspection = self._contexts.enter_context(guards.inspect())
             if self._options.capture or self._options.device is not None:
                 self._capture()
+            if self._options.device is not None:  # the report prints the violations
+                logging.getLogger("torchguard.device").addFilter(lambda record: not _is_violation(record))
         except Exception as error:
             self.problems.append(one_line(f"This run could not be observed: {error}"))
 

@@ -173,7 +173,8 @@ def _report_views(observation: Observation) -> Iterator[RenderableType]:
     if observation.inspection is None:
         yield plain("Nothing was compiled: torch.compile was never called.")
     else:
-        yield from _views.compilation_views(_views.inspection_data(observation.inspection))
+        data = _views.inspection_data(observation.inspection)
+        yield from _views.compilation_views(data, failed=len(artifacts) if not data["frames"] else 0)
     if observation.device_report is not None:
         yield from _views.device_report(observation.device_report, limit=_LIMIT)
         if watcher is not None:

@@ -80,10 +80,13 @@ class Graph:
     @cached_property
     def _edges(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
         """Nodes, each with an op that takes it, or with the output node that returns it."""
-        output = next(iter(self.module.graph.find_nodes(op="output")), None)
-        returned = [(node, output) for node in output.all_input_nodes if node.op != "placeholder"] if output else []
+        returned = [(node, self.output) for node in self.output.all_input_nodes if node.op != "placeholder"]
         taken = [(node, consumer) for consumer in self.ops for node in consumer.all_input_nodes]
         return (*taken, *returned)
+
+    @cached_property
+    def output(self) -> fx.Node:
+        return next(iter(self.module.graph.find_nodes(op="output")))
 
     @cached_property
     def returned(self) -> tuple[fx.Node, ...]:

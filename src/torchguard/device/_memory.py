@@ -1,6 +1,6 @@
 """The memory plan of a graph: the bytes of the storages that are live while each node runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -118,6 +118,41 @@ def plan_step(
     forward_plan = _plan(forward, _with_live_throughout(before, _inputs(before), forward), names or {})
     saved_bytes = sum(before[key].bytes for key in for_backward)
     return replace(forward_plan, saved=saved_bytes), _plan(backward, during_backward, names or {})
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """The bytes that a training step needs.
+
+    Attributes:
+        peak: the larger peak of the forward and the backward graph. It counts parameters, buffers, inputs, what is
+            saved for backward, gradients, and outputs until the backward pass has ended: a program that drops its
+            outputs earlier needs less.
+        gradients: the bytes of the gradients of parameters, which are part of the peak.
+        adam_state: the bytes of the two tensors for each of these parameters that Adam and AdamW keep, which are not.
+    """
+
+    peak: int
+    gradients: int
+    adam_state: int
+
+    @property
+    def with_adam(self) -> int:
+        return self.peak + self.adam_state
+
+    def __str__(self) -> str:
+        return (
+            f"training step: peak {self.peak:,} bytes with {self.gradients:,} of gradients, outputs held to the end; "
+            f"with the state of Adam {self.with_adam:,}, with momentum {self.peak + self.adam_state // 2:,}"
+        )
+
+
+def gradient_bytes(forward: fx.GraphModule, backward: fx.GraphModule, state: Set[fx.Node]) -> int:
+    """The bytes of the gradients of parameters: a backward graph returns one for each input of its forward graph."""
+    inputs = forward.graph.find_nodes(op="placeholder")
+    pairs = zip(inputs, output_nodes(backward), strict=False)
+    gradients = [gradient for node, gradient in pairs if gradient is not None and node in state]
+    return sum(hint(tensors.storage_bytes(one)) or 0 for node in gradients for one in tensors_of(value_of(node)))
 
 
 def output_nodes(module: fx.GraphModule) -> list[fx.Node | None]:

@@ -272,7 +272,7 @@ class _Shadow:
         self.kept = built.guards.copy()  # before the callback is added: with it, the tree would hold itself
         # Where the guard on grad mode and autocast is kept, Dynamo itself tells such calls apart.
         self.is_state_guarded = built.guards.has_at_root("GLOBAL_STATE")
-        self.function = getattr(built.code, "co_qualname", built.code.co_name)
+        self.function = built.where.function
         # Of a method this is the module, whatever it calls `self`.
         self.first_argument = built.code.co_varnames[0] if built.code.co_argcount else ""
         self.dropped = {}

@@ -52,7 +52,10 @@ class Layout(Constraint):
                 if not is_supported and (producer, layout) not in refused:  # it has the layout of its op's input
                     message = f"output {shape_text(tensor.shape)}{_strides(tensor)} is {layout}, "
                     message += f"{device.name} supports {', '.join(device.layouts)}"
-                    yield self.violation(graph, message, node=node, remedy="return a copy: .contiguous()")
+                    # Its op can run on the device, so the violation is at the output.
+                    yield self.violation(
+                        graph, message, node=graph.output, tensor=node, remedy="return a copy: .contiguous()"
+                    )
 
 
 def _strides(tensor: Tensor) -> str:
