@@ -224,6 +224,16 @@ def test_what_is_suggested_was_exercised_and_is_clean(monkeypatch):
     assert (compiled(x) == LIMIT).any()  # the zeros of Dropout: it is active
 
 
+def test_progress_is_shown_where_it_is_asked_for(capsys):
+    certify(lambda x: x * LIMIT, torch.randn(3), skip_all(), progress=True)
+    shown = capsys.readouterr().err
+    assert "certify: compiling" in shown
+    assert "of 8: another batch size" in shown
+    assert shown.endswith("\r")
+    certify(lambda x: x * LIMIT, torch.randn(3), skip_all())
+    assert capsys.readouterr().err == ""
+
+
 def test_what_does_not_save_is_not_suggested(monkeypatch):
     monkeypatch.setattr(_suggest, "_microseconds", lambda *checks: [2.1, 2.9])
     found = suggest(Net().eval(), torch.randn(3, 4))

@@ -73,6 +73,7 @@ class Options:
     directory: Path | None = None
     device: "Device | None" = None
     watch: bool = False
+    quarantine: bool = False
     progress: bool = True
 
 
@@ -131,7 +132,7 @@ class Observation:
         if self._options.watch:
             from torchguard.cli._watched import Watcher
 
-            self.watcher = Watcher()
+            self.watcher = Watcher(self._options.quarantine)
             self.watcher.install()
 
     def _observe(self) -> None:
@@ -143,7 +144,9 @@ class Observation:
             self.inspection = self._contexts.enter_context(guards.inspect())
             if self._options.capture or self._options.device is not None:
                 self._capture()
-            if self._options.device is not None:  # the report prints the violations
+            # The report prints problems of the capture and violations of the device: do not log them as well.
+            logging.getLogger("torchguard.artifacts").addFilter(lambda record: False)
+            if self._options.device is not None:
                 logging.getLogger("torchguard.device").addFilter(lambda record: not _is_violation(record))
         except Exception as error:
             self.problems.append(one_line(f"This run could not be observed: {error}"))

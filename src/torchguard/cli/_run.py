@@ -58,6 +58,13 @@ DeviceOption = Annotated[
 Watch = Annotated[
     bool, typer.Option("--watch", help="Watch every model that is compiled, and report which samples went bad.")
 ]
+Quarantine = Annotated[
+    bool,
+    typer.Option(
+        "--quarantine",
+        help="Watch, replace what is non-finite by zeros, and report what the backward pass creates, too.",
+    ),
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 4 if a rule is broken or a sample went bad.")]
 NoCapture = Annotated[bool, typer.Option("--no-capture", help="Write no artifacts.")]
 Report = Annotated[Path | None, typer.Option("--report", help="Write the report to this file, as JSON.")]
@@ -71,6 +78,7 @@ def run(
     as_module: AsModule = False,
     device: DeviceOption = None,
     watch: Watch = False,
+    quarantine: Quarantine = False,
     strict: Strict = False,
     no_capture: NoCapture = False,
     directory: Directory = None,
@@ -82,6 +90,7 @@ def run(
     The exit code is the script's. The report goes to stderr. Options behind SCRIPT are the script's.
     """
     passed = _script_options.check(context, name, arguments or [], as_module)
+    watch = watch or quarantine
     if strict and device is None and not watch:
         raise CommandError("--strict needs --device or --watch, whose findings it acts on.", ExitCode.USAGE)
     options = Options(
@@ -89,6 +98,7 @@ def run(
         directory=directory,
         device=load_device(device) if device is not None else None,
         watch=watch,
+        quarantine=quarantine,
         progress=not quiet,
     )
     report = report and report.absolute()  # the script may change the directory

@@ -11,7 +11,9 @@ the audit checks them all.
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -124,6 +126,7 @@ def certify(
     kwargs: Mapping[str, Any] | None = None,
     changes: Changes | None = None,
     backend: Any = None,
+    progress: bool | None = None,
 ) -> GuardCertificate:
     """Find out which of the guards that a filter drops lead to wrong results.
 
@@ -138,17 +141,39 @@ def certify(
         changes: your own changes by name, each a function that returns a context manager. The context manager may
             return other arguments for the call, as a tuple.
         backend: the backend of the certificate. What is stale depends on it. By default that of `torch.compile`.
+        progress: whether to show on stderr which change is being tried. By default only if stderr is a terminal.
     """
     given = (inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
     filter = filter if isinstance(filter, Filter) else by_function(filter)
     backend = dynamo.default_backend() if backend is None else backend
     own = [_own_perturbation(name, apply, given) for name, apply in (changes or {}).items()]
-    with settings.without_limits(), settings.same_random_numbers():
+    with settings.without_limits(), settings.same_random_numbers(), _progress_line(progress) as show:
+        show("certify: compiling")
         trial = _FilterTrial(model, given, filter, backend)
         everything = [*common_perturbations(model, *given), *trial.perturbations_of_values(), *own]
-        outcomes = tuple(map(trial.outcome_of, everything))
+        outcomes = []
+        for i, change in enumerate(everything, start=1):
+            show(f"certify: change {i} of {len(everything)}: {change.name}")
+            outcomes.append(trial.outcome_of(change))
     name = backend if isinstance(backend, str) else dynamo.backend_name(backend)
-    return GuardCertificate(repr(filter), name, tuple(trial.labelled(outcomes)), outcomes)
+    return GuardCertificate(repr(filter), name, tuple(trial.labelled(outcomes)), tuple(outcomes))
+
+
+@contextlib.contextmanager
+def _progress_line(wanted: bool | None) -> Iterator[Callable[[str], None]]:
+    """A function that shows a text in place of the one before, in one line of stderr that is erased at the end."""
+    is_shown = sys.stderr.isatty() if wanted is None else wanted
+    width = shutil.get_terminal_size().columns - 1
+
+    def show(text: str, end: str = "") -> None:
+        if is_shown:
+            sys.stderr.write(f"\r{text[:width]:<{width}}{end}")
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        show("", end="\r")
 
 
 def _own_perturbation(name: str, apply: Callable[[], AbstractContextManager[Any]], given: Any) -> Perturbation:

@@ -74,6 +74,7 @@ def suggest(
     *,
     kwargs: Mapping[str, Any] | None = None,
     backend: Any = None,
+    progress: bool | None = None,
 ) -> Suggestion:
     """Suggest the filter that drops the guards that were exercised and found harmless, if it saves time.
 
@@ -84,8 +85,9 @@ def suggest(
 
     Args:
         backend: the backend of the suggested code. By default that of `torch.compile`.
+        progress: as in `certify`.
     """
-    settings = {"kwargs": kwargs, "changes": state_changes, "backend": backend}
+    settings = {"kwargs": kwargs, "changes": state_changes, "backend": backend, "progress": progress}
     call = (inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
     check_all = _check(model, keep_all(), call)
     tried = [certify(model, inputs, skip_all(), **settings)]
