@@ -223,6 +223,13 @@ class TestClean:
         assert (removal.artifact, removal.why) == (old, "beyond the newest 1")
         assert list(Store(root)) == [new]
 
+    def test_what_keep_keeps_stays_whatever_its_age_and_size(self, root):
+        new, old = Store(root)
+        assert Store(root).clean(older_than=timedelta(0), keep=3, max_bytes=1) == []
+        (removal,) = Store(root).clean(older_than=timedelta(0), keep=1, max_bytes=1)
+        assert removal.artifact == old
+        assert list(Store(root)) == [new]
+
     def test_remove_removes_what_a_dry_run_returned(self, root):
         new, old = Store(root)
         named = Store(root).clean(keep=0, dry_run=True)

@@ -37,6 +37,40 @@ def test_list_as_json_is_json_alone(invoke, captured):
     assert {"forward", "backward"} <= {graph["kind"] for one in output["artifacts"] for graph in one["graphs"]}
 
 
+def test_list_is_readable_in_forty_columns(invoke, store, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    own = ids(store)
+    (store.root / "notes.txt").write_text("mine")
+    (store.root / "empty").mkdir()
+    result = invoke("list", "--dir", store.root)
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 40
+    assert [line.strip() for line in lines if not line.startswith(" ")] == own
+    assert "also holds 2 entries that torchguard did not write" in result.stderr
+
+
+def test_tables_are_never_cut_where_stdout_is_no_terminal(invoke, captured, monkeypatch):
+    whole = invoke("show", "--dir", captured.root).stdout
+    monkeypatch.setenv("COLUMNS", "20")
+    assert invoke("show", "--dir", captured.root).stdout == whole
+
+
+def test_guards_are_analyzed_over_the_whole_run(invoke, captured):
+    found = json.loads(invoke("analyze", "--type", "guards", "--dir", captured.root, "--json").stdout)
+    assert len(found["frames"]) == len(ids(captured)) > 1
+    one = json.loads(invoke("analyze", "--type", "guards", ids(captured)[0], "--dir", captured.root, "--json").stdout)
+    assert len(one["frames"]) == 1
+
+
+def test_analyze_reads_the_device_of_the_environment(invoke, captured, monkeypatch):
+    monkeypatch.setenv("MOCK_DENY", "aten.*")
+    result = invoke("analyze", "--type", "device", "--dir", captured.root)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("Does not fit mock, because aten.")
+    monkeypatch.setenv("MOCK_DENY", "F.nothing")
+    assert invoke("analyze", "--type", "device", "--dir", captured.root).exit_code == 2
+
+
 def test_list_takes_the_directory_of_the_environment(invoke, captured, monkeypatch):
     monkeypatch.setenv("TORCHGUARD_ARTIFACTS", str(captured.root))
     assert captured.find().id in invoke("list").stdout

@@ -12,7 +12,7 @@ from tests.compare import assert_same_state
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from torchguard import device, guards
+from torchguard import artifacts, device, guards
 from torchguard.device import Device, DeviceError, DeviceRejectionError, mock_backend
 from torchguard.device._device import _VARIABLES
 
@@ -416,3 +416,17 @@ def test_clear_forgets_the_report():
     assert backend.report().graphs
     backend.clear()
     assert backend.report() == device.DeviceReport()
+
+
+def test_the_artifact_of_a_rejected_model_has_its_graphs(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    with artifacts.capture(tmp_path) as captured, pytest.raises(BackendCompilerFailed):
+        torch.compile(model, backend=mock_backend(deny="gelu", mode="strict"))(torch.randn(2, 4))
+    (one,) = captured.artifacts
+    manifest = one.manifest()
+    assert [graph["kind"] for graph in manifest["graphs"]] == ["dynamo", "forward", "backward"]
+    assert manifest["function"] == "Sequential"
+    with artifacts.capture(tmp_path / "inference") as captured, torch.no_grad(), pytest.raises(BackendCompilerFailed):
+        torch.compile(model, backend=mock_backend(deny="gelu", mode="strict"))(torch.randn(2, 4))
+    (one,) = captured.artifacts
+    assert [graph["kind"] for graph in one.manifest()["graphs"]] == ["dynamo", "inference"]

@@ -132,8 +132,50 @@ def test_matrix_products_accept_transposed_operands():
     assert violations_of(lambda a, b: torch.bmm(a, b.transpose(1, 2)), x[None], x[None], layouts="contiguous") == ()
 
 
-def test_layouts_of_returned_views_and_of_copies_are_not_checked():
-    assert violations_of(lambda x: (x.relu().t(), x.t().contiguous() + 1), x, layouts="contiguous") == ()
+def test_the_layout_of_what_a_graph_returns_is_checked():
+    violation = only(violations_of(lambda x: (x.relu().t(), x + 1), x, layouts="contiguous"))
+    assert violation.message == "output (8, 4) with strides (1, 8) is transposed, chip supports contiguous"
+    assert violation.remedy == "return a copy: .contiguous()"
+    assert violations_of(lambda x: x.relu().t(), x, layouts=["contiguous", "transposed"]) == ()
+    assert "broadcast" in only(violations_of(lambda x: x.sum(0).expand(4, 8), x, layouts="contiguous")).message
+
+
+def test_layouts_of_copies_of_products_and_of_what_is_saved_are_not_checked():
+    assert violations_of(lambda x: x.t().contiguous() + 1, x, layouts="contiguous") == ()
+    assert violations_of(lambda x: (x @ x.t()[:, :3]).t(), x, layouts=["contiguous", "strided"]) == ()
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    assert violations_of(net, x, layouts="contiguous", train=True) == ()
+
+
+def test_memory_is_checked_for_all_sizes_of_a_dynamic_graph():
+    def fn(x):
+        return (x * 2).relu() + 1
+
+    violation = only(violations_of(fn, torch.randn(8), dynamic=True, max_memory=1000))
+    assert violation.code == "TGD401"
+    assert violation.holds_now
+    assert violation.condition.startswith("12*s")
+    assert violation.condition.endswith(" <= 1000")
+    assert "more may be live: 96 bytes are live at the sizes of this call" in violation.message
+    assert "dynamic=False" in violation.remedy
+
+    def bounded(x):
+        torch._check(x.shape[0] <= 80)
+        return fn(x)
+
+    assert violations_of(bounded, torch.randn(8), dynamic=True, max_memory=1000) == ()
+    assert not only(violations_of(bounded, torch.randn(8), dynamic=True, max_memory=90)).holds_now
+
+
+def test_the_peak_of_other_sizes_may_be_at_another_node():
+    def fn(x, y):
+        return (x * 2).relu().sum() + (y * 2).relu().sum()
+
+    x, y = torch.randn(100), torch.randn(8)
+    torch._dynamo.mark_dynamic(y, 0)
+    violation = only(violations_of(fn, x, y, max_memory=10_000))
+    assert violation.holds_now
+    assert "12*s" in violation.condition  # the second half, although the first half has the peak of this call
 
 
 def test_dims_of_size_one_do_not_affect_the_layout():

@@ -5,6 +5,9 @@ import torch
 from tests.device.chip import codes, only, violations_of
 from torch import nn
 
+from torchguard.device import Device
+from torchguard.exceptions import DeviceError
+
 ANY = {"parameters": None, "activations": None}
 
 
@@ -71,6 +74,42 @@ PROGRAM_NAMES = {
         "_safe_softmax",
     ),
 }
+
+
+PYTHON_NAMES = {
+    "torch.relu": torch.relu,
+    "F.gelu": nn.functional.gelu,
+    "nn.GELU": nn.GELU(),
+    "Aten.gelu": nn.GELU(),
+    "torch.nn.functional.silu": nn.functional.silu,
+    "torch.nn.LeakyReLU": nn.LeakyReLU(),
+    "nn.ReLU6": nn.ReLU6(),
+    "nn.BatchNorm1d": nn.BatchNorm1d(8),
+    "torch.Tensor.mul": lambda x: x * 2,
+    "torch.linalg.norm": torch.linalg.norm,
+    "F.cross_entropy": lambda x: nn.functional.cross_entropy(x, torch.arange(4)),
+}
+
+
+@pytest.mark.parametrize("name", PYTHON_NAMES)
+def test_an_op_is_found_by_its_name_in_python(name, monkeypatch):
+    assert codes(violations_of(PYTHON_NAMES[name], x, deny=[name], **ANY)) == ["TGD501"]
+    monkeypatch.setenv("MOCK_DENY", name)
+    assert Device.from_environment().deny == Device(deny=[name]).deny
+
+
+@pytest.mark.parametrize("name", ["nn.Sequential", "F.normalize", "nn.Dropout2d", "torch.foo", "prims.foo", "nn.LSTM"])
+def test_a_name_that_no_graph_can_contain_is_refused(name, monkeypatch):
+    with pytest.raises(DeviceError, match=r"There is no op|No graph contains"):
+        Device(deny=[name])
+    monkeypatch.setenv("MOCK_DENY", name)
+    with pytest.raises(DeviceError, match=r"MOCK_DENY"):
+        Device.from_environment()
+
+
+def test_an_op_of_a_library_that_was_not_imported_is_logged(caplog):
+    assert violations_of(nn.GELU(), x, deny=["somewhere.gelu"]) == ()
+    assert "no op of 'somewhere' is registered: it finds nothing" in caplog.text
 
 
 @pytest.mark.parametrize("name", PROGRAM_NAMES)

@@ -141,7 +141,8 @@ def test_violations_are_counted_by_rule_op_and_line():
 def test_the_report_as_text_and_as_json():
     report = report_of(Net(), x, deny="aten.gelu", alignment=128, max_memory="1MB")
     text = str(report)
-    assert text.startswith("1 graph on chip: ")
+    assert text.startswith("Does not fit chip, because ")
+    assert "\n1 graph on chip: " in text
     assert "pad dim 1 from 16 to 128" in text
     assert "bytes to transfer" in text
     assert "peak " in text
@@ -159,7 +160,7 @@ def test_the_report_as_text_and_as_json():
 
 def test_the_text_has_singulars_and_says_where_no_flops_are_counted():
     text = str(report_of(torch.relu, x, deny="aten.relu"))
-    assert text.startswith("1 graph on chip: 0.0 % of 1 op, no FLOPs counted; 1 violation\n")
+    assert "\n1 graph on chip: 0.0 % of 1 op, no FLOPs counted; 1 violation\n" in text
     assert "  0 partitions, 1 host fallback, " in text
     text = str(report_of(Net(), x))
     assert "% of 3 ops, 100.0 % of 8,192 FLOPs; 0 violations" in text
@@ -203,3 +204,30 @@ def test_a_capture_of_a_rejected_graph_contains_the_report(tmp_path):
             torch.compile(Net(), backend=backend)(x)
     attached = [artifact for artifact in captured.artifacts if artifact.attached("device.json")]
     assert len(attached) == 1
+
+
+def test_the_first_line_says_whether_it_fits():
+    def first_line(fn, **fields):
+        return str(report_of(fn, x, **fields)).splitlines()[0]
+
+    assert first_line(torch.relu) == "Fits chip"
+    assert first_line(torch.relu, deny="relu") == (
+        "Does not fit chip, because aten.relu.default: chip does not support aten.relu (TGD501)"
+    )
+    assert first_line(lambda x: x.relu().sin(), deny="relu, sin").endswith("(TGD501), and 1 more violation")
+    dynamic = torch.compile(torch.relu, backend=(backend := mock_backend(alignment=8)), dynamic=True)
+    dynamic(torch.randn(4, 8))
+    assert backend.report().verdict.startswith("Fits mock at the sizes of this call, but not at all sizes: it needs ")
+
+
+def test_a_training_step_has_gradients_and_the_state_of_an_optimizer():
+    backend = mock_backend(Device(name="chip", max_memory=1000))
+    layer = nn.Linear(8, 8)
+    layer.bias.requires_grad_(False)
+    torch.compile(layer, backend=backend)(torch.randn(2, 8)).sum().backward()
+    (step,) = backend.report().training
+    assert (step.gradients, step.adam_state) == (8 * 8 * 4, 2 * 8 * 8 * 4)
+    assert step.peak == backend.report().peak_memory
+    assert backend.report().verdict.startswith("Fits chip, but not with the state of Adam: a training step then needs")
+    assert "outputs held to the end" in str(backend.report())
+    assert report_of(torch.relu, x).training == ()

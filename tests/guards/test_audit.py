@@ -1,6 +1,10 @@
 """Audits: they find changes that filtered guards no longer notice."""
 
+import contextlib
+import copy
 import gc
+import pickle
+import sys
 import threading
 import weakref
 
@@ -11,7 +15,15 @@ from torch import nn
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._audit import audit
 from torchguard.guards._compile import compile
-from torchguard.guards._filters import keep_portable, keep_tensors, skip_all, skip_globals, skip_inbuilt_nn_modules
+from torchguard.guards._filters import (
+    keep_portable,
+    keep_tensors,
+    named,
+    skip_all,
+    skip_globals,
+    skip_inbuilt_nn_modules,
+    skip_nn_modules,
+)
 from torchguard.guards._why import why
 
 # Before torch 2.13, filters on one function share a cache; each test resets it.
@@ -74,6 +86,60 @@ def test_recompiling_gives_the_new_result(factor):
     assert fn(x).tolist() == [3, 3]
     assert fn(x).tolist() == [3, 3]
     assert len(auditor.report().violations) == 1
+
+
+def stale_calls(call, model, x, toggle, calls=60, each=5):
+    """The calls with another result than the model in eager mode, while it toggles between two states."""
+    found = []
+    for i in range(calls):
+        toggle(model, bool(i // each % 2))
+        if not torch.equal(call(x), model(x)):
+            found.append(i)
+    return found
+
+
+def patch_forward(model, on):
+    if on:
+        model.layer.forward = lambda x: x - 1
+    else:
+        vars(model.layer).pop("forward", None)
+
+
+@pytest.mark.parametrize(
+    "toggle",
+    [
+        lambda model, on: setattr(model, "k", 7 if on else 2),
+        lambda model, on: setattr(model.drop, "training", on),
+        patch_forward,  # one entry guards on the absence of `forward`, the other on its value
+    ],
+)
+@pytest.mark.parametrize("filter", [skip_all(), skip_nn_modules()])
+def test_recompiling_heals_for_good(toggle, filter):
+    model, x = Net().eval(), torch.randn(2, 3)
+    model.drop.p = 0.0
+    toggle(model, True)
+    toggle(model, False)
+    net, auditor = audited(model, filter, every=7, action="recompile")
+    net(x)
+    found = stale_calls(net, model, x, toggle)
+    assert set(found) <= set(range(8))  # only before the first check that notices
+    assert len(auditor.report().violations) <= 3
+
+
+def test_a_relation_that_failed_heals_for_good():
+    def fn(x, y):
+        x.add_(1)
+        return x + y
+
+    call, _ = audited(fn, skip_all(), every=2, action="recompile")
+    a = torch.zeros(2)
+    call(torch.zeros(2), torch.zeros(2))
+    call(a, a)  # one tensor twice: stale, until a check notices
+    call(a, a)
+    for _ in range(6):
+        assert call(torch.zeros(2), torch.zeros(2)).tolist() == [1, 1]
+        b = torch.zeros(2)
+        assert call(b, b).tolist() == [2, 2]
 
 
 def test_raising_comes_before_a_stale_result(factor):
@@ -243,6 +309,73 @@ def test_threads():
         thread.join()
     assert set(found) == {2}
     assert auditor.report().calls >= 400
+
+
+def test_each_thread_gets_its_error(factor):
+    fn, auditor = audited(scaled, skip_globals(), every=1, action="raise")
+    x = torch.ones(1)
+    fn(x)
+    factor(3)
+    raised = []
+
+    def work():
+        for _ in range(25):
+            with contextlib.suppress(StaleGuardError):
+                fn(x)
+                continue
+            raised.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(raised) == 100
+    (violation,) = auditor.report().violations
+    assert violation.checks == 100
+
+
+def test_what_raised_once_raises_at_once_the_next_time(factor):
+    fn, _ = audited(scaled, skip_globals(), every=2, action="raise")
+    x = torch.ones(1)
+    fn(x)
+    fn(x)
+    for value in (3, 4, 5):
+        factor(value)
+        with pytest.raises(StaleGuardError):
+            [fn(x) for _ in range(3 if value == 3 else 1)]
+        factor(2)
+        assert fn(x).item() == 2
+
+
+def test_a_guard_that_fails_with_many_values_is_one_violation(factor):
+    fn, auditor = audited(scaled, skip_globals(), every=1)
+    fn(torch.ones(1))
+    for value in range(3, 23):
+        factor(value)
+        fn(torch.ones(1))
+    (violation,) = auditor.report().violations
+    assert (violation.then, violation.now, violation.checks) == ("2", "22", 20)
+    assert "found in 20 checks" in str(violation)
+
+
+def test_copies_of_an_audited_model(factor):
+    model = Net().eval()
+    auditor = audit(skip_nn_modules() & ~named("self.k"), every=1)
+    net, x = compile(model, filter=auditor, backend="eager"), torch.randn(2, 3)
+    net(x)
+    copied = copy.deepcopy(net)
+    torch.testing.assert_close(copied(x), net(x))
+    copied._orig_mod.k = 3
+    copied(x)
+    assert [violation.now for violation in auditor.report().violations] == ["3"]  # it reports to the same audit
+    loaded = pickle.loads(pickle.dumps(net))
+    torch.testing.assert_close(loaded(x), net(x))
 
 
 def test_nothing_is_kept_alive():

@@ -1,7 +1,10 @@
 """How a filter affects results, and the filter that does no harm."""
 
 import contextlib
+import enum
+import functools
 import gc
+import types
 import weakref
 
 import pytest
@@ -10,15 +13,25 @@ from tests.models import bert
 from torch import nn
 
 from torchguard.exceptions import GuardError
-from torchguard.guards._certify import CORRECT, EAGER_FAILS, HARMFUL, NOT_EXERCISED, STALE, UNGUARDED, certify
+from torchguard.guards import _certify, _suggest
+from torchguard.guards._certify import CORRECT, EAGER_FAILS, HARMFUL, HARMLESS, NOT_EXERCISED, STALE, UNGUARDED
 from torchguard.guards._compile import compile
-from torchguard.guards._filters import keep_all, keep_portable, skip_all, skip_globals, skip_inbuilt_nn_modules
-from torchguard.guards._suggest import suggest
+from torchguard.guards._filters import (
+    keep_all,
+    keep_portable,
+    named,
+    of_type,
+    skip_all,
+    skip_globals,
+    skip_inbuilt_nn_modules,
+)
 
 # Before torch 2.13, filters on one function share a cache; each test resets it.
 pytestmark = pytest.mark.filterwarnings("ignore::torchguard.exceptions.GuardWarning")
 
 LIMIT = 3
+certify = functools.partial(_certify.certify, backend="eager")
+suggest = functools.partial(_suggest.suggest, backend="eager")
 
 
 class Net(nn.Module):
@@ -197,16 +210,167 @@ def test_a_trial_keeps_no_model_alive():
     assert there[0]() is None
 
 
-def test_the_suggested_filter_saves_and_does_no_harm():
+def test_what_is_suggested_was_exercised_and_is_clean(monkeypatch):
+    monkeypatch.setattr(_suggest, "_microseconds", lambda *checks: [10.0, 9.0])
     model, x = Net().eval(), torch.randn(3, 4)
     found = suggest(model, x)
+    assert found.saves
     assert found.certificate.is_clean
-    assert found.certificate.guards  # those that it drops
+    assert {guard.label for guard in found.certificate.guards} == {HARMLESS}
+    assert "10.0 us before, 9.0 us after (10% less)" in str(found)
     compiled = eval(found.code, {"guards": __import__("torchguard.guards", fromlist=["x"]), "model": model})
     torch.testing.assert_close(compiled(x), model(x))
     model.train()
     assert (compiled(x) == LIMIT).any()  # the zeros of Dropout: it is active
-    assert "less)" in str(found)
+
+
+def test_progress_is_shown_where_it_is_asked_for(capsys):
+    certify(lambda x: x * LIMIT, torch.randn(3), skip_all(), progress=True)
+    shown = capsys.readouterr().err
+    assert "certify: compiling" in shown
+    assert "of 8: another batch size" in shown
+    assert shown.endswith("\r")
+    certify(lambda x: x * LIMIT, torch.randn(3), skip_all())
+    assert capsys.readouterr().err == ""
+
+
+def test_what_does_not_save_is_not_suggested(monkeypatch):
+    monkeypatch.setattr(_suggest, "_microseconds", lambda *checks: [2.1, 2.9])
+    found = suggest(Net().eval(), torch.randn(3, 4))
+    assert not found.saves
+    assert repr(found.filter) == "keep_all()"
+    assert "Nothing to suggest" in str(found)
+    assert "%" not in str(found)
+
+
+def test_the_code_names_the_backend_that_was_tried(monkeypatch):
+    found = suggest(Net().eval(), torch.randn(3, 4), backend="aot_eager")
+    assert "backend='aot_eager'" in found.code
+    assert [trial.backend for trial in found.tried] == ["aot_eager"] * 2  # in eval and in train mode
+
+
+@pytest.mark.inductor
+def test_the_default_backend_is_the_one_that_the_code_uses():
+    certificate = _certify.certify(nn.Linear(4, 4), torch.randn(3, 4), skip_all())
+    assert certificate.backend == "inductor"
+    # Its code reads float64 parameters as float32. In eager mode, the same graph gives the right result.
+    assert results(certificate)["model.double()"] == STALE
+    assert results(certify(nn.Linear(4, 4), torch.randn(3, 4), skip_all()))["model.double()"] == CORRECT
+
+
+class Mode(enum.Enum):
+    SUM, MEAN, MAX = range(3)
+
+
+class Stateful(nn.Module):
+    """Its result depends on attributes of many kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.norm = nn.Linear(4, 4), nn.Dropout(0.0), nn.BatchNorm1d(4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 4)})
+        self.mode, self.act, self.scales, self.options = Mode.SUM, torch.relu, [1.0, 2.0], {"shift": 1.0}
+        self.config = types.SimpleNamespace(inner=types.SimpleNamespace(k=2))
+        self.name, self.threshold, self.code, self.gate, self.gated = "plain", 5, 0, False, False
+
+    def forward(self, x):
+        x = self.act(self.drop(self.first(x)))
+        for layer in self.layers:
+            x = layer(x)
+        for head in self.heads.values():
+            x = head(x)
+        x = x + (2 if self.mode is Mode.MAX else 1 if self.mode is Mode.MEAN else 0)
+        x = x * sum(self.scales) * self.config.inner.k + sum(self.options.values())
+        if self.name == "other" or self.threshold > 100 or self.code == 7 or (self.gate and self.gated):
+            x = x + 1
+        return self.norm(x) * LIMIT
+
+
+class Bent(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+STATE_CHANGES = {
+    "enum": lambda model: setattr(model, "mode", Mode.MAX),
+    "function": lambda model: setattr(model, "act", torch.tanh),
+    "list": lambda model: model.scales.append(3.0),
+    "dict": lambda model: model.options.update(more=2.0),
+    "nested object": lambda model: setattr(model.config.inner, "k", 3),
+    "string": lambda model: setattr(model, "name", "other"),
+    "threshold": lambda model: setattr(model, "threshold", 101),
+    "one number of many": lambda model: setattr(model, "code", 7),
+    "ModuleList append": lambda model: model.layers.append(nn.Linear(4, 4)),
+    "ModuleList delete": lambda model: model.layers.__delitem__(1),
+    "ModuleDict add": lambda model: model.heads.update({"b": nn.Linear(4, 4)}),
+    "submodule": lambda model: setattr(model, "first", nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
+    "__class__": lambda model: setattr(model.first, "__class__", Bent),
+    "forward": lambda model: setattr(model.first, "forward", lambda x: x - 1),
+    "parametrize": lambda model: nn.utils.parametrizations.orthogonal(model.first),
+    "no bias": lambda model: setattr(model.first, "bias", None),
+    "a buffer": lambda model: setattr(model.norm, "running_mean", model.norm.running_mean + 1),
+    "requires_grad": lambda model: model.first.requires_grad_(False),
+    "eps": lambda model: setattr(model.norm, "eps", 1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def suggested():
+    """The largest filter that is ever suggested for this model, whether it saves time or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_suggest, "_microseconds", lambda *checks: [10.0, 9.0])
+        found = suggest(Stateful().eval(), torch.randn(3, 4))
+    assert found.certificate.guards
+    return found.filter
+
+
+@pytest.mark.parametrize("change", STATE_CHANGES)
+def test_no_state_change_is_stale_under_the_suggested_filter(suggested, change):
+    model, x = Stateful().eval(), torch.randn(3, 4)
+    compiled = compile(model, filter=suggested, backend="eager")
+    compiled(x)
+    STATE_CHANGES[change](model)
+    got, want = compiled(x), model(x)
+    torch.testing.assert_close(got, want)
+    assert got.requires_grad == want.requires_grad
+
+
+def test_a_value_that_matters_only_after_another_change_stays_guarded(suggested):
+    model, x = Stateful().eval(), torch.randn(3, 4)
+    compiled = compile(model, filter=suggested, backend="eager")
+    compiled(x)
+    model.gate = True
+    compiled(x)
+    model.gated = True
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_certificate_says_how_much_was_tried():
+    certificate = certify(Net().eval(), torch.randn(3, 4), ~of_type("DICT_NOT_CONTAINS", "DUPLICATE_INPUT"))
+    assert certificate.exercised == 0 < len(certificate.guards)
+    assert not certificate.is_clean
+    assert f"No change made {len(certificate.guards)} of them fail: nothing is known about those." in str(certificate)
+    certificate = certify(Net().eval(), torch.randn(3, 4), ~named("self.unused"))
+    assert certificate.exercised == len(certificate.guards) > 0
+    assert certificate.is_clean
+
+
+def test_what_only_gradients_or_buffers_show_is_harmful():
+    embedding, norm = nn.Sequential(nn.Embedding(5, 3)), nn.Sequential(nn.BatchNorm1d(4))
+    found = results(certify(embedding, torch.tensor([1, 1, 2]), ~named("*.scale_grad_by_freq")))
+    assert found["L['fn']._modules['0'].scale_grad_by_freq = True"] == STALE
+    found = results(certify(norm, torch.randn(3, 4), ~named("*.momentum")))
+    assert found["L['fn']._modules['0'].momentum = 0.9"] == STALE
+
+
+def test_a_model_whose_results_cannot_be_repeated_is_refused():
+    def fn(x):
+        torch.manual_seed(torch.seed())
+        return x + torch.rand(3)
+
+    with pytest.raises(GuardError, match="other results than in eager mode before any change"):
+        certify(fn, torch.randn(3), skip_all())
 
 
 @pytest.mark.long
@@ -214,8 +378,8 @@ def test_bert():
     model = bert().eval()
     ids = torch.randint(0, 50, (2, 5))
     found = suggest(model, ids)
-    assert found.certificate.is_clean
-    assert len(found.certificate.guards) > 100  # those that it drops
+    assert len(found.tried[0].labelled(HARMFUL)) > 10
+    assert not found.certificate.labelled(NOT_EXERCISED)
     torch.testing.assert_close(
         compile(model, filter=found.filter, backend="eager")(ids).last_hidden_state, model(ids).last_hidden_state
     )

@@ -150,3 +150,21 @@ def test_bad_input():
         cost(net, 1, 2, 3)
     with pytest.raises(GuardError, match="calls is -1"):
         cost(net, torch.ones(2, 3), calls=-1)
+
+
+def test_a_profiler_that_runs_already_is_left_alone():
+    fn, x = compiled(lambda x: x + 1), torch.ones(2)
+    fn(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        assert cost(fn, x).profiled is None
+        torch.ones(2).cosh()
+    assert "aten::cosh" in [event.name for event in profile.events()]
+
+
+def test_lost_events_do_not_lose_the_time(monkeypatch):
+    fn, x = compiled(lambda x: x + 1), torch.ones(2)
+    fn(x)
+    events = torch.profiler.profile.events
+    monkeypatch.setattr(torch.profiler.profile, "events", lambda self: events(self)[:-1] if events(self) else [])
+    found = [cost(fn, x, calls=1 + n).profiled for n in range(2, 5)]
+    assert all(found)

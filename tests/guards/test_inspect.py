@@ -371,3 +371,15 @@ def test_an_inspector_of_a_compiled_model():
     assert GuardInspector(model).cached() == []
     with pytest.raises(GuardError, match="Leave out backend"):
         GuardInspector(net, backend="eager")
+
+
+def test_a_module_of_torch_has_the_name_of_its_class():
+    inspection = GuardInspector(nn.Sequential(nn.Linear(3, 3))).run(torch.ones(2, 3))
+    (frame,) = inspection.frames
+    assert frame.function == "Sequential"
+    assert frame.file.endswith("container.py")
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(GuardError, match=r"GuardInspector: expected a model or a function, got 3 \(int\)"):
+        GuardInspector(3)

@@ -8,6 +8,8 @@ import torch
 from tests.models import Net
 from torch import nn
 
+from torchguard._torch.dynamo import entries_of, frame_of
+from torchguard._torch.guards import children_of
 from torchguard.exceptions import GuardError
 from torchguard.guards._compile import compile as guards_compile
 from torchguard.guards._why import why
@@ -349,3 +351,16 @@ def test_bad_input():
         why(Net(), torch.ones(2, 3))
     with pytest.raises(GuardError, match="do not match the signature"):
         why(compiled(Net()), 1, 2, 3, 4)
+
+
+def test_the_order_in_which_dynamo_checks_guards_is_left_alone():
+    def counts(manager):
+        return [manager.fail_count(), *(count for child in children_of(manager) for count in counts(child))]
+
+    fn = torch.compile(lambda x, k: x * k, backend="eager", dynamic=False)
+    fn(torch.ones(2), 3)
+    frame = frame_of(fn, (torch.ones(2), 3), {})
+    ((_, guards),) = entries_of(frame.cache)
+    before = counts(guards.root)
+    assert why(fn, torch.ones(5), 4)
+    assert counts(guards.root) == before

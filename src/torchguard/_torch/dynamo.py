@@ -30,6 +30,32 @@ def keep_static(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class FunctionName(NamedTuple):
+    """The qualified name of a compiled function, and where it is defined."""
+
+    function: str
+    file: str
+    line: int
+
+
+def function_name(code: types.CodeType | None, f_locals: Any = None) -> FunctionName:
+    """The name of a frame's function. A module of torch, which Dynamo calls in a frame of its own, has its class's.
+
+    An entry that Dynamo has invalidated has no code. Degraded where Dynamo names the frame around a module otherwise:
+    that frame's own name, `wrap_inline.<locals>.inner`.
+    """
+    if code is None:
+        return FunctionName("(a function that is gone)", "", 0)
+    called = (f_locals or {}).get("fn") if code.co_qualname == "wrap_inline.<locals>.inner" else None
+    if called is not None:
+        function = type(called).forward if isinstance(called, nn.Module) else called
+        name = type(called).__name__ if isinstance(called, nn.Module) else getattr(called, "__qualname__", "")
+        inner = getattr(inspect.unwrap(function), "__code__", None)
+        if name and inner is not None:
+            return FunctionName(name, inner.co_filename, inner.co_firstlineno)
+    return FunctionName(code.co_qualname, code.co_filename, code.co_firstlineno)
+
+
 class CacheLocation(NamedTuple):
     """Where Dynamo caches what it compiles for a call: by code object, region and backend (None: unknown).
 
@@ -201,6 +227,13 @@ def default_backend() -> object:
     except ImportError:
         return "inductor"
     return get_default_backend()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler runs in this process. Degraded where torch does not say: False, as if none ran."""
+    import torch.autograd
+
+    return getattr(torch.autograd, "_profiler_enabled", lambda: False)()
 
 
 def current_compile_id() -> str:

@@ -1,7 +1,7 @@
 """Compilations as they happen: guards that were built or failed, graph breaks, graphs, and generated code.
 
 torch has no public callback for any of this. Its structured trace log carries most of it as text, but a handler on that
-log makes Dynamo write out every graph and guard in full. So six functions of torch are patched, each when the first
+log makes Dynamo write out every graph and guard in full. So seven functions of torch are patched, each when the first
 listener for it is added, and for the rest of the process (`patch_function`); without a listener, a patch calls the
 original and nothing else:
 
@@ -9,6 +9,7 @@ original and nothing else:
 | --- | --- | --- |
 | `CheckFunctionManager.__init__` | `GuardsBuiltEvent` | `require_guard_events` raises GuardError |
 | `get_guard_fail_reason` | `GuardFailureEvent` | `require_guard_events` raises GuardError |
+| `ConvertFrameAssert.__call__` | raises for `refuse_to_compile` | `require_guard_events` raises GuardError |
 | `InstructionTranslatorBase.log_graph_break` | `GraphBreakEvent` | `add_listener` raises GuardError |
 | `OutputGraph._call_user_compiler` | `CompilationListener.compiling` | named by `missing_for_capture` |
 | `aot_stage2_compile` | `CompilationListener.lowering` | named by `missing_for_capture` |
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import fx
 
-from torchguard._torch.dynamo import backend_name, current_compile_id, innermost_backend
+from torchguard._torch.dynamo import FunctionName, backend_name, current_compile_id, function_name, innermost_backend
 from torchguard._torch.guards import Guards, Stack, guards_of
 from torchguard._torch.process import module_state, patch_function
 from torchguard._torch.settings import call_with_compilers, takes_compilers, without_graph_caches
@@ -43,6 +44,7 @@ class GuardsBuiltEvent(NamedTuple):
     """
 
     code: types.CodeType
+    where: FunctionName
     compile_id: str
     guards: Guards
     unfiltered: Guards | None
@@ -115,9 +117,11 @@ THIS_COPY = module_state(globals(), "copy", object)
 def missing_for_guards() -> str | None:
     """The name that torch lacks and that all of `guards` but filters needs; None if it has all of them."""
     import torch._dynamo.guards as dynamo
+    from torch._dynamo import convert_frame
 
     manager = getattr(dynamo, "CheckFunctionManager", None)
     names = {
+        "ConvertFrameAssert": getattr(convert_frame, "ConvertFrameAssert", None),
         "CheckFunctionManager.build_guards": getattr(manager, "build_guards", None),
         "CheckFunctionManager.compile_check_fn": getattr(manager, "compile_check_fn", None),
         "get_guard_fail_reason": getattr(dynamo, "get_guard_fail_reason", None),
@@ -172,8 +176,10 @@ def _listeners_of(event: type) -> tuple[Callable[[Any], None], ...]:
 
 def _patch_guards() -> None:
     import torch._dynamo.guards as dynamo
+    from torch._dynamo.convert_frame import ConvertFrameAssert
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
+    patch_function(ConvertFrameAssert, "__call__", globals(), "_convert")
     patch_function(dynamo.CheckFunctionManager, "__init__", globals(), "_build")
     patch_function(dynamo, "get_guard_fail_reason", globals(), "_explain")
     patch_function(InstructionTranslatorBase, "log_graph_break", globals(), "_break")
@@ -190,6 +196,7 @@ def _build(
     original(self, f_code, output_graph, *args, **kwargs)
     event = GuardsBuiltEvent(
         f_code,
+        function_name(f_code, _locals_of(output_graph)),
         current_compile_id(),
         guards_of(self.guard_manager),
         unfiltered() if unfiltered is not None else None,
@@ -200,6 +207,11 @@ def _build(
         given["guard_filter_fn"].on_built(event)
     for listener in _listeners_of(GuardsBuiltEvent):
         listener(event)
+
+
+def _locals_of(output_graph: Any) -> Any:
+    """The locals of the frame that a graph was made of. Degraded where torch does not have them: None."""
+    return getattr(output_graph, "local_scope", None)
 
 
 def _entries_before(code: types.CodeType, given: dict[str, Any]) -> int:
@@ -261,14 +273,11 @@ def _explain(
         event = GuardFailureEvent(code, *ids, guards_of(wrapper), f_locals, is_same, invalidation)
         for listener in listeners:
             listener(event)
-    _thread.is_explaining, _thread.error = True, None
+    _thread.is_explaining = True
     try:
-        reason = original(wrapper, code, f_locals, *args, **kwargs)
+        return original(wrapper, code, f_locals, *args, **kwargs)
     finally:
         _thread.is_explaining = False
-    if _thread.error is not None:
-        raise _thread.error
-    return reason
 
 
 def is_explaining() -> bool:
@@ -276,9 +285,19 @@ def is_explaining() -> bool:
     return getattr(_thread, "is_explaining", False)
 
 
-def raise_instead_of_recompiling(error: Exception) -> None:
-    """Have Dynamo raise an error where it would recompile. Called while `is_explaining`."""
-    _thread.error = error
+def refuse_to_compile(code: types.CodeType, error: Exception, applies: Callable[[dict[str, Any]], bool]) -> None:
+    """Have Dynamo raise an error where it would compile this code in this thread, for a call to which it applies."""
+    _thread.refused = (code, error, applies)
+
+
+def _convert(original: Callable[..., Any], self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaces `ConvertFrameAssert.__call__`, with which Dynamo compiles a frame that no cached entry matches."""
+    code, error, applies = getattr(_thread, "refused", (None, None, None))
+    if code is frame.f_code:
+        _thread.refused = (None, None, None)
+        if applies is not None and error is not None and applies(frame.f_locals):
+            raise error
+    return original(self, frame, *args, **kwargs)
 
 
 def _break(original: Callable[..., None], self: Any, code_options: Any, reason: str, exc: Any) -> None:
@@ -343,9 +362,7 @@ def _compile_frame(original: Callable[..., Any], self: Any, gm: fx.GraphModule, 
     code = getattr(getattr(self, "root_tx", None), "f_code", None)
     start = CompilationStart(
         current_compile_id(),
-        getattr(code, "co_qualname", ""),
-        getattr(code, "co_filename", ""),
-        getattr(code, "co_firstlineno", 0),
+        *(function_name(code, _locals_of(self)) if code is not None else ("", "", 0)),
         backend_name(getattr(self, "compiler_fn", None)),
     )
     with listener.compiling(start, gm), without_graph_caches():

@@ -42,6 +42,37 @@ class Guards:
         """The guards on these sources alone; the sources that lead to them must be among them."""
         return Guards(self.root.clone_manager(lambda manager: manager.get_source() in sources), self._scope)
 
+    def part_on(self, sources: Set[str]) -> "Guards":
+        """The guards on these sources and on those that lead to them."""
+        needed: set[str] = set()
+
+        def walk(manager: Any, above: tuple[str, ...]) -> None:
+            path = (*above, manager.get_source())
+            if path[-1] in sources:
+                needed.update(path)
+            for child in children_of(manager):
+                walk(child, path)
+
+        walk(self.root, ())
+        return self.part(needed | {self.root.get_source()})
+
+    def copy(self) -> "Guards":
+        """The same guards in a tree of its own: Dynamo counts failures in its trees, and orders checks by them."""
+        return Guards(self.root.clone_manager(lambda manager: True), self._scope)
+
+    def sources(self) -> set[str]:
+        """The sources that have a guard."""
+        found: set[str] = set()
+
+        def walk(manager: Any) -> None:
+            if leaves_of(manager):
+                found.add(manager.get_source())
+            for child in children_of(manager):
+                walk(child)
+
+        walk(self.root)
+        return found
+
     def value(self, source: str, f_locals: dict[str, Any]) -> Any:
         """The value of a source such as `L['self'].k` in a call with these locals. May raise anything."""
         from torch._dynamo.guards import _get_closure_vars

@@ -45,9 +45,15 @@ def has_autograd(operation: Any) -> bool:
 
 
 @functools.cache
-def op_names() -> tuple[str, ...]:
-    """The names of all ATen ops and overloads, such as `aten.add.Tensor`."""
-    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+def op_names(namespace: str = "aten") -> tuple[str, ...]:
+    """The names of all ops and overloads of a namespace, such as `aten.add.Tensor`."""
+    return _op_names(namespace)
+
+
+def _op_names(namespace: str) -> tuple[str, ...]:
+    if namespace == "higher_order":  # how this package names operators such as `cond`
+        return tuple(f"higher_order.{name}" for name in getattr(torch._ops, "_higher_order_ops", ()))
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::"))
     return tuple(name.replace("::", ".") + ("" if "." in name else ".default") for name in names)
 
 
@@ -82,10 +88,13 @@ def is_decomposed(name: str) -> bool:
     return found._schema.is_mutable or not in_python.isdisjoint(found.py_kernels)
 
 
-@functools.cache
 def matches_an_op(pattern: str) -> bool:
-    """Whether any ATen op matches a name or glob."""
-    return any(matches(name, pattern) for name in op_names())
+    """Whether any op matches a name or glob. Ops of other libraries may be registered at any time."""
+    namespace = pattern.partition(".")[0]
+    if any(letter in namespace for letter in "*?["):
+        return True
+    names = op_names() if namespace == "aten" else _op_names(namespace)
+    return any(matches(name, pattern) for name in names)
 
 
 def matches(name: str, pattern: str) -> bool:

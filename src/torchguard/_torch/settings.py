@@ -4,7 +4,7 @@ torch's settings (`torch._dynamo.config` and the like) are process-wide in torch
 values of its own, and a new thread starts with the defaults. So a setting is changed in the narrowest of three ways:
 
 - around one compilation or trace, in the thread that does it (`without_graph_caches`, `without_limits`,
-  `protect_regions`, `for_aten_graph`, `without_fused_layers`);
+  `same_random_numbers`, `protect_regions`, `for_aten_graph`, `without_fused_layers`);
 - while an object needs it, counted and put back when the last one is gone (`allow_side_effects_under_checkpoint`);
 - for good: never.
 
@@ -52,6 +52,19 @@ def without_limits() -> contextlib.AbstractContextManager[Any]:
 
     names = ("accumulated_recompile_limit", "recompile_limit")
     return config.patch({name: 2**20 for name in names if hasattr(config, name)})  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Have Inductor draw the random numbers that eager mode draws, so that results can be compared.
+
+    Degraded where Inductor has no `fallback_random`: results that depend on random numbers differ.
+    """
+    import torch._inductor.config as config
+
+    names = [name for name in ("fallback_random",) if hasattr(config, name)]
+    with config.patch(dict.fromkeys(names, True)):  # pyright: ignore[reportAttributeAccessIssue]
+        yield
 
 
 @contextlib.contextmanager

@@ -168,9 +168,15 @@ def _warn_of_mixed_samples(model: nn.Module) -> None:
     mixing = [path for path, module in model.named_modules() if mixes_samples(module)]
     if mixing:
         warnings.warn(
-            f"watch: {', '.join(mixing[:5])} mix samples while training: a replaced sample goes into their mean and "
+            f"watch: {_some(mixing)} mix samples while training: a replaced sample goes into their mean and "
             "variance as zeros. The others' outputs and gradients stay finite, but are not those of the batch without "
             "it. In eval mode they are.",
             MixedRowsWarning,
             stacklevel=3,
         )
+
+
+def _some(names: list[str]) -> str:
+    """The first five, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

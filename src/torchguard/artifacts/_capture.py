@@ -9,7 +9,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +55,18 @@ def attach(name: str, content: Content | Callable[[], Content]) -> None:
     """
     if _stack():
         _stack()[-1][0].attach(name, content() if callable(content) else content)
+
+
+def add_graphs(graphs: Mapping[str, fx.GraphModule | None]) -> None:
+    """Add graphs by kind to the artifact of the compilation that runs in this thread: those of one that is rejected.
+
+    The graphs of any other compilation are captured when AOTAutograd compiles them.
+    """
+    if _stack():
+        recording, _ = _stack()[-1]
+        for kind, graph in graphs.items():
+            if graph is not None and not recording.has_graph(kind):
+                recording.add_graph(kind, graph)
 
 
 class CaptureListener:
@@ -165,9 +177,7 @@ class CaptureListener:
         )
         recording = next(matching, None)
         if recording is None:  # a frame without a graph
-            code = built.code
-            where = (code.co_qualname, code.co_filename, code.co_firstlineno)
-            recording = self._start(CompilationStart(built.compile_id, *where, backend=""))
+            recording = self._start(CompilationStart(built.compile_id, *built.where, backend=""))
         self._remove(recording)
         frame = next((one for one in reversed(self._seen.frames) if one.compile_id == built.compile_id), None)
         recording.add_frame(frame, [one for one in self._seen.graph_breaks if built.compile_id in one.compile_ids])

@@ -216,6 +216,9 @@ class Recording:
         self._lowered += 1
         return "" if self._lowered == 1 else f"_{self._lowered}"
 
+    def has_graph(self, kind: str) -> bool:
+        return any(graph["kind"] == kind for _, writer in self._writers for graph in writer.manifest["graphs"])
+
     @_never_raising
     def add_graph(self, kind: str, graph: fx.GraphModule, suffix: str = "") -> None:
         name = f"{kind}{suffix}"

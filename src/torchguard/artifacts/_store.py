@@ -63,7 +63,8 @@ class Store:
     ) -> list[Removal]:
         """Remove artifacts that exceed a limit, oldest first, and those that a killed process left half-written.
 
-        Artifacts that are being written stay, and so does everything that torchguard did not write.
+        Artifacts that are being written stay, and so does everything that torchguard did not write. What `keep` keeps
+        stays whatever its age and size.
 
         Args:
             older_than: remove artifacts of at least this age.
@@ -116,6 +117,8 @@ class _Rules:
         return found[::-1]
 
     def _why(self, created: datetime, count: int, total: int) -> str:
+        if self.keep is not None and count <= self.keep:
+            return ""
         if self.before is not None and created < self.before:
             return f"older than {self.before:%Y-%m-%d %H:%M} UTC"
         if self.keep == 0:

@@ -19,6 +19,7 @@ from torchguard.cli._terminal import (
     ExitCode,
     console,
     indent,
+    one_line,
     plain,
     plural,
     print_json,
@@ -55,7 +56,7 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="A TOML file, or the name of an example.",
+        help="A TOML file, or the name of an example. Without it, what the variables MOCK_* describe.",
         show_default=False,
         autocompletion=complete_device,
     ),
@@ -95,6 +96,10 @@ def analyze(
     loaded = _load_device(kind, device)
     if target is not None and _targets.is_target(target):
         analysis = _analyze_target(kind, _targets.load_target(target), loaded)
+    elif target is None and kind is Kind.guards:
+        found = _targets.artifacts_of_newest_run(open_store(directory))
+        print_message(f"The newest run wrote {plural(len(found), 'artifact')}, the last of them {found[-1].id}.", "dim")
+        analysis = _guards_of_artifacts(found)
     else:
         artifact = find_artifact(open_store(directory), target)
         if target is None:
@@ -111,8 +116,13 @@ def _load_device(kind: Kind, name: str | None) -> "Device | None":
     if kind is Kind.device and name is None:
         from torchguard.device import examples
 
+        if (device := _targets.device_from_environment()) is not None:
+            return device
         known = ", ".join(examples())
-        raise CommandError(f"--type device needs --device: a TOML file, or one of {known}.", ExitCode.USAGE)
+        raise CommandError(
+            f"--type device needs --device, a TOML file or one of {known}; or variables such as MOCK_DENY.",
+            ExitCode.USAGE,
+        )
     if kind is not Kind.device and name is not None:
         raise CommandError(f"--device is for --type device, not for --type {kind}.", ExitCode.USAGE)
     return None if name is None else _targets.load_device(name)
@@ -127,20 +137,29 @@ def _analyze_target(kind: Kind, target: Target, device: "Device | None") -> Anal
 
 def _analyze_artifact(kind: Kind, artifact: "Artifact", device: "Device | None") -> Analysis:
     if kind is Kind.guards:
-        data = _views.artifact_compilations(artifact)
-        return Analysis(data, [*_views.compilation_views(data), *_views.guard_kinds(data)])
+        return _guards_of_artifacts([artifact])
     pairs = [] if kind is Kind.graph else _pairs_in(artifact)
     return _analyze_graphs(kind, pairs, [artifact], device)
+
+
+def _guards_of_artifacts(artifacts: Iterable["Artifact"]) -> Analysis:
+    every = [_views.artifact_compilations(artifact) for artifact in artifacts]
+    data: dict[str, Any] = {
+        name: [entry for one in every for entry in one[name]] for name in ("frames", "graph_breaks", "not_compiled")
+    }
+    kinds = sum((Counter(one["guard_kinds"]) for one in every), Counter())
+    data["guard_kinds"] = dict(kinds)
+    return Analysis(data, [*_views.compilation_views(data), *_views.guard_kinds(data)])
 
 
 def _pairs_in(artifact: "Artifact") -> list[Pair]:
     from torchguard.cli._rebuild import pairs_in
 
     if not (pairs := pairs_in(artifact)):
-        backend = artifact.manifest()["backend"]
-        raise CommandError(
-            f"{artifact.id} has no graph of AOTAutograd: its backend, {backend}, does not use it.", ExitCode.NOT_FOUND
-        )
+        manifest = artifact.manifest()
+        failed = [note for note in manifest["notes"] if note.startswith("the backend failed")]
+        why = failed[0] if failed else f"its backend, {manifest['backend']}, made none"
+        raise CommandError(f"{artifact.id} has no graph of AOTAutograd: {one_line(why)}.", ExitCode.NOT_FOUND)
     return pairs
 
 
@@ -180,7 +199,8 @@ def _device(pairs: Sequence[Pair], device: "Device") -> Analysis:
         report = with_symbols(report)
     sizes = {name: size for pair in pairs for name, size in pair.sizes.items() if name.isidentifier()}
     at_sizes = f"at sizes {', '.join(f'{name}={size}' for name, size in sizes.items())}"
-    views = [*([plain(at_sizes, "bold")] if sizes else []), *_views.device_report(report)]
+    verdict, *rest = _views.device_report(report)
+    views = [verdict, *([plain(at_sizes, "bold")] if sizes else []), *rest]
     exit_code = ExitCode.FAILURE if report.violations else ExitCode.OK
     return Analysis({**report.to_dict(), "sizes": sizes}, views, exit_code)
 

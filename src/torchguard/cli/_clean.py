@@ -37,7 +37,9 @@ _DEFAULT_AGE = timedelta(days=7)
 OlderThan = Annotated[
     str | None, typer.Option(help="Remove older artifacts: 30m, 12h, 7d, 2w [7d].", show_default=False)
 ]
-Keep = Annotated[int | None, typer.Option(min=0, help="Keep this many, the newest.", show_default=False)]
+Keep = Annotated[
+    int | None, typer.Option(min=0, help="Keep this many, the newest, whatever their age and size.", show_default=False)
+]
 MaxSize = Annotated[str | None, typer.Option(help="Keep at most this size: 500MB, 1GiB.", show_default=False)]
 All = Annotated[bool, typer.Option("--all", help="Remove all artifacts.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")]

@@ -1,6 +1,6 @@
 """`torchguard list`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -12,6 +12,7 @@ from torchguard.cli._targets import (
     AsJson,
     Directory,
     artifact_data,
+    foreign_entries,
     open_store,
     own_artifacts,
     read_manifest,
@@ -20,6 +21,9 @@ from torchguard.cli._terminal import (
     ExitCode,
     console,
     format_age,
+    indent,
+    model_name,
+    narrow_width,
     plain,
     print_json,
     print_message,
@@ -44,12 +48,22 @@ def list_artifacts(directory: Directory = None, as_json: AsJson = False) -> int:
     if as_json:
         print_json({"root": str(store.root), "artifacts": [artifact_data(one) for one in found]})
     elif found:
-        console().print(_listing(found))
-    if foreign := sum(1 for _ in store) - len(found):
-        print_message(f"{store.root} also holds {foreign} that torchguard did not write.", "dim")
+        width = narrow_width()
+        console(width=width).print(*(_stacked(found) if width else [_listing(found)]), sep="\n")
+    if foreign := foreign_entries(store):
+        are = "entry" if foreign == 1 else "entries"
+        print_message(f"{store.root} also holds {foreign} {are} that torchguard did not write.", "dim")
     if not found:
         print_message(f"There are no artifacts in {store.root} yet. {HOW_TO_CAPTURE}")
     return ExitCode.OK if found else ExitCode.NOT_FOUND
+
+
+def _stacked(artifacts: Sequence["Artifact"]) -> Iterator[RenderableType]:
+    """A paragraph for each artifact: a table would need more columns."""
+    for one in artifacts:
+        yield plain(one.id, "bold")
+        yield indent(f"{format_age(one.created)} old, {format_size(one.size)}")
+        yield indent(_contents(one))
 
 
 def _listing(artifacts: Sequence["Artifact"]) -> RenderableType:
@@ -61,5 +75,5 @@ def _contents(artifact: "Artifact") -> Text:
     manifest = read_manifest(artifact)
     if manifest is None:
         return plain(f"{artifact.state}: {artifact.problem}" if artifact.problem else artifact.state, "red")
-    what = plain(f"{manifest['function']} ({source_line(manifest['file'], manifest['line'])}) ")
+    what = plain(f"{model_name(manifest['function'])} ({source_line(manifest['file'], manifest['line'])}) ")
     return what.append_text(plain(", ".join(graph["kind"] for graph in manifest["graphs"]), "dim"))

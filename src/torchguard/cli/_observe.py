@@ -5,6 +5,7 @@ exception in here becomes a line in `Observation.problems`, and the script conti
 """
 
 import contextlib
+import logging
 import sys
 import tempfile
 import time
@@ -72,7 +73,14 @@ class Options:
     directory: Path | None = None
     device: "Device | None" = None
     watch: bool = False
+    quarantine: bool = False
     progress: bool = True
+
+
+def _is_violation(record: logging.LogRecord) -> bool:
+    from torchguard.device import DeviceViolation
+
+    return isinstance(record.args, tuple) and any(isinstance(one, DeviceViolation) for one in record.args)
 
 
 class Observation:
@@ -124,7 +132,7 @@ class Observation:
         if self._options.watch:
             from torchguard.cli._watched import Watcher
 
-            self.watcher = Watcher()
+            self.watcher = Watcher(self._options.quarantine)
             self.watcher.install()
 
     def _observe(self) -> None:
@@ -136,6 +144,10 @@ class Observation:
             self.inspection = self._contexts.enter_context(guards.inspect())
             if self._options.capture or self._options.device is not None:
                 self._capture()
+            # The report prints problems of the capture and violations of the device: do not log them as well.
+            logging.getLogger("torchguard.artifacts").addFilter(lambda record: False)
+            if self._options.device is not None:
+                logging.getLogger("torchguard.device").addFilter(lambda record: not _is_violation(record))
         except Exception as error:
             self.problems.append(one_line(f"This run could not be observed: {error}"))
 

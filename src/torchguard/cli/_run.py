@@ -59,6 +59,13 @@ DeviceOption = Annotated[
 Watch = Annotated[
     bool, typer.Option("--watch", help="Watch every model that is compiled, and report which samples went bad.")
 ]
+Quarantine = Annotated[
+    bool,
+    typer.Option(
+        "--quarantine",
+        help="Watch, replace what is non-finite by zeros, and report what the backward pass creates, too.",
+    ),
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 4 if a rule is broken or a sample went bad.")]
 NoCapture = Annotated[bool, typer.Option("--no-capture", help="Write no artifacts.")]
 Report = Annotated[Path | None, typer.Option("--report", help="Write the report to this file, as JSON.")]
@@ -72,6 +79,7 @@ def run(
     as_module: AsModule = False,
     device: DeviceOption = None,
     watch: Watch = False,
+    quarantine: Quarantine = False,
     strict: Strict = False,
     no_capture: NoCapture = False,
     directory: Directory = None,
@@ -83,6 +91,7 @@ def run(
     The exit code is the script's. The report goes to stderr. Options behind SCRIPT are the script's.
     """
     passed = _script_options.check(context, name, arguments or [], as_module)
+    watch = watch or quarantine
     if strict and device is None and not watch:
         raise CommandError("--strict needs --device or --watch, whose findings it acts on.", ExitCode.USAGE)
     options = Options(
@@ -90,6 +99,7 @@ def run(
         directory=directory,
         device=load_device(device) if device is not None else None,
         watch=watch,
+        quarantine=quarantine,
         progress=not quiet,
     )
     report = report and report.absolute()  # the script may change the directory
@@ -174,7 +184,8 @@ def _report_views(observation: Observation) -> Iterator[RenderableType]:
     if observation.inspection is None:
         yield plain("Nothing was compiled: torch.compile was never called.")
     else:
-        yield from _views.compilation_views(_views.inspection_data(observation.inspection))
+        data = _views.inspection_data(observation.inspection)
+        yield from _views.compilation_views(data, failed=len(artifacts) if not data["frames"] else 0)
     if observation.device_report is not None:
         yield from _views.device_report(observation.device_report, limit=_LIMIT)
         if watcher is not None:

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from torchguard._sizes import format_size
 from torchguard.cli import _views
 from torchguard.cli._targets import AsJson, Directory, artifact_data, complete_id, find_artifact, open_store
-from torchguard.cli._terminal import ExitCode, console, plain, print_json, safe, source_line, table
+from torchguard.cli._terminal import ExitCode, console, model_name, plain, print_json, safe, source_line, table
 
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact
@@ -53,7 +53,9 @@ def _details(artifact: "Artifact") -> Iterator[RenderableType]:
     """Graphs, files and notes of an artifact, but not its guards."""
     manifest = artifact.manifest()
     where = source_line(manifest["file"], manifest["line"])
-    yield plain(f"{manifest['function']} ({where}), {manifest['compile_id']}, for {manifest['backend']}", "bold")
+    yield plain(
+        f"{model_name(manifest['function'])} ({where}), {manifest['compile_id']}, for {manifest['backend']}", "bold"
+    )
     yield plain(f"{artifact.path}, {format_size(artifact.size)}, {artifact.created.astimezone():%Y-%m-%d %H:%M:%S}")
     yield table(
         ("GRAPH", "KIND", "NODES", "FILES"),

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import itertools
 import os
 import sys
 import traceback
@@ -55,6 +56,25 @@ def open_store(directory: Path | None) -> "Store":
 def own_artifacts(store: "Store") -> list["Artifact"]:
     """The artifacts that torchguard wrote."""
     return [artifact for artifact in store if artifact.state != "foreign"]
+
+
+def foreign_entries(store: "Store") -> int:
+    """How many entries of the directory torchguard did not write, files included."""
+    own = {artifact.path.name for artifact in own_artifacts(store)}
+    return len({*os.listdir(store.root)} - own) if store.root.is_dir() else 0
+
+
+def artifacts_of_newest_run(store: "Store") -> list["Artifact"]:
+    """The whole artifacts of the process that wrote the newest one, oldest first."""
+    newest = find_artifact(store, None)
+    whole = [artifact for artifact in own_artifacts(store) if artifact.state == "whole"]
+    of_run = itertools.takewhile(lambda one: _process(one) == _process(newest), whole[whole.index(newest) :])
+    return [*of_run][::-1]
+
+
+def _process(artifact: "Artifact") -> int | None:
+    manifest = read_manifest(artifact)
+    return manifest["pid"] if manifest else None
 
 
 def find_artifact(store: "Store", id: str | None) -> "Artifact":
@@ -206,5 +226,17 @@ def load_device(name: str) -> "Device":
 
     try:
         return Device.from_toml(name)
+    except TorchGuardError as error:
+        raise CommandError(str(error), ExitCode.USAGE) from error
+
+
+def device_from_environment() -> "Device | None":
+    """The device that `MOCK_*` variables describe; None if there is none."""
+    if not any(name.startswith("MOCK_") for name in os.environ):
+        return None
+    from torchguard.device import Device
+
+    try:
+        return Device.from_environment()
     except TorchGuardError as error:
         raise CommandError(str(error), ExitCode.USAGE) from error

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -42,6 +43,8 @@ class CommandError(TorchGuardError, ValueError):
 
 # Without a terminal a program reads the output: this width never cuts or wraps a line.
 _UNBOUNDED = 10_000
+WATCHED_FORWARD = "forward_of_"
+_NARROW = 70  # an id of an artifact has some 35 characters
 # Control characters, and characters that change the direction of text. Tab and newline are allowed.
 _UNSAFE = [*range(0x20), *range(0x7F, 0xA0), *range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _UNSAFE if code not in (9, 10)}
@@ -87,13 +90,22 @@ def table(
     return made
 
 
-def console(file: IO[str] | None = None) -> Console:
-    """A console for `file`, or for stdout; in colour on a terminal, unless NO_COLOR is set."""
+def console(file: IO[str] | None = None, width: int | None = None) -> Console:
+    """A console for `file`, or for stdout; in colour on a terminal, unless NO_COLOR is set.
+
+    A table that is wider than a terminal is cut there; without one, nothing is. Text is wrapped at `width`, if given.
+    """
     stream = file or sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a character of a name
-    is_bounded = stream.isatty() or "COLUMNS" in os.environ
-    return Console(file=stream, highlight=False, markup=False, emoji=False, width=None if is_bounded else _UNBOUNDED)
+    width = width if width is not None or stream.isatty() else _UNBOUNDED
+    return Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
+
+
+def narrow_width() -> int | None:
+    """The columns of the output, of a terminal or as COLUMNS says, if they are too few for a table of artifacts."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else _NARROW
+    return columns if columns < _NARROW else None
 
 
 def stderr() -> Console:
@@ -110,6 +122,11 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
+def model_name(function: str) -> str:
+    """`GPT` for `forward_of_GPT`, as the compiled function of a watched model is called."""
+    return function.removeprefix(WATCHED_FORWARD)
+
+
 def plural(number: int, noun: str) -> str:
     """`1 graph`, `2 graphs`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
@@ -118,8 +135,13 @@ def plural(number: int, noun: str) -> str:
 _START = os.getcwd()  # where the command was started: the script of `run` may change the directory
 
 
+_INSTALLED = re.compile(r"^.*[/\\\\](?:site|dist)-packages[/\\\\]")
+
+
 def source_line(file: str, line: int) -> str:
-    """`src/model.py:12`, relative to the current directory if the file is below it."""
+    """`src/model.py:12`, relative to the current directory or, of an installed package, to where it is installed."""
+    if _INSTALLED.match(file):
+        return f"{_INSTALLED.sub('', file)}:{line}"
     below = os.path.relpath(file, _START) if os.path.isabs(file) else file
     return f"{file if below.startswith('..') else below}:{line}"
 

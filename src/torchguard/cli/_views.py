@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from torchguard._sizes import format_size
-from torchguard.cli._terminal import indent, plain, plural, source_line, table, truncation
+from torchguard.cli._terminal import WATCHED_FORWARD, indent, model_name, plain, plural, source_line, table, truncation
 
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Data = Mapping[str, Any]
 
 _PACKAGE = str(Path(__file__).parent.parent / "_")[:-1]
-_WATCHED_FORWARD = "forward_of_"
 # Sources of guards on torchguard's state in a watched model.
 _WATCH_SOURCE = re.compile(r"_hooks\[.*\.watch\b|\._watch\b|L\['call_record'\]|L\['watch'\]")
 
@@ -97,8 +96,13 @@ def _advice(failure: Any) -> str:
 # Compilations as text. `data` is what `inspection_data` or `artifact_compilations` returns.
 
 
-def compilation_views(data: Data) -> Iterator[RenderableType]:
-    yield compilations(data)
+def compilation_views(data: Data, failed: int = 0) -> Iterator[RenderableType]:
+    """What was compiled. `failed` is the number of artifacts of compilations that failed, if none succeeded."""
+    if failed:
+        which = "The only compilation" if failed == 1 else f"All {failed} compilations"
+        yield plain(f"{which} failed: torchguard show has the reason.", "yellow")
+    else:
+        yield compilations(data)
     yield from graph_breaks(data)
     yield from recompiles(data)
 
@@ -109,7 +113,7 @@ def compilations(data: Data) -> RenderableType:
     if not frames:
         return plain("Nothing was compiled.")
     rows = [
-        (one["compile_id"], one["function"], _where(one), one["guard_count"], _seconds([one]))
+        (one["compile_id"], model_name(one["function"]), _where(one), one["guard_count"], _seconds([one]))
         for one in frames[:_LIMIT]
     ]
     total = _seconds(frames)
@@ -128,11 +132,11 @@ def recompiles(data: Data) -> Iterator[RenderableType]:
     if recompiled:
         yield plain(plural(len(recompiled), "recompile"), "bold yellow")
     for frame in recompiled[:_LIMIT]:
-        yield plain(f"{frame['compile_id']}  {frame['function']} ({_where(frame)})")
+        yield plain(f"{frame['compile_id']}  {model_name(frame['function'])} ({_where(frame)})")
         yield from _misses(frame["recompiled_for"])
     yield from truncation(len(recompiled), _LIMIT)
     for frame in _script_frames(data["not_compiled"]):
-        what = f"{frame['compile_id']}  {frame['function']} ({_where(frame)})"
+        what = f"{frame['compile_id']}  {model_name(frame['function'])} ({_where(frame)})"
         yield plain(f"{what} was not compiled again:", "yellow")
         yield from _misses(frame["recompiled_for"])
 
@@ -200,7 +204,7 @@ def _is_in_package(file: str) -> bool:
 
 def _is_internal(file: str, function: str) -> bool:
     """Whether this is code of torchguard, other than the frame that stands for a watched model."""
-    return _is_in_package(file) and not function.startswith(_WATCHED_FORWARD)
+    return _is_in_package(file) and not function.startswith(WATCHED_FORWARD)
 
 
 # Device reports
@@ -222,13 +226,15 @@ def _script_violations(violations: Iterable["DeviceViolation"]) -> Iterator["Dev
 
 
 def device_report(report: "DeviceReport", limit: int = _LIMIT) -> Iterator[RenderableType]:
-    """Coverage, then violations by rule, op and line, then each violation with what to do about it."""
+    """Whether it fits, coverage, violations by rule, op and line, then each violation with what to do about it."""
     style = "bold red" if report.violations else "bold green"
+    yield plain(report.verdict, style)
     names = ", ".join(dict.fromkeys(one.device.name for one in report.graphs))
     head = f"{plural(len(report.graphs), 'graph')} on {names}: {report.coverage}"
-    yield plain(f"{head}; {plural(len(report.violations), 'violation')}", style)
+    yield plain(f"{head}; {plural(len(report.violations), 'violation')}")
     moved = f"{format_size(report.transfer_bytes)} transferred for fallbacks"
     yield plain(f"peak memory {format_size(report.peak_memory)}, {moved}")
+    yield from (plain(str(one)) for one in report.training)
     for title, counted in (("RULE", report.by_rule()), ("OP", report.by_op()), ("LINE", report.by_line())):
         if counted:
             yield table((title, "NODES"), [*counted.items()][:_COUNTED], right=("NODES",))

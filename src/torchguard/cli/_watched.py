@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchguard._channel.codes import ErrorCode
 from torchguard._torch.modules import is_compiled_module, uncompiled, wrap_compiled_call
 from torchguard._watch import watch
 from torchguard.exceptions import TorchGuardError
+from torchguard.flags import unpack_all
 
 _MOST_INCIDENTS = 1_000  # of a model; more are counted, but not stored
 
@@ -34,6 +36,35 @@ class CallIncident:
         return {"call": self.call, "text": str(self.incident), **vars(self.incident)}
 
 
+@dataclass(frozen=True)
+class BackwardIncident:
+    """A sample whose gradient became non-finite at a module, although its forward pass was finite."""
+
+    sample: int
+    code: int
+    path: str
+
+    def __str__(self) -> str:
+        return f"sample {self.sample}: {ErrorCode.name(self.code)} at {self.path}, created in backward"
+
+
+@dataclass(frozen=True)
+class ParameterIncident:
+    """Parameters that were non-finite before a call, those nearest to the loss first: the cause of its bad samples."""
+
+    parameters: tuple[str, ...]
+    call: int
+
+    def __str__(self) -> str:
+        first, *others = self.parameters
+        more = f" and {len(others)} more" if others else ""
+        since = f"after call {self.call - 1}" if self.call > 1 else "before the first call"
+        return (
+            f"parameter {first}{more} became non-finite {since}, so every sample is bad. "
+            "torchguard run --quarantine names the sample and the module whose gradient did that."
+        )
+
+
 class CallLog:
     """The calls of one watched model, and their incidents. Reading flags never raises, and on a GPU never waits."""
 
@@ -46,27 +77,55 @@ class CallLog:
         self.problem = ""
         self._bad_calls: torch.Tensor | None = None  # stays on the device, and is read once at the end
         self._last_poll: Any = None
+        self._has_bad_parameters = False
+        self._bad_backward_calls: set[int] = set()
 
     def read_flags(self) -> None:
-        """Record the incidents of the call that just ended."""
-        self.calls += 1
+        """Record the incidents of the call that just ended, and those of the backward pass before it."""
         try:
+            if self.watched.flags is not None and self.watched.flags.is_cpu:
+                self._read_backward_flags()
+            self.calls += 1
             flags = self.watched.flags
             if flags is None:
                 return
             is_bad = (flags != 0).any().to(torch.int64)
             self._bad_calls = is_bad if self._bad_calls is None else self._bad_calls.to(is_bad.device) + is_bad
             if flags.is_cpu:
-                self._record(self.watched.report() if is_bad else [])
+                self._record(self._blame_parameters(self.watched.report()) if is_bad else [])
             elif (found := self.watched.poll()) is not self._last_poll:
                 self._record(found or [])
                 self._last_poll = found
         except Exception as error:  # a failure here must not end the script
             self._record_problem(error)
 
+    def _read_backward_flags(self) -> None:
+        """Record the faults that backward passes created since they were last read. On a GPU this waits."""
+        flags = self.watched.backward_flags  # None without quarantine
+        if flags is None or not bool((flags != 0).any()):
+            return
+        found = [
+            BackwardIncident(sample, error.code, error.location_name)
+            for sample, errors in enumerate(unpack_all(flags))
+            for error in errors
+        ]
+        self._bad_backward_calls.add(self.calls)
+        self._record(found)
+
+    def _blame_parameters(self, incidents: list[Any]) -> list[Any]:
+        """Where parameters are non-finite, these are the cause, of all incidents but those of the input."""
+        named = reversed([*self.watched.named_parameters()])
+        bad = tuple(name for name, one in named if not bool(one.detach().isfinite().all()))
+        if not bad:
+            return incidents
+        is_first, self._has_bad_parameters = not self._has_bad_parameters, True
+        of_input = [one for one in incidents if one.path == "input"]
+        return [*([ParameterIncident(bad, self.calls)] if is_first else []), *of_input]
+
     def finish(self) -> None:
         """Read the flags of the last call, if no call was read or its flags were still being copied from the GPU."""
         try:
+            self._read_backward_flags()
             if self.calls == 0 or (self.watched.flags is not None and not self.watched.flags.is_cpu):
                 newest = self.watched.report()
                 if newest != self._last_poll:
@@ -78,7 +137,7 @@ class CallLog:
     def bad_calls(self) -> int:
         """The number of calls with a bad sample. On a GPU it may exceed the calls with a recorded incident."""
         counted = 0 if self._bad_calls is None else int(self._bad_calls)
-        return max(counted, len({one.call for one in self.incidents}))
+        return max(counted + len(self._bad_backward_calls), len({one.call for one in self.incidents}))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -107,7 +166,8 @@ class Watcher:
         unwatched: the class of each model that is not watched, and the reason.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, quarantine: bool = False) -> None:
+        self._quarantine = quarantine
         self.logs: list[CallLog] = []
         self.unwatched: dict[str, str] = {}
         self._log_by_id: dict[int, CallLog] = {}
@@ -208,7 +268,7 @@ class Watcher:
         if any(model is part for log in self.logs for part in log.watched.modules()):
             return None
         try:
-            watched = watch(model, returns="output")
+            watched = watch(model, returns="output", quarantine=self._quarantine)
         except TorchGuardError as error:
             self.unwatched[type(model).__name__] = str(error)
             return None

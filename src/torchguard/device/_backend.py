@@ -22,7 +22,7 @@ from torch import fx
 
 from torchguard import artifacts
 from torchguard._torch import aot, inductor
-from torchguard.artifacts._capture import start_from_environment
+from torchguard.artifacts._capture import add_graphs, start_from_environment
 from torchguard.device._check import check
 from torchguard.device._device import FIELDS, RUN, STRICT, Device, check_names, did_you_mean, read_bool
 from torchguard.device._report import DeviceReport
@@ -70,7 +70,12 @@ class MockBackend:
         def check_and_record(forward: fx.GraphModule, backward: fx.GraphModule | None = None) -> None:
             is_strict = settings.mode == "strict"
             report = check(forward, backward, device=settings.device, dynamo=dynamo, strict=is_strict)
-            self._record(report, settings.mode)
+            try:
+                self._record(report, settings.mode)
+            except DeviceRejectionError:  # AOTAutograd ends here, before the graphs are captured
+                kinds = ("inference",) if backward is None else ("forward", "backward")
+                add_graphs(dict(zip(kinds, (forward, backward), strict=False)))
+                raise
 
         def partition(joint: fx.GraphModule, values: Sequence[Any], **partition_options: Any) -> Any:
             # The only point at which both graphs exist and nothing has run: AOTAutograd compiles the backward graph

@@ -18,6 +18,7 @@ from torchguard.exceptions import DeviceError
 
 logger = logging.getLogger("torchguard.device")
 
+_warned: set[str] = set()  # patterns, each of which is named once
 _Decompositions = Mapping[Any, Callable[..., Any]]
 
 
@@ -37,6 +38,7 @@ def check(
         dynamo: Dynamo's graph, from which the names of inputs are read, and which of them are parameters.
         strict: whether a rule that raises is an error. If not, it is logged, and the other rules run.
     """
+    _warn_of_unknown_ops(device)
     modules = {"forward": forward, "backward": backward} if backward is not None else {"inference": forward}
     for name, module in modules.items():
         _require_fake_values(name, module)
@@ -45,15 +47,35 @@ def check(
     decomposed = {name: _decomposed(module, table) for name, module in modules.items()}
     labels = {name: placeholder_names(module, inputs, decomposed[name]) for name, module in modules.items()}
     all_names = {node: name for names, _ in labels.values() for node, name in names.items()}
+    saved: dict[int, int] = {}
     if backward is not None:
         saved = saved_between(forward, backward)
         plans = plan_step(decomposed["forward"], decomposed["backward"], saved, names=all_names)
     else:
         plans = (plan_memory(decomposed["inference"], names=all_names),)
-    graphs = [Graph(name, decomposed[name], plan, *labels[name]) for name, plan in zip(modules, plans, strict=True)]
+    only_saved = {"forward": frozenset(saved.values())}
+    graphs = [
+        Graph(name, decomposed[name], plan, *labels[name], only_saved.get(name, frozenset()))
+        for name, plan in zip(modules, plans, strict=True)
+    ]
     return DeviceReport(
         tuple(_check_graph(one, device, strict) for graph in graphs for one in (graph, *_inner_graphs(graph)))
     )
+
+
+def _warn_of_unknown_ops(device: Device) -> None:
+    """Say which patterns cannot find anything, since no library with such ops was imported."""
+    for pattern in (*device.deny, *(device.allow or ())):
+        if not ops.matches_an_op(pattern) and pattern not in _warned:
+            _warned.add(pattern)
+            logger.warning(
+                "Device %s names %r, but no op of %r is registered: it finds nothing. Import the library that defines "
+                "it, or name an op of torch: 'aten.%s'.",
+                device.name,
+                pattern,
+                pattern.partition(".")[0],
+                pattern.rpartition(".")[2],
+            )
 
 
 def _decompositions(device: Device, is_training: bool) -> _Decompositions:

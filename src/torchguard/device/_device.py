@@ -147,15 +147,19 @@ def _read_bytes(value: object) -> int:
 
 
 def _read_op(value: object) -> str:
-    """A name or glob of ops as `aten.gelu`, from `gelu`, `aten::gelu` or `torch.ops.aten.gelu`."""
-    if not isinstance(value, str) or not value:
+    """A name or glob of ops as `aten.gelu`, from `gelu`, `aten::gelu`, `torch.ops.aten.gelu`, `F.gelu` or `nn.GELU`."""
+    if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{value!r} is not the name of an op.")
-    name = value.removeprefix("torch.ops.").replace("::", ".")
-    pattern = name if "." in name else f"aten.{name}"
-    if pattern.startswith("aten.") and not ops.matches_an_op(pattern):
-        names = {name.rpartition(".")[0] if pattern.count(".") == 1 else name for name in ops.op_names()}
-        raise ValueError(f"There is no op {pattern!r}.{did_you_mean(pattern, names)}")
-    return pattern
+    patterns = _op_patterns.patterns_as_written(value.strip())
+    for pattern in patterns:
+        if ops.matches_an_op(pattern):
+            return pattern
+    pattern = patterns[0]
+    namespace = pattern.partition(".")[0]
+    if not ops.matches_an_op(f"{namespace}.*"):
+        return pattern  # of a library that may be imported later; the check says if it was not
+    names = {name.rpartition(".")[0] if pattern.count(".") == 1 else name for name in ops.op_names(namespace)}
+    raise ValueError(f"There is no op {pattern!r}.{did_you_mean(pattern, names)}")
 
 
 def _read_graph_op(value: object) -> str:

@@ -14,7 +14,7 @@ from torchguard._torch.ops import (
     is_op,
     is_view,
 )
-from torchguard.device._memory import MemoryPlan
+from torchguard.device._memory import MemoryPlan, output_nodes
 from torchguard.device._storages import tensors_of
 
 _SIZE_OPS = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default})
@@ -46,6 +46,7 @@ class Graph:
         memory: its memory plan, with the tensors that live on from the forward into the backward graph.
         names: the names of placeholders in the program.
         state: the placeholders that are parameters and buffers.
+        saved: the positions of outputs that are only saved for the backward graph.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Graph:
     memory: MemoryPlan
     names: Mapping[fx.Node, str] = field(default_factory=dict)
     state: frozenset[fx.Node] = frozenset()
+    saved: frozenset[int] = frozenset()
 
     @cached_property
     def calls(self) -> tuple[fx.Node, ...]:
@@ -78,14 +80,23 @@ class Graph:
     @cached_property
     def _edges(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
         """Nodes, each with an op that takes it, or with the output node that returns it."""
-        output = next(iter(self.module.graph.find_nodes(op="output")), None)
-        returned = [(node, output) for node in output.all_input_nodes if node.op != "placeholder"] if output else []
+        returned = [(node, self.output) for node in self.output.all_input_nodes if node.op != "placeholder"]
         taken = [(node, consumer) for consumer in self.ops for node in consumer.all_input_nodes]
         return (*taken, *returned)
 
+    @cached_property
+    def output(self) -> fx.Node:
+        return next(iter(self.module.graph.find_nodes(op="output")))
+
+    @cached_property
+    def returned(self) -> tuple[fx.Node, ...]:
+        """What the graph computes and returns to the program: neither its inputs nor what is saved for backward."""
+        nodes = (node for position, node in enumerate(output_nodes(self.module)) if position not in self.saved)
+        return tuple(dict.fromkeys(node for node in nodes if node is not None and node.op != "placeholder"))
+
     def _uses(self, edges: Iterable[tuple[fx.Node, fx.Node, fx.Node]]) -> Iterator[Use]:
         for node, viewed, consumer in edges:
-            producer = _producer(node)
+            producer = producer_of(node)
             for tensor in tensors_of(viewed.meta.get("val")):
                 yield Use(tensor, producer, consumer, _role(tensor, producer in self.state))
 
@@ -130,7 +141,7 @@ def _is_op_call(node: fx.Node) -> bool:
     return is_op(node.target) and node.target not in _SIZE_OPS
 
 
-def _producer(node: fx.Node) -> fx.Node:
+def producer_of(node: fx.Node) -> fx.Node:
     """The node that computed the tensor that a node is a view of, or the node itself if it is no view."""
     return [node, *_viewed(node)][-1]
 

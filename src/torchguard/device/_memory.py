@@ -1,7 +1,7 @@
 """The memory plan of a graph: the bytes of the storages that are live while each node runs."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -33,6 +33,7 @@ class MemoryPlan:
         at_peak: what is live at the peak, the largest first.
         saved: the bytes that the forward graph saves for the backward graph, beside what the caller holds anyway.
         unknown: nodes whose sizes are unknown before they run: they count as 0.
+        symbolic: the different numbers of bytes that are live at nodes, as far as they depend on symbolic sizes.
     """
 
     peak: int
@@ -42,9 +43,11 @@ class MemoryPlan:
     at_peak: tuple[LiveTensor, ...]
     saved: int = 0
     unknown: tuple[str, ...] = ()
+    symbolic: tuple[Size, ...] = field(default=(), repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """All but `symbolic`, which has no meaning outside of this process."""
+        return {name: value for name, value in asdict(replace(self, symbolic=())).items() if name != "symbolic"}
 
     def __str__(self) -> str:
         saved = f", {self.saved:,} bytes saved for backward" if self.saved else ""
@@ -115,6 +118,41 @@ def plan_step(
     forward_plan = _plan(forward, _with_live_throughout(before, _inputs(before), forward), names or {})
     saved_bytes = sum(before[key].bytes for key in for_backward)
     return replace(forward_plan, saved=saved_bytes), _plan(backward, during_backward, names or {})
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """The bytes that a training step needs.
+
+    Attributes:
+        peak: the larger peak of the forward and the backward graph. It counts parameters, buffers, inputs, what is
+            saved for backward, gradients, and outputs until the backward pass has ended: a program that drops its
+            outputs earlier needs less.
+        gradients: the bytes of the gradients of parameters, which are part of the peak.
+        adam_state: the bytes of the two tensors for each of these parameters that Adam and AdamW keep, which are not.
+    """
+
+    peak: int
+    gradients: int
+    adam_state: int
+
+    @property
+    def with_adam(self) -> int:
+        return self.peak + self.adam_state
+
+    def __str__(self) -> str:
+        return (
+            f"training step: peak {self.peak:,} bytes with {self.gradients:,} of gradients, outputs held to the end; "
+            f"with the state of Adam {self.with_adam:,}, with momentum {self.peak + self.adam_state // 2:,}"
+        )
+
+
+def gradient_bytes(forward: fx.GraphModule, backward: fx.GraphModule, state: Set[fx.Node]) -> int:
+    """The bytes of the gradients of parameters: a backward graph returns one for each input of its forward graph."""
+    inputs = forward.graph.find_nodes(op="placeholder")
+    pairs = zip(inputs, output_nodes(backward), strict=False)
+    gradients = [gradient for node, gradient in pairs if gradient is not None and node in state]
+    return sum(hint(tensors.storage_bytes(one)) or 0 for node in gradients for one in tensors_of(value_of(node)))
 
 
 def output_nodes(module: fx.GraphModule) -> list[fx.Node | None]:
@@ -196,7 +234,25 @@ def _plan(module: fx.GraphModule, storages: _Storages, names: Mapping[fx.Node, s
         curve,
         tuple(sorted(named, key=lambda one: -one.bytes)),
         unknown=tuple(one.node.name for one in storages.values() if hint(one.size) is None),
+        symbolic=_symbolic_sums(len(nodes), storages),
     )
+
+
+def _symbolic_sums(positions: int, storages: _Storages) -> tuple[Size, ...]:
+    """The sums of live sizes at each position that depend on symbols, each once."""
+    if all(isinstance(one.size, int) for one in storages.values()):
+        return ()
+    changes: list[list[Size]] = [[] for _ in range(positions + 2)]
+    for one in storages.values():
+        changes[one.first].append(one.size)
+        changes[one.last + 1].append(-one.size)
+    total: Size = 0
+    found: dict[str, Size] = {}
+    for at in changes:
+        total = sum(at, total)
+        if not isinstance(total, int):
+            found.setdefault(str(total), total)
+    return tuple(found.values())
 
 
 def _inputs(storages: _Storages) -> set[int | str]:

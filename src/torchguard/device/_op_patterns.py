@@ -6,6 +6,7 @@ table is written by hand: torch has none of the ops that its composite kernels c
 """
 
 import functools
+import re
 
 from torchguard._torch.ops import (
     is_decomposed,
@@ -141,6 +142,37 @@ DECOMPOSES_TO: dict[str, tuple[str, ...]] = {
         for name in names
     },
 }
+
+
+# How programs write functions and classes of torch. The names of these modules are part of the names of their ops.
+_PYTHON, _PREFIXES = ("torch", "nn", "F", "functional", "Tensor"), ("linalg", "fft", "special")
+
+
+def patterns_as_written(name: str) -> list[str]:
+    """The patterns that a name in any of its usual forms can mean, the most likely first.
+
+    >>> patterns_as_written("torch.nn.functional.gelu"), patterns_as_written("nn.LeakyReLU")
+    (['aten.gelu', 'aten.gelu_loss'], ['aten.leaky_relu'])
+    """
+    name = name.removeprefix("torch.ops.").replace("::", ".")
+    *path, last = name.split(".")
+    if not path:
+        return [f"aten.{last}"]
+    if path[0].lower() == "aten":
+        return [".".join(["aten", *path[1:], last])]
+    if path[0] not in _PYTHON:
+        return [name]
+    if last[:1].isupper():
+        return [f"aten.{_op_of_class(last)}"]
+    op = "_".join([*(one for one in path if one in _PREFIXES), last])
+    return [f"aten.{op}", f"aten.{op}_loss"]  # F.cross_entropy is aten.cross_entropy_loss
+
+
+def _op_of_class(name: str) -> str:
+    """The op of a class of `torch.nn`: `leaky_relu` for `LeakyReLU`. BatchNorm2d has that of all dims."""
+    bare = re.sub(r"(?<=Norm)[123]d$", "", name).lower()
+    ops = (one.split(".")[1] for one in op_names())
+    return next((op for op in ops if op.replace("_", "") == bare and op == op.strip("_")), name)
 
 
 @functools.cache

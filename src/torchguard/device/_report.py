@@ -1,5 +1,6 @@
 """The report of graphs on a device: violations, coverage, partitions, transfers and memory."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from typing import Any
 
 from torchguard.device._device import Device
 from torchguard.device._graph import Graph
-from torchguard.device._memory import MemoryPlan
+from torchguard.device._memory import MemoryPlan, TrainingMemory, gradient_bytes
 from torchguard.device._partitions import Coverage, Partition, Transfer, coverage_of, partitions_of, transfers_of
 from torchguard.device._violations import DeviceViolation, counted
 
@@ -124,6 +125,37 @@ class DeviceReport:
         """The largest peak of any graph, in bytes."""
         return max((plan.peak for plan in self.memory), default=0)
 
+    @property
+    def training(self) -> tuple[TrainingMemory, ...]:
+        """The memory of a training step, for each forward graph with a backward graph."""
+        found = []
+        for one, two in itertools.pairwise(self.graphs):
+            if (one.name, two.name) == ("forward", "backward"):
+                gradients = gradient_bytes(one.graph.module, two.graph.module, one.graph.state)
+                found.append(TrainingMemory(max(one.memory.peak, two.memory.peak), gradients, 2 * gradients))
+        return tuple(found)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the graphs fit the device, and why not, in one line."""
+        if not self.graphs:
+            return "nothing was compiled"
+        device = self.graphs[0].device
+        names = ", ".join(dict.fromkeys(graph.device.name for graph in self.graphs))
+        refused = [one for one in self.violations if not one.holds_now]
+        if refused:
+            more = f", and {counted(len(refused) - 1, 'more violation')}" if len(refused) > 1 else ""
+            return f"Does not fit {names}, because {refused[0].op}: {refused[0].message} ({refused[0].code}){more}"
+        if conditions := dict.fromkeys(one.condition for one in self.violations):
+            return f"Fits {names} at the sizes of this call, but not at all sizes: it needs {' and '.join(conditions)}"
+        most = max((one.with_adam for one in self.training), default=0)
+        if device.max_memory is not None and most > device.max_memory:
+            return (
+                f"Fits {names}, but not with the state of Adam: a training step then needs {most:,} bytes of "
+                f"{device.max_memory:,}"
+            )
+        return f"Fits {names}"
+
     def by_rule(self) -> dict[str, int]:
         """The number of nodes that violate each rule, by its code."""
         return _totals((one.code, len(one.nodes)) for one in self.violations)
@@ -143,7 +175,9 @@ class DeviceReport:
             "schema": SCHEMA,
             "coverage": self.coverage.to_dict(),
             "transfer_bytes": self.transfer_bytes,
+            "verdict": self.verdict,
             "peak_memory": self.peak_memory,
+            "training": [asdict(one) for one in self.training],
             "by_rule": self.by_rule(),
             "by_op": self.by_op(),
             "by_line": self.by_line(),
@@ -155,11 +189,12 @@ class DeviceReport:
 
     def __str__(self) -> str:
         if not self.graphs:
-            return "nothing was compiled"
+            return self.verdict
         names = ", ".join(dict.fromkeys(graph.device.name for graph in self.graphs))
         head = f"{counted(len(self.graphs), 'graph')} on {names}: {self.coverage}"
         head += f"; {counted(len(self.violations), 'violation')}"
-        return "\n".join([head, *map(str, self.graphs), *map(str, self.violations)])
+        lines = [self.verdict, head, *map(str, self.graphs), *map(str, self.training), *map(str, self.violations)]
+        return "\n".join(lines)
 
 
 def _totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -5,24 +5,30 @@ keeps. An audit stores the first tree as a *shadow* and adds a callback to the s
 guards of a call hold. In most calls the callback only counts. In every `every`-th call, and in the first call after a
 change of state that is cheap to see, it checks the shadow.
 
-Three properties of Dynamo shape the code:
+Four properties of Dynamo shape the code:
 
 - The callback can only return True, to run the compiled code, or False, to recompile. Dynamo swallows an exception
-  raised in it. So an error is stored, the callback returns False, and the error is raised a moment later, when Dynamo
-  evaluates the guards once more to explain the recompile (`is_explaining`, `raise_instead`).
+  raised in it. So the callback returns False, and the error is raised a moment later, in the same thread, where Dynamo
+  begins to compile (`refuse_to_compile`).
+- Dynamo then evaluates the guards once more, to explain the recompile (`is_explaining`). That is no call of the user.
 - `why`, `cost` and `inspect` evaluate guard trees themselves, which calls the callback although the user called
   nothing. They do so under `audits_paused`.
 - C++ owns the callback, and Python's garbage collector cannot see a cycle through it. So a shadow holds its audit
   weakly, and text in place of values.
+
+A dropped guard that failed once and made Dynamo recompile is needed: two entries that differ only in what it checks
+would each be used for both. So from then on it is kept in what is compiled, and checked in every call of what was
+compiled before (`Audit.learn`). Calls that violate it are then no violations: Dynamo finds the right entry.
 """
 
 import contextlib
+import functools
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchguard._graphs.source_lines import lines_of_stack, user_line
@@ -30,7 +36,7 @@ from torchguard._torch.events import (
     THIS_COPY,
     GuardsBuiltEvent,
     is_explaining,
-    raise_instead_of_recompiling,
+    refuse_to_compile,
     require_guard_events,
 )
 from torchguard._torch.guards import Guards, torch_function_enabled
@@ -39,12 +45,18 @@ from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._filters import Filter, by_function
 from torchguard.guards._tree import GuardFailure, failures_of, format_value
 
+_ROOT = "L"  # the source of guards without one, such as those on grad mode
 Action = str | Callable[["list[GuardViolation]"], Any]
 ACTIONS = ("record", "recompile", "raise")
 
 
 class _ThreadState(threading.local):
     is_paused = False  # a class attribute: a missing attribute would cost each call an exception
+
+    def __init__(self) -> None:
+        # By shadow: whether its last check in this thread allowed the call. Dynamo explains a recompile in the thread
+        # of the call, while other threads check the same shadow.
+        self.allowed: weakref.WeakKeyDictionary[_Shadow, bool] = weakref.WeakKeyDictionary()
 
 
 _thread = _ThreadState()
@@ -81,6 +93,7 @@ class GuardViolation:
         then: the value when the function was compiled.
         now: the value when the audit checked it.
         calls: how many calls, this one included, may have returned stale results: those since the last clean check.
+        checks: how many checks found this guard violated. The other attributes are those of the last one.
     """
 
     name: str
@@ -91,11 +104,14 @@ class GuardViolation:
     then: str
     now: str
     calls: int
+    checks: int = 1
 
     def __str__(self) -> str:
         changed = f"{self.then} became {self.now}" if self.then and self.now else self.now or "no longer holds"
         where = f", from {self.line}" if self.line else ""
-        return f"{self.type} {self.name} in {self.function}: {changed} (calls affected: at most {self.calls}{where})"
+        found = f", found in {self.checks} checks" if self.checks > 1 else ""
+        calls = f"calls affected: at most {self.calls}{found}{where}"
+        return f"{self.type} {self.name} in {self.function}: {changed} ({calls})"
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,7 @@ class AuditReport:
     """What an audit found.
 
     Attributes:
-        violations: each once for each value it was found with.
+        violations: one for each guard of a function, with the number of checks that found it.
         calls: of all functions compiled with the audit.
         checks: how many of these calls were checked.
         dropped: how many guards the filter dropped.
@@ -127,6 +143,7 @@ class Audit:
     def __init__(self, filter: Filter, every: int, action: Action, budget: float | None) -> None:
         self.filter, self.every, self.action, self.budget = filter, every, action, budget
         self._violations: dict[tuple[str, ...], GuardViolation] = {}
+        self._learned: set[str] = set()
         self._shadows: weakref.WeakSet[_Shadow] = weakref.WeakSet()
         self._finished = [0, 0, 0]  # calls, checks and dropped guards of compiled code that is gone
         self._lock = threading.RLock()
@@ -135,17 +152,41 @@ class Audit:
     def __repr__(self) -> str:
         return f"audit({self.filter!r}, every={self.every}, action={self.action!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Audit":
+        """The audit itself: a copy of a compiled model reports to the same audit, which is the one the user has."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process, an audit with the same settings that has found nothing yet."""
+        return Audit, (self.filter, self.every, self.action, self.budget)
+
     def __call__(self, entries: Sequence[Any]) -> list[bool]:
-        kept = self.filter(entries)
+        kept = [
+            keep or _is_on(entry.orig_guard.name or _ROOT, self._learned)
+            for keep, entry in zip(self.filter(entries), entries, strict=True)
+        ]
         self._thread.dropped = [_DroppedGuard(entry) for entry, keep in zip(entries, kept, strict=True) if not keep]
         return kept
+
+    def learn(self, sources: Set[str]) -> None:
+        """Keep the guards on these sources from now on, and check them in every call of what is compiled already.
+
+        An empty source is that of a guard on several sources at once: then all guards are kept.
+        """
+        with self._lock:
+            self._learned |= sources
+            for shadow in self._shadows:
+                shadow.check_always(self._learned)
 
     def on_built(self, built: GuardsBuiltEvent) -> None:
         """Add a shadow: Dynamo has built the tree of the kept guards, and `built.unfiltered` is the tree of all."""
         if built.unfiltered is None or not self._thread.dropped:
             return
         shadow = _Shadow(self, built, built.unfiltered, self._thread.dropped)
-        self._shadows.add(shadow)
+        with self._lock:
+            self._shadows.add(shadow)
+            if not built.guards.sources() >= shadow.sources_on(self._learned):
+                shadow.check_always(self._learned)
         weakref.finalize(shadow, _add, self._finished, shadow.counts)
         built.guards.add_guard(shadow.on_call)
 
@@ -161,12 +202,38 @@ class Audit:
         """Record violations and take the action. Returns whether the compiled code may run; may raise."""
         with self._lock:
             for one in violations:
-                self._violations.setdefault((one.compile_id, one.function, one.name, one.type, one.now), one)
+                key = (one.function, one.name, one.type)
+                before = self._violations.get(key)
+                self._violations[key] = replace(one, checks=before.checks + 1) if before else one
         if callable(self.action):
             return self.action(violations) is not False
         if self.action == "raise":
             raise StaleGuardError("\n".join(["Compiled code depends on what has changed:", *map(str, violations)]))
         return self.action == "record"
+
+
+def _is_on(source: str, failed: Set[str]) -> bool:
+    """Whether a guard on this source is to be kept since guards on others failed.
+
+    These are guards on the same source, on those that lead to it and on those reached from it: an attribute that is
+    absent in one entry, as `forward` is until it is patched, is guarded on the object or its `__dict__` there, and on
+    itself in another entry. Where a failed guard is on several sources at once, its source is empty and all are kept.
+    """
+    for one in failed:
+        owner = one.removesuffix(".__dict__")
+        if (
+            not one
+            or source == one
+            or (_ROOT not in (one, source) and (owner.startswith(source) or source.startswith(owner)))
+        ):
+            return True
+    return False
+
+
+def _matches(shadow: "weakref.ref[_Shadow]", f_locals: dict[str, Any]) -> bool:
+    """Whether Dynamo would run the compiled code for a call with these locals, but for the dropped guards."""
+    one = shadow()
+    return one is not None and one.kept.check(f_locals)
 
 
 class _Counts:
@@ -201,10 +268,11 @@ class _Shadow:
 
     def __init__(self, audit: Audit, built: GuardsBuiltEvent, full: Guards, dropped: list[_DroppedGuard]) -> None:
         self.audit = weakref.ref(audit)
-        self.full, self.compile_id = full, built.compile_id
+        self.full, self.compile_id, self.code = full, built.compile_id, built.code
+        self.kept = built.guards.copy()  # before the callback is added: with it, the tree would hold itself
         # Where the guard on grad mode and autocast is kept, Dynamo itself tells such calls apart.
         self.is_state_guarded = built.guards.has_at_root("GLOBAL_STATE")
-        self.function = getattr(built.code, "co_qualname", built.code.co_name)
+        self.function = built.where.function
         # Of a method this is the module, whatever it calls `self`.
         self.first_argument = built.code.co_varnames[0] if built.code.co_argcount else ""
         self.dropped = {}
@@ -213,8 +281,8 @@ class _Shadow:
         self.stacks = built.stacks()
         self.counts = _Counts(len(dropped))
         self.last_clean_call = 0
-        self.allowed = True
-        self.error: Exception | None = None
+        self.always: Guards | None = None
+        self.raises = audit.action == "raise"
         self.state: tuple[bool, bool] | None = None
         self.training: Any = None
         self.started = time.perf_counter()
@@ -227,18 +295,33 @@ class _Shadow:
             and getattr(f_locals.get(self.first_argument), "training", None) is self.training
             and (self.is_state_guarded or (grad_mode(), any_autocast()) == self.state)
             and not (_paused_threads and _thread.is_paused)
+            and (self.always is None or self._holds_always(f_locals))
         ):
             counts.remaining -= 1
             return True
         return self._on_due_call(f_locals)
 
+    def sources_on(self, failed: Set[str]) -> set[str]:
+        return {source for source in self.full.sources() if _is_on(source, failed)}
+
+    def check_always(self, failed: Set[str]) -> None:
+        """Check the guards on these sources in every call."""
+        self.always = self.full.part_on(self.sources_on(failed))
+
+    def _holds_always(self, f_locals: dict[str, Any]) -> bool:
+        if self.always is None:
+            return True
+        with torch_function_enabled():
+            return self.always.check(f_locals)
+
     def _on_due_call(self, f_locals: dict[str, Any]) -> bool:
         if _thread.is_paused:
             return True
         if is_explaining():
-            if self.error is not None:
-                raise_instead_of_recompiling(self.error)
-            return self.allowed
+            return _thread.allowed.get(self, True)
+        if not self.raises and not self._holds_always(f_locals):
+            _thread.allowed[self] = False
+            return False
         start, audit = time.perf_counter(), self.audit()
         if audit is None:  # nobody can read its report
             return True
@@ -246,23 +329,35 @@ class _Shadow:
         self.state = (grad_mode(), any_autocast())
         self.counts.remaining -= 1
         with torch_function_enabled():
-            is_clean = self._check(f_locals, self.counts.calls, audit)
+            is_clean, allowed = self._check(f_locals, self.counts.calls, audit)
         self._schedule(self._interval(audit, start) if is_clean or audit.action == "record" else 1)
-        return self.allowed
+        return allowed
 
-    def _check(self, f_locals: dict[str, Any], call: int, audit: Audit) -> bool:
-        """Whether all guards hold."""
+    def _check(self, f_locals: dict[str, Any], call: int, audit: Audit) -> tuple[bool, bool]:
+        """Whether all guards hold, and whether the compiled code may run."""
         self.counts.checks += 1
-        self.allowed, self.error = True, None
         if self.full.check(f_locals):
             self.last_clean_call = call
-            return True
-        violations = [self._violation(failure, call) for failure in failures_of(self.full, f_locals)]
+            _thread.allowed[self] = True
+            return True, True
+        failures = failures_of(self.full, f_locals)
+        allowed = False
         try:
-            self.allowed = audit.on_violations(violations)
-        except Exception as error:  # Dynamo would swallow it here; it is raised while Dynamo explains the recompile
-            self.allowed, self.error = False, error
-        return False
+            allowed = audit.on_violations([self._violation(failure, call) for failure in failures])
+        except Exception as error:  # Dynamo would swallow it here
+            refuse_to_compile(self.code, error, functools.partial(_matches, weakref.ref(self)))
+        _thread.allowed[self] = allowed
+        if not allowed:
+            self._learn({failure.guard.source for failure in failures}, f_locals, audit)
+        return False, allowed
+
+    def _learn(self, sources: set[str], f_locals: dict[str, Any], audit: Audit) -> None:
+        if self.full.part_on(self.sources_on(sources)).check(f_locals):
+            sources.add("")  # what failed is not among them: check everything
+        if self.raises:  # kept in what is compiled next, they would lead to a recompile in place of the error
+            self.check_always(sources)
+        else:
+            audit.learn(sources)
 
     def _schedule(self, calls: int) -> None:
         self.counts.next_check, self.counts.remaining = self.counts.calls + calls, calls

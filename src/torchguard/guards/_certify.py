@@ -1,19 +1,28 @@
-"""Which dropped guards matter: apply common changes to a compiled model, and compare its results with eager mode."""
+"""Which dropped guards matter: apply common changes to a compiled model, and compare its results with eager mode.
+
+The model is compiled on the backend that it will run on: what is stale depends on the backend. (Code of Inductor reads
+a parameter of another dtype as if it had the old one; the graph run in eager mode does not.) Changes that kept guards
+notice need no compilation: under the stance "eager_on_recompile" such a call runs in eager mode, which is what it is
+compared with. Only for another batch size Dynamo may compile, as it would for a user, so that the changes after it meet
+what was compiled for all sizes. Whether full guards would have noticed a change is known without compiling with them:
+the audit checks them all.
+"""
 
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchguard._pytrees import children, map_tensors
+from torchguard._pytrees import children, map_tensors, tensors_in
 from torchguard._torch import dynamo, settings
-from torchguard._torch.events import record_builds
 from torchguard.exceptions import GuardError
 from torchguard.guards._audit import GuardViolation, audit
 from torchguard.guards._compile import compile
@@ -31,8 +40,8 @@ HARMFUL, HARMLESS, NOT_EXERCISED = "harmful", "harmless", "not exercised"
 CORRECT, STALE, UNGUARDED, EAGER_FAILS = "correct", "stale", "stale without a filter, too", "fails in eager mode"
 # How many guarded values are changed, one at a time.
 _MOST_VALUES = 48
-# How many times a compiled model recompiles before it is compiled afresh: by default Dynamo's limit is eight.
-_MOST_BUILDS = 4
+# Of the largest element: by how much the results of two compilers may differ, and more so in low precision.
+_TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-4, 2e-2
 
 Changes = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 
@@ -70,11 +79,13 @@ class GuardCertificate:
 
     Attributes:
         filter: its `repr`.
+        backend: the backend that the changes were tried on.
         guards: the guards it drops, with labels.
         outcomes: of the changes.
     """
 
     filter: str
+    backend: str
     guards: tuple[LabelledGuard, ...]
     outcomes: tuple[ChangeOutcome, ...]
 
@@ -82,13 +93,26 @@ class GuardCertificate:
         return [guard for guard in self.guards if guard.label == label]
 
     @property
+    def exercised(self) -> int:
+        """How many of the dropped guards failed under a change."""
+        return len(self.guards) - len(self.labelled(NOT_EXERCISED))
+
+    @property
     def is_clean(self) -> bool:
-        """Whether no change led to a wrong result that unfiltered guards would have prevented."""
-        return all(outcome.result != STALE for outcome in self.outcomes)
+        """Whether no change that was tried led to a wrong result that unfiltered guards would have prevented.
+
+        This is about the `exercised` guards alone. If none of the dropped guards was exercised, it is False.
+        """
+        is_tried = bool(self.exercised) or not self.guards
+        return is_tried and all(outcome.result != STALE for outcome in self.outcomes)
 
     def __str__(self) -> str:
         counts = ", ".join(f"{len(self.labelled(label))} {label}" for label in (HARMFUL, HARMLESS, NOT_EXERCISED))
-        lines = [f"{self.filter} drops {len(self.guards)} guards: {counts}"]
+        lines = [f"{self.filter} drops {len(self.guards)} guards on {self.backend}: {counts}"]
+        if self.labelled(NOT_EXERCISED):
+            lines.append(
+                f"  No change made {len(self.labelled(NOT_EXERCISED))} of them fail: nothing is known about those."
+            )
         lines += [f"  {outcome.change}: {outcome.result}" for outcome in self.outcomes]
         lines += [f"  harmful: {guard.type} {guard.name or '(no name)'}" for guard in self.labelled(HARMFUL)]
         return "\n".join(lines)
@@ -101,28 +125,55 @@ def certify(
     *,
     kwargs: Mapping[str, Any] | None = None,
     changes: Changes | None = None,
-    backend: Any = "eager",
+    backend: Any = None,
+    progress: bool | None = None,
 ) -> GuardCertificate:
     """Find out which of the guards that a filter drops lead to wrong results.
 
-    The model is compiled with the filter. Then common changes are made one at a time, the result is compared with eager
-    mode's, and the change is undone: `train` and `eval`, dtype, batch size, strides, `requires_grad`, grad mode,
-    autocast, hooks, and another value for each number or bool that a dropped guard checks (globals, closures,
-    attributes).
+    The model is compiled with the filter. Then common changes are made one at a time, the outputs, the gradients and
+    the model's tensors after the call are compared with eager mode's, and the change is undone: `train` and `eval`,
+    dtype, batch size, strides, `requires_grad`, grad mode, autocast, hooks, a submodule, class or `forward` replaced,
+    children added and removed, a parametrized weight, and another value for each number, bool, enum, list, tuple or
+    function that a dropped guard checks (globals, closures, attributes).
 
     Args:
         inputs: the arguments of a call, as a tuple; or its only argument.
         changes: your own changes by name, each a function that returns a context manager. The context manager may
             return other arguments for the call, as a tuple.
+        backend: the backend of the certificate. What is stale depends on it. By default that of `torch.compile`.
+        progress: whether to show on stderr which change is being tried. By default only if stderr is a terminal.
     """
     given = (inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
     filter = filter if isinstance(filter, Filter) else by_function(filter)
-    trial = _FilterTrial(model, given, filter, backend)
+    backend = dynamo.default_backend() if backend is None else backend
     own = [_own_perturbation(name, apply, given) for name, apply in (changes or {}).items()]
-    with settings.without_limits():
+    with settings.without_limits(), settings.same_random_numbers(), _progress_line(progress) as show:
+        show("certify: compiling")
+        trial = _FilterTrial(model, given, filter, backend)
         everything = [*common_perturbations(model, *given), *trial.perturbations_of_values(), *own]
-        outcomes = tuple(trial.outcome_of(change) for change in everything)
-    return GuardCertificate(repr(filter), tuple(trial.labelled(outcomes)), outcomes)
+        outcomes = []
+        for i, change in enumerate(everything, start=1):
+            show(f"certify: change {i} of {len(everything)}: {change.name}")
+            outcomes.append(trial.outcome_of(change))
+    name = backend if isinstance(backend, str) else dynamo.backend_name(backend)
+    return GuardCertificate(repr(filter), name, tuple(trial.labelled(outcomes)), tuple(outcomes))
+
+
+@contextlib.contextmanager
+def _progress_line(wanted: bool | None) -> Iterator[Callable[[str], None]]:
+    """A function that shows a text in place of the one before, in one line of stderr that is erased at the end."""
+    is_shown = sys.stderr.isatty() if wanted is None else wanted
+    width = shutil.get_terminal_size().columns - 1
+
+    def show(text: str, end: str = "") -> None:
+        if is_shown:
+            sys.stderr.write(f"\r{text[:width]:<{width}}{end}")
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        show("", end="\r")
 
 
 def _own_perturbation(name: str, apply: Callable[[], AbstractContextManager[Any]], given: Any) -> Perturbation:
@@ -134,46 +185,23 @@ def _own_perturbation(name: str, apply: Callable[[], AbstractContextManager[Any]
     return Perturbation(name, with_arguments)
 
 
-class _Compiled:
-    """A model compiled for the unchanged state, and compiled afresh after a number of recompiles.
-
-    Entries compiled under a change stay in Dynamo's cache beside the first. With many of them, Dynamo would reach its
-    recompile limit.
-    """
-
-    def __init__(self, make: Callable[[], Any], run: Callable[[Any, Any], Any], given: Any) -> None:
-        self._make, self._run, self._given = make, run, given
-        self._call: Any = None
-        self._builds = 0
-
-    def __call__(self) -> Any:
-        """The compiled model, which was called at least once before any change."""
-        if self._call is None or self._builds >= _MOST_BUILDS:
-            self._call, self._builds = self._make(), 0
-            result = self._run(self._call, self._given)
-            if isinstance(result, Exception):
-                raise GuardError(
-                    f"certify: the model fails before any change: {type(result).__name__}: {result}"
-                ) from result
-        return self._call
-
-    def run(self, arguments: Any) -> Any:
-        with record_builds() as built:
-            result = self._run(self._call, arguments)
-        self._builds += len(built)
-        return result
-
-
 class _FilterTrial:
-    """A model that is compiled with a filter and without one, and run under changes."""
+    """A model that is compiled with a filter, and run under changes."""
 
     def __init__(self, model: Callable[..., Any], given: Any, filter: Filter, backend: Any) -> None:
         self.model, self.given, self.filter = model, given, filter
         self.entries: list[Any] = []
         self.violations: list[GuardViolation] = []
-        audited = audit(by_function(self._keep, repr(filter)), every=1, action=self.violations.extend)
-        self.filtered = _Compiled(lambda: compile(model, filter=audited, backend=backend), self._run, given)
-        self.plain = _Compiled(lambda: compile(model, backend=backend), self._run, given)
+        self.audit = audit(by_function(self._keep, repr(filter)), every=1, action=self.violations.extend)
+        self.compiled = compile(model, filter=self.audit, backend=backend)
+        want, got = self._run(self.model, given), self._run(self.compiled, given)
+        if isinstance(got, Exception):
+            raise GuardError(f"certify: the model fails before any change: {type(got).__name__}: {got}") from got
+        if not _equal_results(got, want):
+            raise GuardError(
+                "certify: compiled, the model gives other results than in eager mode before any change, so that no "
+                "change can be compared. Call it in a mode in which its results can be repeated, such as model.eval()."
+            )
 
     def _keep(self, entries: Sequence[Any]) -> list[bool]:
         """Decide as the filter does, and record what it drops."""
@@ -182,12 +210,12 @@ class _FilterTrial:
         return kept
 
     def perturbations_of_values(self) -> list[Perturbation]:
-        """Another value for each number or bool that a dropped guard checks; only once for the layers of a list."""
-        frame = dynamo.frame_of(self.filtered(), *self.given)
+        """Other values for what a dropped guard checks; only once for the layers of a list."""
+        frame = dynamo.frame_of(self.compiled, *self.given)
         if frame is None:
             return []
         compiled = dynamo.entries_of(frame.cache)
-        found: dict[str, Perturbation] = {}
+        found: dict[str, list[Perturbation]] = {}
         for entry in self.entries if compiled else ():
             source = entry.orig_guard.name
             pattern = re.sub(r"\d+", "*", source)
@@ -195,40 +223,40 @@ class _FilterTrial:
                 continue
             cell = frame.cells.get(source)
             if cell is not None:
-                change = perturb_closure(source, cell, self.given)
+                changes = perturb_closure(source, cell, self.given)
             elif source in frame.arguments:
-                change = perturb_argument(self.model, frame.arguments[source], entry.value, self.given)
+                changes = perturb_argument(self.model, frame.arguments[source], entry.value, self.given)
             else:
                 evaluate = functools.partial(compiled[0][1].value, f_locals=frame.f_locals)
-                change = perturb_value(source, entry.value, evaluate, self.given)
-            if change is not None:
-                found[pattern] = change
-        return list(found.values())
+                changes = perturb_value(source, entry.value, evaluate, self.given)
+            if changes:
+                found[pattern] = changes
+        return [change for changes in found.values() for change in changes]
 
     def outcome_of(self, change: Perturbation) -> ChangeOutcome:
-        self.filtered()
         self.violations.clear()
         with change.apply() as arguments:
             want = self._run(self.model, arguments)
             if isinstance(want, Exception):
                 return ChangeOutcome(change.name, EAGER_FAILS, ())
-            is_stale = not _equal(self.filtered.run(arguments), want)
+            with torch.compiler.set_stance("default" if change.compiles else "eager_on_recompile"):
+                is_correct = _equal_results(self._run(self.compiled, arguments), want)
         violated = tuple({(one.name, one.type): None for one in self.violations})
-        if not is_stale:
-            return ChangeOutcome(change.name, CORRECT, violated)
-        self.plain()
-        with change.apply() as arguments:
-            is_guarded = _equal(self.plain.run(arguments), self._run(self.model, arguments))
-        return ChangeOutcome(change.name, STALE if is_guarded else UNGUARDED, violated)
+        # Without a violation all guards held, dropped ones included: Dynamo would not have recompiled without a filter.
+        return ChangeOutcome(change.name, CORRECT if is_correct else STALE if violated else UNGUARDED, violated)
 
-    def _run(self, call: Callable[..., Any], arguments: Any) -> Any:
-        """The result, or the exception. Changes that a run makes to arguments, parameters and buffers are undone."""
+    def _run(self, call: Callable[..., Any], arguments: Any) -> "_Results | Exception":
+        """All that a call computes, or its exception. What it changes in arguments and in the model is undone."""
         before = _tensors_of(self.model)
         args, kwargs = map_tensors(arguments, lambda z: z.detach().clone().requires_grad_(z.requires_grad))
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                return call(*args, **kwargs)
+                output = call(*args, **kwargs)
+                leaves = [*(tensor for _, tensor in tensors_in((args, kwargs))), *(tensor for tensor, _ in before)]
+                gradients = _gradients(output, [leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf])
+            after = [leaf.detach().clone() for leaf in leaves]
+            return _Results(output, gradients, after)
         except Exception as error:  # a result to compare, like any other
             return error
         finally:
@@ -251,28 +279,72 @@ class _FilterTrial:
         return list(found.values())
 
 
+class _Results(NamedTuple):
+    """All that a call computes: what it returns, gradients, and the arguments and the model's tensors after it."""
+
+    output: Any
+    gradients: list[Tensor | None]
+    after: list[Tensor]
+
+
 def _tensors_of(model: Any) -> list[tuple[Tensor, Tensor]]:
     tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
-def _equal(one: Any, two: Any) -> bool:
-    """Whether two results are equal, part by part."""
-    if isinstance(one, Exception) or isinstance(two, Exception):
+def _gradients(output: Any, leaves: list[Tensor]) -> list[Tensor | None]:
+    """Of the outputs, each weighted differently: those of a softmax alone sum to a constant."""
+    outputs = [z for _, z in tensors_in(output) if z.requires_grad]
+    if not outputs or not leaves:
+        return []
+    weights = [torch.arange(z.numel(), device=z.device).cos().to(z.dtype).view(z.shape) for z in outputs]
+    return [*torch.autograd.grad(outputs, leaves, weights, allow_unused=True)]
+
+
+def _equal_results(got: "_Results | Exception", want: "_Results | Exception") -> bool:
+    if isinstance(got, Exception) or isinstance(want, Exception):
         return False
+    # Some gradients are zero but for rounding, such as that of an attention's key bias: compare with the largest.
+    scale = max((_largest(z) for z in want.gradients if z is not None), default=0.0)
+    return (
+        _equal(got.output, want.output)
+        and _equal(got.gradients, want.gradients, scale)
+        and _equal(got.after, want.after)
+    )
+
+
+def _largest(z: Tensor) -> float:
+    """The largest absolute value of a tensor that is finite."""
+    z = z.to_dense() if z.layout != torch.strided else z
+    finite = z[z.isfinite()]
+    return finite.abs().amax().item() if finite.numel() else 0.0
+
+
+def _equal(one: Any, two: Any, scale: float = 0.0) -> bool:
+    """Whether two results are equal, part by part, up to a share of `scale` or of a tensor's own largest element."""
     if isinstance(one, Tensor) or isinstance(two, Tensor):
-        return isinstance(one, Tensor) and isinstance(two, Tensor) and _equal_tensors(one, two)
+        return isinstance(one, Tensor) and isinstance(two, Tensor) and _equal_tensors(one, two, scale)
     left, right = children(one), children(two)
     if left or right:
         same = len(left) == len(right) and type(one) is type(two)
-        return same and all(a == b and _equal(x, y) for (a, x), (b, y) in zip(left, right, strict=True))
+        return same and all(a == b and _equal(x, y, scale) for (a, x), (b, y) in zip(left, right, strict=True))
     if hasattr(one, "__array__") and hasattr(two, "__array__"):
-        return _equal(torch.as_tensor(one), torch.as_tensor(two))
+        return _equal(torch.as_tensor(one), torch.as_tensor(two), scale)
     # Objects without `__eq__` count as equal if they have the same type.
     is_comparable = type(one).__eq__ is not object.__eq__
     return bool(one == two) if is_comparable else type(one) is type(two)
 
 
-def _equal_tensors(one: Tensor, two: Tensor) -> bool:
+def _equal_tensors(one: Tensor, two: Tensor, scale: float) -> bool:
     same = one.dtype == two.dtype and one.shape == two.shape and one.requires_grad == two.requires_grad
-    return same and torch.allclose(one.detach(), two.detach(), rtol=1e-4, atol=1e-5, equal_nan=True)
+    if not same or one.layout != two.layout:
+        return False
+    if one.layout != torch.strided:
+        one, two = one.to_dense(), two.to_dense()
+    if not two.is_floating_point() and not two.is_complex():
+        return torch.equal(one, two)
+    tolerance = _LOW_PRECISION_TOLERANCE if two.dtype.itemsize < 4 else _TOLERANCE
+    wide = torch.complex128 if two.is_complex() else torch.float64
+    one, two = one.detach().to(wide), two.detach().to(wide)
+    absolute = tolerance / 10 * max(scale, _largest(two))
+    return torch.allclose(one, two, rtol=tolerance, atol=absolute, equal_nan=True)

@@ -46,7 +46,8 @@ class Cost:
     Attributes:
         hot: of checking, in a loop, the guards of the cached entry that matches the call's first frame.
         profiled: of a typical real call, as the profiler measures it: the entries checked before one matches, frames
-            after graph breaks, cold memory, and some overhead of the profiler. None without a call.
+            after graph breaks, cold memory, and some overhead of the profiler. None without a call, and while a
+            profiler of yours runs: a second one would end it.
         tree: `hot` by source.
     """
 
@@ -92,7 +93,7 @@ def cost(compiled: Any, /, *args: Any, calls: int = 20, **kwargs: Any) -> Cost:
         raise GuardError(f"cost: this {type(compiled).__name__} is not compiled. Give what torch.compile returned.")
     with audits_paused():
         entries = dynamo.entries_of(frame.cache)
-        matching = next((guards for _, guards in entries if guards.check(frame.f_locals)), None)
+        matching = next((guards for _, guards in entries if guards.copy().check(frame.f_locals)), None)
         if matching is None:
             raise GuardError("cost: no cached entry matches this call. Call it once before.")
         tree = _cost_tree(matching, frame.f_locals)
@@ -140,12 +141,16 @@ def _time(guards: Guards, f_locals: dict[str, Any]) -> float:
 
 
 def _profile(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any], calls: int) -> float | None:
+    """Microseconds of the median call; None where no cache lookup was recorded, or while a profiler runs already."""
+    if dynamo.is_profiling():  # starting a second one would end the first
+        return None
     # Without acc_events torch warns that events of earlier cycles are dropped; there is only one cycle.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         for _ in range(calls):
             compiled(*args, **kwargs)
     lookups = [event.cpu_time_total for event in profile.events() or () if event.name == _LOOKUP]
-    frames = len(lookups) // calls  # in each call
-    each = [sum(lookups[i * frames : (i + 1) * frames]) for i in range(calls)]
-    return statistics.median(each) if frames else None
+    frames, rest = divmod(len(lookups), calls)  # in each call
+    if rest or not frames:  # events were lost, or a call took another way: the mean is what is left
+        return sum(lookups) / calls if lookups else None
+    return statistics.median(sum(lookups[i * frames : (i + 1) * frames]) for i in range(calls))

@@ -100,10 +100,13 @@ class _Not(Filter):
 
 
 class _PerGuard(Filter):
-    """Decides on each guard by itself."""
+    """Decides on each guard by itself. `made_by` is the function that made it, with arguments: it is pickled so."""
 
-    def __init__(self, text: str, keeps: Callable[[FilterEntry], bool]) -> None:
-        self.text, self.keeps = text, keeps
+    def __init__(self, text: str, keeps: Callable[[FilterEntry], bool], *made_by: Any) -> None:
+        self.text, self.keeps, self.made_by = text, keeps, made_by
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.made_by[0], self.made_by[1:]
 
     def _decide(self, entries: list[FilterEntry], candidates: list[bool]) -> list[bool]:
         return [
@@ -188,7 +191,7 @@ def _first_missing(answers: Sequence[object], entries: Sequence[FilterEntry]) ->
 def of_type(*types: str) -> Filter:
     """Keep guards of these types, such as "TENSOR_MATCH"."""
     _check_known("of_type", "guard type", types, torch_guards.guard_types())
-    return _PerGuard(_repr_of_call("of_type", types), lambda entry: entry.guard_type in types)
+    return _PerGuard(_repr_of_call("of_type", types), lambda entry: entry.guard_type in types, of_type, *types)
 
 
 def of_derived_type(*types: str) -> Filter:
@@ -196,7 +199,10 @@ def of_derived_type(*types: str) -> Filter:
     _check_known("of_derived_type", "guard type", types, torch_guards.guard_types())
     wanted = frozenset(types)
     return _PerGuard(
-        _repr_of_call("of_derived_type", types), lambda entry: not wanted.isdisjoint(entry.derived_guard_types)
+        _repr_of_call("of_derived_type", types),
+        lambda entry: not wanted.isdisjoint(entry.derived_guard_types),
+        of_derived_type,
+        *types,
     )
 
 
@@ -209,7 +215,10 @@ def named(*patterns: str) -> Filter:
     _check_some("named", "pattern", patterns)
     matches = [re.compile(_glob_to_regex(pattern), re.DOTALL).fullmatch for pattern in patterns]
     return _PerGuard(
-        _repr_of_call("named", patterns), lambda entry: any(match(entry.name) is not None for match in matches)
+        _repr_of_call("named", patterns),
+        lambda entry: any(match(entry.name) is not None for match in matches),
+        named,
+        *patterns,
     )
 
 
@@ -224,6 +233,8 @@ def from_source(*kinds: str) -> Filter:
     return _PerGuard(
         _repr_of_call("from_source", kinds),
         lambda entry: any(kind in kinds for kind in torch_guards.guard_sources(entry.orig_guard)),
+        from_source,
+        *kinds,
     )
 
 
@@ -237,7 +248,11 @@ def with_value(predicate: Callable[[Any], bool], text: str | None = None) -> Fil
     named('y') & with_value(lambda value: value is None)
     """
     return _PerGuard(
-        f"with_value({text or _name_of(predicate)})", lambda entry: predicate(entry.value) if entry.has_value else False
+        f"with_value({text or _name_of(predicate)})",
+        lambda entry: predicate(entry.value) if entry.has_value else False,
+        with_value,
+        predicate,
+        text,
     )
 
 
@@ -293,13 +308,13 @@ def keep_portable() -> Filter:
 
 def keep_all() -> Filter:
     """Keep every guard, as torch does without a filter."""
-    return _PerGuard("keep_all()", lambda entry: True)
+    return _PerGuard("keep_all()", lambda entry: True, keep_all)
 
 
 def aot_default() -> Filter:
     """Drop what ahead-of-time compilation drops by default: guards on globals, and types that cannot be serialized."""
     dropped = torch_guards.unserializable_guard_types()
-    return _PerGuard("aot_default()", lambda entry: not (entry.is_global or entry.guard_type in dropped))
+    return _PerGuard("aot_default()", lambda entry: not (entry.is_global or entry.guard_type in dropped), aot_default)
 
 
 def precompile_default() -> Filter:
@@ -309,7 +324,7 @@ def precompile_default() -> Filter:
         is_derived = any(type in _NOT_PRECOMPILED_DERIVED for type in entry.derived_guard_types)
         return not (is_derived or entry.guard_type in _NOT_PRECOMPILED)
 
-    return _PerGuard("precompile_default()", keeps)
+    return _PerGuard("precompile_default()", keeps, precompile_default)
 
 
 def _name_of(fn: Callable) -> str:

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from torchguard._torch.events import GraphBreakEvent, GuardFailureEvent, GuardsB
 from torchguard.exceptions import GuardError, RecompileError
 from torchguard.guards._audit import audits_paused
 from torchguard.guards._compile import compile
+from torchguard.guards._explain import short_repr
 from torchguard.guards._tree import Guard, GuardFailure, GuardNode, failures_of, tree_of
 from torchguard.guards._why import advice_for
 
@@ -188,8 +188,8 @@ class _InspectionRecorder:
 
     def __init__(self) -> None:
         self.inspection = Inspection()
-        # By compile id, until that compilation is done: the code, and the cached entries that failed.
-        self._failed: dict[str, tuple[types.CodeType, list[FailedEntry]]] = {}
+        # By compile id, until that compilation is done: the function, and the cached entries that failed.
+        self._failed: dict[str, tuple[dynamo.FunctionName, list[FailedEntry]]] = {}
         self._built_at: list[float] = []
 
     def on_missed(self, missed: GuardFailureEvent) -> None:
@@ -200,14 +200,15 @@ class _InspectionRecorder:
         else:
             with audits_paused():
                 failures = failures_of(missed.guards, missed.f_locals)
-        _, entries = self._failed.setdefault(missed.new_compile_id, (missed.code, []))
+        where = dynamo.function_name(missed.code, missed.f_locals)
+        _, entries = self._failed.setdefault(missed.new_compile_id, (where, []))
         entries.append(FailedEntry(missed.compile_id, tuple(failures)))
 
     def on_built(self, built: GuardsBuiltEvent) -> None:
         self._fill_in_times()
         _, entries = self._failed.pop(built.compile_id, (None, []))
         frame = CompiledFrame(
-            **_where(built.code),
+            **built.where._asdict(),
             compile_id=built.compile_id,
             seconds=None,
             cache_size=built.entries_before + 1,
@@ -229,8 +230,8 @@ class _InspectionRecorder:
 
     def finish(self) -> None:
         self._fill_in_times()
-        for compile_id, (code, entries) in self._failed.items():
-            one = NotCompiled(**_where(code), compile_id=compile_id, recompiled_for=tuple(entries))
+        for compile_id, (where, entries) in self._failed.items():
+            one = NotCompiled(**where._asdict(), compile_id=compile_id, recompiled_for=tuple(entries))
             self.inspection.not_compiled.append(one)
 
     def _fill_in_times(self) -> None:
@@ -247,10 +248,6 @@ class _InspectionRecorder:
 def _deallocated(reason: str) -> GuardFailure:
     source = reason.removeprefix("Cache line invalidated because ").removesuffix(" got deallocated")
     return GuardFailure(Guard(source, "WEAKREF_ALIVE", reason, ""), "")
-
-
-def _where(code: types.CodeType) -> dict[str, Any]:
-    return {"function": code.co_qualname, "file": code.co_filename, "line": code.co_firstlineno}
 
 
 def _graph_break(broken: GraphBreakEvent) -> GraphBreak:
@@ -275,6 +272,10 @@ class GuardInspector:
     """
 
     def __init__(self, model: Callable[..., Any], **torch_compile_kwargs: Any) -> None:
+        if not callable(model):
+            raise GuardError(
+                f"GuardInspector: expected a model or a function, got {short_repr(model)} ({type(model).__name__})."
+            )
         is_compiled = dynamo.cache_of(model) is not None
         if is_compiled and torch_compile_kwargs:
             raise GuardError(f"GuardInspector: this is compiled already. Leave out {', '.join(torch_compile_kwargs)}.")
@@ -294,7 +295,7 @@ class GuardInspector:
         entries = dynamo.entries_of(cache)
         return [
             CompiledFrame(
-                **_where(cache.code),
+                **dynamo.function_name(cache.code)._asdict(),
                 compile_id=compile_id,
                 seconds=None,
                 cache_size=len(entries),

@@ -82,6 +82,7 @@ def _with_lines(guard: Guard, stacks: Stacks) -> Guard:
 
 def failures_of(guards: Guards, f_locals: dict[str, Any]) -> list[GuardFailure]:
     """Every guard that fails for a call with these locals, not only the first; empty if all hold."""
+    guards = guards.copy()
     if guards.check(f_locals):
         return []
     found = list(_failing(guards, guards.root, f_locals, ()))

@@ -1,4 +1,4 @@
-"""Memory layouts of the tensors that ops take."""
+"""Memory layouts of the tensors that ops take and that graphs return."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from torchguard._torch.tracing import is_surely
-from torchguard.device._graph import Graph
+from torchguard.device._graph import Graph, producer_of
 from torchguard.device._rules.base import Constraint
-from torchguard.device._storages import Size
+from torchguard.device._storages import Size, tensors_of
 from torchguard.device._violations import DeviceViolation
 
 if TYPE_CHECKING:
@@ -23,13 +23,14 @@ _COPIES = frozenset({_aten.clone, _aten._to_copy, _aten.copy_, _aten.copy})
 
 
 class Layout(Constraint):
-    """An op takes a tensor in a layout that the device does not support."""
+    """An op takes a tensor, or the graph returns one, in a layout that the device does not support."""
 
     code = "TGD201"
 
     def check(self, graph: Graph, device: "Device") -> Iterable[DeviceViolation]:
         if device.layouts is None:
             return
+        refused: set[tuple[object, str]] = set()
         for use in graph.uses:
             packet = getattr(use.consumer.target, "overloadpacket", None)
             if use.consumer.op == "output" or packet in _COPIES:
@@ -37,10 +38,28 @@ class Layout(Constraint):
             layout = layout_of(use.tensor)
             if layout in device.layouts or (layout == "transposed" and packet in _PRODUCTS):
                 continue
-            strides = ", ".join(map(str, use.tensor.stride())) if use.tensor.layout is torch.strided else layout
-            message = f"input {shape_text(use.tensor.shape)} with strides ({strides}) is {layout}, "
+            message = f"input {shape_text(use.tensor.shape)}{_strides(use.tensor)} is {layout}, "
             message += f"{device.name} supports {', '.join(device.layouts)}"
+            refused.add((use.consumer, layout))
             yield self.violation(graph, message, node=use.consumer, remedy="call .contiguous() before it")
+        for node in graph.returned:
+            # A product can write its result transposed, as it can read a transposed operand.
+            producer = producer_of(node)
+            packet = getattr(producer.target, "overloadpacket", None)
+            for tensor in tensors_of(node.meta.get("val")):
+                layout = layout_of(tensor)
+                is_supported = layout in device.layouts or (layout == "transposed" and packet in _PRODUCTS)
+                if not is_supported and (producer, layout) not in refused:  # it has the layout of its op's input
+                    message = f"output {shape_text(tensor.shape)}{_strides(tensor)} is {layout}, "
+                    message += f"{device.name} supports {', '.join(device.layouts)}"
+                    # Its op can run on the device, so the violation is at the output.
+                    yield self.violation(
+                        graph, message, node=graph.output, tensor=node, remedy="return a copy: .contiguous()"
+                    )
+
+
+def _strides(tensor: Tensor) -> str:
+    return f" with strides ({', '.join(map(str, tensor.stride()))})" if tensor.layout is torch.strided else ""
 
 
 def layout_of(tensor: Tensor) -> str:
