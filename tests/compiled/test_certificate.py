@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ class Quick(SavesInputs):
 @pytest.mark.parametrize("scale", [1.0, 1e6])
 def test_a_function_that_changes_quickly_is_followed_in_float64(dtype, scale):
     c = compile_out(lambda x: (x * 1e4).sin() * scale, torch.randn(8, dtype=dtype), backend="eager")
-    (claim,) = (claim for claim in c.certify(level="probe").claims if "Taylor" in claim.message)
+    claim, _ = (claim for claim in c.certify(level="probe").claims if "Taylor" in claim.message)
     assert claim.verdict == "pass"
     assert claim.message.startswith("In float64: ")
 
@@ -138,9 +139,44 @@ def test_a_wrong_tangent_of_one_that_changes_quickly_is_found_in_float64(factor)
     assert bool(failed) is (factor != 1.0)
 
 
+def test_a_derivative_lost_in_rounding_is_inconclusive_however_wrong_eager_mode_is():
+    f = lambda x: (x * 1e8).sin() * 1e8  # noqa: E731
+    x = torch.randn(8)
+    c = compile_out(f, x, backend="eager")
+    slopes, exact = c.jvp(x, torch.ones(8))[1], (x.double() * 1e8).cos() * 1e16
+    assert (slopes - exact).norm() > exact.norm() / 4
+    certificate = c.certify(level="probe")
+    for subject in ("forward", "jvp", "hvp"):
+        (claim,) = (claim for claim in certificate.claims if claim.subject == subject and "float64" in claim.message)
+        assert claim.verdict == "inconclusive"
+        assert re.search(r"differs from float64 by \S+, that of eager mode by", claim.message)
+
+
+class ForgetsASmallTerm(SavesInputs):
+    """1e4 + 0.001 x, whose derivative torch is told to be zero: the value changes by less than it is rounded."""
+
+    @staticmethod
+    def forward(x):
+        return 1e4 + 1e-3 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.zeros_like(gradient)
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return torch.zeros_like(tangent)
+
+
+def test_a_zero_derivative_of_a_value_that_changes_by_less_than_rounding_does_not_pass():
+    certificate = compile_out(lambda x: ForgetsASmallTerm.apply(x), torch.randn(8), backend="eager").certify("probe")
+    (claim, *_) = (claim for claim in certificate.claims if "Taylor" in claim.message or "Rounding" in claim.message)
+    assert claim.verdict in ("fail", "inconclusive")
+
+
 def test_nonsmooth_points_and_missing_rules_are_not_failures():
-    x = torch.randn(1, 1, 4, 4), torch.rand(1, 2, 2, 2)
-    c = compile_out(lambda x, grid: F.grid_sample(x, grid, align_corners=False).relu(), *x, backend="eager")
+    reflectors, tau, x = torch.randn(4, 3), torch.rand(3), torch.randn(4, 2)
+    c = compile_out(lambda a, t, x: torch.ormqr(a, t, x).relu(), reflectors, tau, x, backend="eager")
     certificate = c.certify(level="algebraic")
     assert certificate.ok
     assert any("The function has no jvp" in claim.message for claim in certificate.of("inconclusive"))
@@ -258,19 +294,22 @@ def test_a_right_derivative_does_not_fail_for_constants_or_rounding_inside(name)
     assert not c.certify(level="probe").of("fail")
 
 
-def test_an_old_autograd_function_has_no_derivatives_to_probe():
+@pytest.mark.parametrize("factor", [3.0, 3.0003])
+def test_the_backward_of_an_old_autograd_function_is_recorded_and_certified(factor):
     class Old(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            return x * 2
+            ctx.save_for_backward(x)
+            return x**3
 
         @staticmethod
         def backward(ctx, gradient):
-            return gradient * 2
+            return gradient * factor * ctx.saved_tensors[0] ** 2
 
-    certificate = compile_out(lambda x: Old.apply(x), torch.randn(3), backend="eager").certify(level="algebraic")
-    assert certificate.ok
-    assert {claim.subject for claim in certificate.of("inconclusive")} >= {"jvp", "vjp"}
+    certificate = compile_out(lambda x: Old.apply(x).sin(), torch.randn(3), backend="eager").certify(level="algebraic")
+    claims = {(claim.layer, claim.subject): claim.verdict for claim in certificate.claims}
+    assert claims["algebraic", "vjp"] == ("pass" if factor == 3.0 else "fail")
+    assert claims["algebraic", "jvp"] == "inconclusive"
 
 
 def test_verification_is_at_the_same_point(c, point):

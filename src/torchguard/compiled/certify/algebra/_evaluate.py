@@ -87,6 +87,16 @@ def evaluate_in_reals(gm: GraphModule, inputs: Sequence[Value], field: PrimeFiel
     return reals.trace
 
 
+def evaluate_in_float64(gm: GraphModule, inputs: Sequence[Value], tangents: Sequence[Value] = ()) -> list[Any]:
+    """The outputs of a graph in real numbers, with those tangents for the inputs that have one."""
+    reals, remaining = Reals(0, 0), iter(tangents)
+    known = []
+    for x in inputs:
+        tangent = next(remaining).real if x.tangent is not None else None
+        known.append(Value(reals, x.element if x.real is None else x.real, tangent, is_integer=x.is_integer))
+    return _Run(gm, reals).outputs(known)
+
+
 @dataclass(frozen=True)
 class _Run:
     gm: GraphModule

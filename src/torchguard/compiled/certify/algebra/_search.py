@@ -42,21 +42,23 @@ _PER_INTERVAL = 6
 class SampleResult:
     """The results that differ at one point.
 
-    At a singular point the function itself divides by zero, and a difference there shows nothing.
+    At a singular point the function itself divides by zero, and a difference there shows nothing. Nor does one between
+    results that agree in real numbers: the graphs are equal by a law that the field does not have.
     """
 
     mismatches: tuple[str, ...]
     is_singular: bool
+    agrees_in_reals: bool = False
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two graphs, the leaves that both take, how to compare them at a point, and the further inputs of the second."""
+    """Two graphs, the leaves that both take, how to compare them at a point, and the further inputs of each."""
 
     graphs: tuple[GraphModule, GraphModule]
     leaves: tuple[Tensor, ...]
     compare: Callable[[Sampler], SampleResult]
-    further_inputs: Callable[[Sampler], list[Value]] = lambda sampler: []
+    further_inputs: Callable[[Sampler], tuple[list[Value], list[Value]]] = lambda sampler: ([], [])
 
 
 @dataclass
@@ -150,8 +152,7 @@ class Search:
 
     def _has_new_outcome(self, sampler: Sampler) -> bool:
         inputs = sampler.point(self.comparison.leaves)
-        first, second = self.comparison.graphs
-        found = {**evaluate_in_reals(first, inputs, sampler.field).outcomes}
-        further = self.comparison.further_inputs(sampler)
-        found |= evaluate_in_reals(second, [*inputs, *further], sampler.field).outcomes
+        found: dict[str, set[bool]] = {}
+        for gm, further in zip(self.comparison.graphs, self.comparison.further_inputs(sampler), strict=True):
+            found |= evaluate_in_reals(gm, [*inputs, *further], sampler.field).outcomes
         return any(not outcomes <= self.outcomes.get(key, set()) for key, outcomes in found.items())
