@@ -129,10 +129,11 @@ FACTS: dict[str, OpFacts] = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"), _UNINITIALIZED),
     "new_empty_strided": _UNINITIALIZED,
     # Indexing
-    **dict.fromkeys(("index", "_unsafe_index", "gather", "embedding", "index_select", "scatter"), _INDEXES),
+    **dict.fromkeys(("index", "_unsafe_index", "gather", "index_select", "scatter"), _INDEXES),
+    "embedding": OpFacts(indexes=True, compares=True),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _INDEXES),
     **dict.fromkeys(("scatter_add", "index_add"), OpFacts(indexes=True, accumulates="always")),
-    "embedding_dense_backward": OpFacts(indexes=True, accumulates="always"),
+    "embedding_dense_backward": OpFacts(indexes=True, compares=True, accumulates="always"),
     **dict.fromkeys(("scatter_reduce", "index_reduce", "segment_reduce"), _ACCUMULATES),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _ACCUMULATES),
     # Reductions: the result of a maximum is one of the elements, and no sum.

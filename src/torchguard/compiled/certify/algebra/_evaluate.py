@@ -108,6 +108,9 @@ class _Run:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(given)
+                if values[node].is_integer and values[node].element.dtype == torch.bool:
+                    self.field.trace.enter_node(f"{id(self.gm)}:{node.name}")
+                    self.field.trace.record_comparison(values[node].element)
             elif node.op == "get_attr":
                 values[node] = self._lifted(attribute(self.gm, node.target))
             elif node.op == "output":
@@ -171,6 +174,7 @@ class _Run:
             return integers(self.field, torch.zeros_like(result.element))
         # The integer it rounds to is decided in the real numbers, like a comparison.
         rounded = result.real_values().to(torch.int64)
+        self.field.trace.record_step(rounded)
         if not torch.equal(rounded, rounded.to(recorded.dtype).to(torch.int64)):
             raise EvaluationError(f"{node.name}: {node.target}: floats out of range of {recorded.dtype}")
         return integers(self.field, rounded)
