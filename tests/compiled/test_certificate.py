@@ -326,3 +326,44 @@ def test_verification_notices_other_strides():
     stored = compile_out(torch.sin, x, backend="eager").certify(level="typed")
     transposed = compile_out(torch.sin, x.t().contiguous().t(), backend="eager")
     assert str(stored.verify(transposed)) == "leaf x0: f32[3, 4] then, f32[3, 4] of stride (1, 3) now"
+
+
+def test_verification_notices_another_name_another_seed_and_other_nonsmooth_points():
+    stored = compile_out(torch.relu, torch.randn(3), backend="eager").certify()
+    smooth = dataclasses.replace(stored, nonsmooth_points=())
+    c = compile_out(torch.relu, torch.randn(3), backend="eager")
+    found = str(smooth.verify(c, at=torch.randn(3)))
+    assert "nonsmooth point aten.relu: relu'(0) = 0" in found
+    assert "none then, present now" in found
+    renamed = dataclasses.replace(stored, function="sine")
+    assert "the function is called relu, but sine was certified" in str(renamed.verify(c))
+    reseeded = dataclasses.replace(stored, seed=7)
+    assert "claim algebraic jvp 1: pass with seed 0 then, pass now" in str(reseeded.verify(c))
+
+
+CONSTANTS_IN_TORCH = {
+    "statistics of batch norm": (lambda x, m, v: F.batch_norm(x, m, v), (4, 3), (3,), (3,)),
+    "class weights": (lambda x, w: F.cross_entropy(x, torch.tensor([0, 1, 2]), weight=w), (3, 4), (4,)),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS_IN_TORCH)
+def test_what_torch_takes_as_constants_is_differentiated(name):
+    f, *shapes = CONSTANTS_IN_TORCH[name]
+    x = tuple(torch.rand(shape) + 0.5 for shape in shapes)
+    certificate = compile_out(f, *x, backend="eager").certify(level="probe")
+    assert not certificate.of("fail")
+    assert {claim.verdict for claim in certificate.claims if claim.subject in ("jvp", "vjp")} == {"pass"}
+
+
+def test_an_expanded_leaf_is_inconclusive():
+    x = torch.randn(3, 1).expand(3, 4)
+    certificate = compile_out(lambda x: x.sin().sum(), x, backend="eager").certify(level="enclosure")
+    assert certificate.ok
+    assert any("share memory" in claim.message for claim in certificate.of("inconclusive"))
+
+
+def test_an_embedding_bag_is_certified():
+    bag = torch.nn.EmbeddingBag(5, 3, mode="mean")
+    certificate = compile_out(bag, torch.tensor([[0, 1], [2, 3]]), backend="eager").certify(level="probe")
+    assert {claim.verdict for claim in certificate.claims if claim.subject in ("jvp", "vjp")} == {"pass"}

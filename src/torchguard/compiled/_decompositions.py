@@ -2,7 +2,8 @@
 
 - Some are decomposed in every graph: the fused LSTM and GRU cells that torch uses on a GPU, which have no JVP; solving
   with a Cholesky factor, whose rules also differentiate the triangle that is not read; weight norm, whose second
-  derivative lacks that of the norm; bags of embeddings, whose fused operation has gradients only under autograd.
+  derivative lacks that of the norm; bags of embeddings, whose fused operation has gradients only under autograd; losses
+  with class weights and batch norm by given statistics, which the fused operations take as constants.
 - Others are decomposed for JVPs and HVPs alone, because the fused operation is faster: attention, distances, and
   sampling from a grid; and normalisation, whose second derivative in torch computes eps back from the rounded result.
 """
@@ -105,7 +106,36 @@ def _embedding_bag(
     return result, bag, counts, starts.clone()
 
 
-# Decompositions by operation, as a tracer takes them.
+def _batch_norm_by_statistics(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    if training or mean is None or variance is None:
+        return NotImplemented
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    mean, variance = (t.to(torch.promote_types(t.dtype, x.dtype)).reshape(shape) for t in (mean, variance))
+    y = (x - mean) * torch.rsqrt(variance + eps)
+    y = y if weight is None else y * weight.reshape(shape)
+    y = y if bias is None else y + bias.reshape(shape)
+    return y.to(x.dtype), x.new_zeros(0), x.new_zeros(0)
+
+
+def _with_weights(operation: Any) -> Any:
+    decomposition = ops.decomposition_of(operation)
+
+    def decompose(x: Tensor, target: Tensor, weight: Tensor | None, *args: Any) -> Any:
+        return NotImplemented if weight is None else decomposition(x, target, weight, *args)
+
+    return decompose
+
+
+# Decompositions by operation, as a tracer takes them; those that return NotImplemented leave a call as it is.
 DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten._thnn_fused_lstm_cell.default: _lstm,
     torch.ops.aten._thnn_fused_gru_cell.default: _gru,
@@ -115,6 +145,9 @@ DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten._weight_norm_interface.default: _weight_norm,
     torch.ops.aten._embedding_bag.default: _embedding_bag,
     torch.ops.aten._embedding_bag_forward_only.default: _embedding_bag,
+    torch.ops.aten.native_batch_norm.default: _batch_norm_by_statistics,
+    torch.ops.aten.nll_loss_forward.default: _with_weights(torch.ops.aten.nll_loss_forward.default),
+    torch.ops.aten.nll_loss2d_forward.default: _with_weights(torch.ops.aten.nll_loss2d_forward.default),
 }
 
 

@@ -34,6 +34,7 @@ from torchguard.exceptions import CompileError, ImpureFunctionError, MissingRule
 # Torch's messages for a missing rule: in forward mode, in reverse mode, and of an autograd.Function.
 _NO_FORWARD_RULE = re.compile(r"forward AD with (\S+) that does not support it")
 _NO_RULE = re.compile(r"derivative for (\S+) is not implemented|backward through (\S+) ")
+_NO_ARGUMENT_RULE = re.compile(r"is not differentiable (?:with respect to|wrt)")
 _NO_FUNCTION_RULE = re.compile(r"(?:implement|override).*(?:jvp|setup_context|vmap)", re.IGNORECASE | re.DOTALL)
 
 
@@ -309,7 +310,7 @@ def _trace(
         mode = PurityMode(
             program.name,
             values[random] if program.lift_rng else None,
-            {tensors.storage_of(value) for value in values},
+            {tensors.storage_of(value): leaf.name for value, leaf in zip(values, types, strict=True)},
             search_stack=not program.is_graph,
             detach_constants=grad_enabled,
             in_forward_mode=in_forward_mode and not program.is_graph,
@@ -377,6 +378,11 @@ def _explain(program: Program, error: Exception, kind: str, lines: Mapping[str, 
         advice = "Write it with operations that have one, or use the other mode."
         return MissingRuleError(
             f"{kind} of {program.name}: {name} has no rule for this derivative, at {where}. {advice}"
+        )
+    if kind and _NO_ARGUMENT_RULE.search(text):
+        return MissingRuleError(
+            f"{kind} of {program.name}: at {where}: {text.splitlines()[0].rstrip('.')}. Pass that leaf as nondiff=, to "
+            "differentiate with respect to the others."
         )
     if kind and _NO_FUNCTION_RULE.search(text):
         return MissingRuleError(

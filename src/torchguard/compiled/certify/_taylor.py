@@ -136,6 +136,9 @@ class _TaylorTest:
 
 def taylor_claim(derivative: Derivative, compiled: "CompiledOut", point: tuple[Tensor, ...], d: Directions) -> Claim:
     """The Taylor test on compiled code; where it fails or rounding hides the change, in float64."""
+    if any(map(overlaps, point)):
+        message = "A leaf has elements that share memory, so that they cannot change one by one. Pass it contiguous."
+        return Claim("probe", derivative.subject, Verdict.INCONCLUSIVE, message)
     run = _runs(compiled.graphs, lambda kind: compiled.code_at(kind, point))
     queue = iter(d.v)
     tangents = tuple(next(queue) if leaf.differentiable else None for leaf in compiled.leaves)
@@ -244,6 +247,11 @@ class _RoundingInterpreter(Interpreter):
             size = torch.finfo(value.dtype).eps * norm([value])
             self.largest = max(self.largest, size if math.isfinite(size) else 0.0)
         return value
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one."""
+    return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _with_strides_of(old: Tensor, new: Tensor) -> Tensor:
