@@ -18,11 +18,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchguard.compiled.certify import ALGEBRAIC_OPS, GraphMismatchError, Verdict, check_derivatives
 from torchguard.compiled.certify.algebra._closed_form import closed_form
 from torchguard.compiled.certify.algebra._evaluate import evaluate
-from torchguard.compiled.certify.algebra._field import PRIMES, PrimeField
+from torchguard.compiled.certify.algebra._field import PrimeField, draw_prime
 from torchguard.compiled.certify.algebra._sampling import Sampler
 from torchguard.compiled.certify.algebra._values import Value, integers
 
 aten = torch.ops.aten
+PRIMES = [draw_prime(random.Random(seed)) for seed in range(12)]
 FIELD = PrimeField(PRIMES[0], key=1)
 
 # Names of functions of the zoo with a claim that is inconclusive, and the operator that makes it so.

@@ -1,5 +1,6 @@
 """Functions with branches: wrong ones fail on either side of every comparison, or the comparison is named."""
 
+import random
 from fractions import Fraction
 
 import pytest
@@ -10,8 +11,9 @@ from tests.compiled.zoo import graphs_of, traced
 from torch.func import vjp
 
 from torchguard.compiled.certify import Verdict, check_derivatives, equivalent
-from torchguard.compiled.certify.algebra._field import PRIMES, PrimeField
+from torchguard.compiled.certify.algebra._field import PrimeField, draw_prime
 from torchguard.compiled.certify.algebra._sampling import Mode, Sampler, Targets, find_targets, index_leaves
+from torchguard.compiled.certify.algebra._search import _digest
 
 
 def square_wrong_where(is_wrong):
@@ -213,10 +215,110 @@ def test_integer_leaves_that_index_other_tensors_are_found():
 
 @pytest.mark.parametrize("number", [0, 1, *range(9, 30)])
 def test_in_every_mode_elements_stand_for_their_real_numbers(number):
-    field, targets = PrimeField(PRIMES[0], 1), Targets((-4.0, -0.5, 0.0, 0.5, 4.0), (0.5,))
+    field, targets = PrimeField(2**31 - 249, 1), Targets((-4.0, -0.5, 0.0, 0.5, 4.0), (0.5,))
     x = Sampler(field, number, targets).elements("leaf 0", (50,))
     assert x.element.tolist() == [field.number(Fraction(real)) for real in x.real.tolist()]
 
 
 def test_all_modes_are_used():
-    assert {Sampler(PrimeField(PRIMES[0], 1), number).distribution("leaf 0").mode for number in range(120)} == set(Mode)
+    field = PrimeField(2**31 - 249, 1)
+    assert {Sampler(field, number).distribution("leaf 0").mode for number in range(200)} == set(Mode)
+
+
+EIGHT = torch.randn(8)
+
+
+def last():
+    """1 for the last of eight elements."""
+    return torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 1])
+
+
+def last_of(index):
+    """1 if an index is 7, else 0, without a comparison."""
+    return last().index_select(0, index.reshape(1))
+
+
+def gradient_plus(term, f=lambda x: x * x):
+    """A function whose gradient has a term too many."""
+
+    class Wrong(SavesInputs):
+        @staticmethod
+        def forward(x):
+            return f(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return vjp(f, x)[1](g)[0] + term(x)
+
+    return Wrong.apply
+
+
+WRONG_BEHIND = {
+    "trunc": lambda x: (x / 100).trunc(),
+    "floor, zero at -1 and 0": lambda x: (x / 1000).floor() * ((x / 1000).floor() + 1),
+    "ceil": lambda x: (x.abs() / 500).ceil() - 1,
+    "round": lambda x: (x / 300).round(),
+    "an integer": lambda x: (x / 300).to(torch.int64).to(x.dtype),
+    "a narrow integer": lambda x: (x / 100).clamp(-9, 9).to(torch.int8).to(x.dtype),
+    "argmax": lambda x: last_of(x.argmax()) * x,
+    "argmin": lambda x: last_of(x.argmin()) * x,
+    "the index of max": lambda x: last_of(x.max(0).indices) * x,
+    "the index of min": lambda x: last_of(x.min(0).indices) * x,
+    "the indices of sort": lambda x: last_of(x.sort(descending=True).indices[5]) * x,
+    "the indices of topk": lambda x: last_of(x.topk(2).indices[1]) * x,
+    "a threshold of one element": lambda x: (x > last() * 1000).to(x.dtype) * last() * x,
+    "a lower threshold of one element": lambda x: (x < last() * -700).to(x.dtype) * last() * x,
+    "one element that is equal": lambda x: (x == x.roll(1)).to(x.dtype) * last(),
+    "the position of a maximum": lambda x: (x == x.amax()).to(x.dtype) * last(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_BEHIND)
+def test_a_derivative_that_is_wrong_behind_a_step_or_an_index_fails(name):
+    assert vjp_claim(gradient_plus(WRONG_BEHIND[name]), EIGHT).verdict is Verdict.FAIL
+
+
+def test_a_step_that_no_point_takes_is_inconclusive():
+    claim = vjp_claim(gradient_plus(lambda x: (x.tanh() / 3).round()), EIGHT)
+    assert claim.verdict is Verdict.INCONCLUSIVE
+    assert claim.details["one_sided"] == ["round_1"]
+
+
+def test_a_position_that_is_masked_needs_not_be_chosen():
+    masked = lambda x: (x + torch.tensor([0.0, 0, -torch.inf, 0])).amax() * x  # noqa: E731
+    assert same(masked, masked, torch.randn(4)).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("padding", [3, 64, 99, 4999])
+def test_a_padding_row_is_found_wherever_it_is(padding):
+    ids, weight = torch.arange(6), torch.randn(max(100, padding + 1), 3)
+    lookup = lambda w, i: torch.nn.functional.embedding(i, w, padding_idx=padding)  # noqa: E731
+    forward = traced(lambda w, i: [lookup(w, i)], [weight, ids])
+    pull = traced(
+        lambda w, i, g: [lookup(w, i), *vjp(lambda w: lookup(w, i), w)[1](g)], [weight, ids, torch.ones(6, 3)]
+    )
+    (claim,) = check_derivatives(forward, None, pull, differentiable=[True, False])
+    assert claim.verdict is Verdict.FAIL
+
+
+def test_both_values_of_each_element_of_a_mask_are_tried():
+    f, g = (lambda x, m, factor=factor: torch.where(m, x, x * (1 + factor * last())) for factor in (0, 1))
+    assert same(f, g, EIGHT, torch.ones(8, dtype=torch.bool)).verdict is Verdict.FAIL
+
+
+def test_primes_depend_on_the_graph_so_that_none_can_be_made_for_them():
+    honest = traced(lambda x: [x * 1.0], [EIGHT])
+    first = random.Random(f"0 {_digest(honest)} {_digest(honest)}")
+    drawn = []
+    for _ in range(4):
+        drawn.append(draw_prime(first))
+        first.getrandbits(48)
+
+    def gamed(x):
+        term = x
+        for prime in drawn:
+            term = term * float(prime)
+        return x + term
+
+    assert same(lambda x: x * 1.0, gamed, EIGHT).verdict is Verdict.FAIL

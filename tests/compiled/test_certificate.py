@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ class Quick(SavesInputs):
 @pytest.mark.parametrize("scale", [1.0, 1e6])
 def test_a_function_that_changes_quickly_is_followed_in_float64(dtype, scale):
     c = compile_out(lambda x: (x * 1e4).sin() * scale, torch.randn(8, dtype=dtype), backend="eager")
-    (claim,) = (claim for claim in c.certify(level="probe").claims if "Taylor" in claim.message)
+    claim, _ = (claim for claim in c.certify(level="probe").claims if "Taylor" in claim.message)
     assert claim.verdict == "pass"
     assert claim.message.startswith("In float64: ")
 
@@ -138,9 +139,44 @@ def test_a_wrong_tangent_of_one_that_changes_quickly_is_found_in_float64(factor)
     assert bool(failed) is (factor != 1.0)
 
 
+def test_a_derivative_lost_in_rounding_is_inconclusive_however_wrong_eager_mode_is():
+    f = lambda x: (x * 1e8).sin() * 1e8  # noqa: E731
+    x = torch.randn(8)
+    c = compile_out(f, x, backend="eager")
+    slopes, exact = c.jvp(x, torch.ones(8))[1], (x.double() * 1e8).cos() * 1e16
+    assert (slopes - exact).norm() > exact.norm() / 4
+    certificate = c.certify(level="probe")
+    for subject in ("forward", "jvp", "hvp"):
+        (claim,) = (claim for claim in certificate.claims if claim.subject == subject and "float64" in claim.message)
+        assert claim.verdict == "inconclusive"
+        assert re.search(r"differs from float64 by \S+, that of eager mode by", claim.message)
+
+
+class ForgetsASmallTerm(SavesInputs):
+    """1e4 + 0.001 x, whose derivative torch is told to be zero: the value changes by less than it is rounded."""
+
+    @staticmethod
+    def forward(x):
+        return 1e4 + 1e-3 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.zeros_like(gradient)
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return torch.zeros_like(tangent)
+
+
+def test_a_zero_derivative_of_a_value_that_changes_by_less_than_rounding_does_not_pass():
+    certificate = compile_out(lambda x: ForgetsASmallTerm.apply(x), torch.randn(8), backend="eager").certify("probe")
+    (claim, *_) = (claim for claim in certificate.claims if "Taylor" in claim.message or "Rounding" in claim.message)
+    assert claim.verdict in ("fail", "inconclusive")
+
+
 def test_nonsmooth_points_and_missing_rules_are_not_failures():
-    x = torch.randn(1, 1, 4, 4), torch.rand(1, 2, 2, 2)
-    c = compile_out(lambda x, grid: F.grid_sample(x, grid, align_corners=False).relu(), *x, backend="eager")
+    reflectors, tau, x = torch.randn(4, 3), torch.rand(3), torch.randn(4, 2)
+    c = compile_out(lambda a, t, x: torch.ormqr(a, t, x).relu(), reflectors, tau, x, backend="eager")
     certificate = c.certify(level="algebraic")
     assert certificate.ok
     assert any("The function has no jvp" in claim.message for claim in certificate.of("inconclusive"))
@@ -258,19 +294,22 @@ def test_a_right_derivative_does_not_fail_for_constants_or_rounding_inside(name)
     assert not c.certify(level="probe").of("fail")
 
 
-def test_an_old_autograd_function_has_no_derivatives_to_probe():
+@pytest.mark.parametrize("factor", [3.0, 3.0003])
+def test_the_backward_of_an_old_autograd_function_is_recorded_and_certified(factor):
     class Old(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            return x * 2
+            ctx.save_for_backward(x)
+            return x**3
 
         @staticmethod
         def backward(ctx, gradient):
-            return gradient * 2
+            return gradient * factor * ctx.saved_tensors[0] ** 2
 
-    certificate = compile_out(lambda x: Old.apply(x), torch.randn(3), backend="eager").certify(level="algebraic")
-    assert certificate.ok
-    assert {claim.subject for claim in certificate.of("inconclusive")} >= {"jvp", "vjp"}
+    certificate = compile_out(lambda x: Old.apply(x).sin(), torch.randn(3), backend="eager").certify(level="algebraic")
+    claims = {(claim.layer, claim.subject): claim.verdict for claim in certificate.claims}
+    assert claims["algebraic", "vjp"] == ("pass" if factor == 3.0 else "fail")
+    assert claims["algebraic", "jvp"] == "inconclusive"
 
 
 def test_verification_is_at_the_same_point(c, point):
@@ -287,3 +326,44 @@ def test_verification_notices_other_strides():
     stored = compile_out(torch.sin, x, backend="eager").certify(level="typed")
     transposed = compile_out(torch.sin, x.t().contiguous().t(), backend="eager")
     assert str(stored.verify(transposed)) == "leaf x0: f32[3, 4] then, f32[3, 4] of stride (1, 3) now"
+
+
+def test_verification_notices_another_name_another_seed_and_other_nonsmooth_points():
+    stored = compile_out(torch.relu, torch.randn(3), backend="eager").certify()
+    smooth = dataclasses.replace(stored, nonsmooth_points=())
+    c = compile_out(torch.relu, torch.randn(3), backend="eager")
+    found = str(smooth.verify(c, at=torch.randn(3)))
+    assert "nonsmooth point aten.relu: relu'(0) = 0" in found
+    assert "none then, present now" in found
+    renamed = dataclasses.replace(stored, function="sine")
+    assert "the function is called relu, but sine was certified" in str(renamed.verify(c))
+    reseeded = dataclasses.replace(stored, seed=7)
+    assert "claim algebraic jvp 1: pass with seed 0 then, pass now" in str(reseeded.verify(c))
+
+
+CONSTANTS_IN_TORCH = {
+    "statistics of batch norm": (lambda x, m, v: F.batch_norm(x, m, v), (4, 3), (3,), (3,)),
+    "class weights": (lambda x, w: F.cross_entropy(x, torch.tensor([0, 1, 2]), weight=w), (3, 4), (4,)),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS_IN_TORCH)
+def test_what_torch_takes_as_constants_is_differentiated(name):
+    f, *shapes = CONSTANTS_IN_TORCH[name]
+    x = tuple(torch.rand(shape) + 0.5 for shape in shapes)
+    certificate = compile_out(f, *x, backend="eager").certify(level="probe")
+    assert not certificate.of("fail")
+    assert {claim.verdict for claim in certificate.claims if claim.subject in ("jvp", "vjp")} == {"pass"}
+
+
+def test_an_expanded_leaf_is_inconclusive():
+    x = torch.randn(3, 1).expand(3, 4)
+    certificate = compile_out(lambda x: x.sin().sum(), x, backend="eager").certify(level="enclosure")
+    assert certificate.ok
+    assert any("share memory" in claim.message for claim in certificate.of("inconclusive"))
+
+
+def test_an_embedding_bag_is_certified():
+    bag = torch.nn.EmbeddingBag(5, 3, mode="mean")
+    certificate = compile_out(bag, torch.tensor([[0, 1], [2, 3]]), backend="eager").certify(level="probe")
+    assert {claim.verdict for claim in certificate.claims if claim.subject in ("jvp", "vjp")} == {"pass"}

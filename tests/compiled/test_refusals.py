@@ -274,3 +274,13 @@ def test_a_module_that_replaces_its_buffer_is_refused():
     with pytest.raises(ImpureFunctionError, match=r"in forward: it replaces the buffer 'seen'"):
         compile_out(model, torch.ones(2, 3), backend="eager")
     assert torch.equal(model.seen, torch.zeros(2, 3))
+
+
+def test_batch_norm_in_training_says_what_to_do():
+    with pytest.raises(ImpureFunctionError, match=r"changes num_batches_tracked in place. Call .eval\(\) on it"):
+        compile_out(torch.nn.BatchNorm1d(3), torch.randn(4, 3), backend="eager")
+
+
+def test_a_sparse_tensor_inside_is_refused():
+    with pytest.raises(ImpureFunctionError, match=r"_to_sparse returns a tensor of layout torch.sparse_coo"):
+        compile_out(lambda x: x.to_sparse().to_dense(), torch.randn(3, 4), backend="eager")

@@ -2,6 +2,10 @@
 
 import contextlib
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,3 +271,67 @@ def test_control_characters_in_source_lines_are_dropped(saved):
 def test_a_function_with_an_autograd_function_cannot_be_saved(tmp_path):
     with pytest.raises(SavedGraphError, match=r"autograd.Function, which has rules of its own"):
         compile_out(lambda x: Doubled.apply(x), torch.ones(3), backend="eager").save(tmp_path / "g.json")
+
+
+X = {"node": "batch__x"}
+# Each of these crashed the process, or read memory of others, in torch itself.
+CONTRADICTIONS = {
+    "indices of sparse layouts": ("aten._convert_indices_from_coo_to_csr.default", [X, 100], {}, "is refused"),
+    "statistics of another shape": (
+        "aten.native_layer_norm_backward.default",
+        [X, X, [4], X, X, None, None, [True, True, True]],
+        {},
+        "is refused",
+    ),
+    "factors with any pivots": ("aten.linalg_lu_solve.default", [X, X, X], {}, "is refused"),
+    "a dtype as a number": ("aten.zeros_like.default", [X], {"dtype": 1000}, "expected dtype, got 1000"),
+    "a layout as a number": ("aten.ones_like.default", [X], {"layout": 77}, "expected layout, got 77"),
+    "a group norm of more samples": (
+        "aten.native_group_norm.default",
+        [X, None, None, 300, 4, 100, 2, 1e-5],
+        {},
+        "arguments of native_group_norm contradict",
+    ),
+    "a batch norm of other channels": (
+        "aten.native_batch_norm.default",
+        [X, {"node": "scale"}, None, None, None, True, 0.1, 1e-5],
+        {},
+        "arguments of native_batch_norm contradict",
+    ),
+    "a longer Fourier series": ("aten._fft_c2r.default", [X, [1], 0, 10**6], {}, "arguments of _fft_c2r contradict"),
+    "factors that are not those of the sizes": (
+        "aten.upsample_nearest1d.default",
+        [X, [8], 1e-300],
+        {},
+        "arguments of upsample_nearest1d contradict",
+    ),
+    "attention of other shapes": (
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        [X, X, {"node": "scale"}],
+        {},
+        "contradict",
+    ),
+    "a sorter": ("aten.searchsorted.Tensor", [X, X], {"sorter": X}, "arguments of searchsorted contradict"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_arguments_that_a_kernel_does_not_check_are_refused(saved, name):
+    operation, args, kwargs, message = CONTRADICTIONS[name]
+    read = json.loads(saved.read_text())
+    with_op(operation, *args, **kwargs)(read)
+    saved.write_text(json.dumps(read))
+    with pytest.raises(SavedGraphError, match=message):
+        load(saved, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 150), pytest.param(1, 6000, marks=pytest.mark.long)], ids=["short", "thorough"]
+)
+def test_no_file_crashes_the_process(seed, count):
+    script = Path(__file__).with_name("fuzz_files.py")
+    done = subprocess.run([sys.executable, script, str(seed), str(count)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded, ran = (int(word) for word in re.findall(r"(\d+) (?:loaded|run)", done.stdout))
+    assert ran > count // 20
+    assert loaded >= ran

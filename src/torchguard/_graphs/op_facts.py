@@ -11,8 +11,9 @@ The key of a row is the operator's name without namespace and overload: `add` fo
 a row has none of these properties.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,11 @@ FACTS: dict[str, OpFacts] = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"), _UNINITIALIZED),
     "new_empty_strided": _UNINITIALIZED,
     # Indexing
-    **dict.fromkeys(("index", "_unsafe_index", "gather", "embedding", "index_select", "scatter"), _INDEXES),
+    **dict.fromkeys(("index", "_unsafe_index", "gather", "index_select", "scatter"), _INDEXES),
+    "embedding": OpFacts(indexes=True, compares=True),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _INDEXES),
     **dict.fromkeys(("scatter_add", "index_add"), OpFacts(indexes=True, accumulates="always")),
-    "embedding_dense_backward": OpFacts(indexes=True, accumulates="always"),
+    "embedding_dense_backward": OpFacts(indexes=True, compares=True, accumulates="always"),
     **dict.fromkeys(("scatter_reduce", "index_reduce", "segment_reduce"), _ACCUMULATES),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _ACCUMULATES),
     # Reductions: the result of a maximum is one of the elements, and no sum.
@@ -172,6 +174,16 @@ _NONE = OpFacts()
 SHAPE_ONLY = frozenset(name for name, facts in FACTS.items() if facts.creates == "like")
 # The operators that return memory as it is.
 UNINITIALIZED = frozenset(name for name, facts in FACTS.items() if facts.creates == "uninitialized")
+
+
+# The operators whose rule for tangents is wrong in torch 2.11 to 2.13, each with the argument for which it is. Their
+# gradients are right.
+_WRONG_JVP = {"scatter_reduce": "prod"}
+
+
+def has_wrong_jvp(name: str, arguments: Sequence[Any]) -> bool:
+    """Whether torch's tangents of an operator, called with these arguments, are wrong."""
+    return name in _WRONG_JVP and _WRONG_JVP[name] in arguments
 
 
 def facts_of(name: str) -> OpFacts:

@@ -25,6 +25,13 @@ def schema_of(operation: Any) -> Any:
     return getattr(operation, "_schema", None)
 
 
+def decomposition_of(operation: Any) -> Any:
+    """Torch's own decomposition of an op, from its table in `torch._decomp`."""
+    from torch._decomp import get_decompositions
+
+    return get_decompositions([operation])[operation]
+
+
 def sets_grad_mode(function: Any) -> bool:
     """Whether this is the function that `no_grad` and `enable_grad` call, as a torch function mode receives it."""
     return function is torch._C._set_grad_enabled

@@ -1,9 +1,14 @@
-"""Decompositions of operations that have no JVP rule in torch.
+"""Decompositions of operations whose rules in torch are missing or wrong. Those they decompose to have right ones.
 
-These are fused attention, and the fused LSTM and GRU cells that torch uses on a GPU. The operations they decompose to
-have JVP rules.
+- Some are decomposed in every graph: the fused LSTM and GRU cells that torch uses on a GPU, which have no JVP; solving
+  with a Cholesky factor, whose rules also differentiate the triangle that is not read; weight norm, whose second
+  derivative lacks that of the norm; bags of embeddings, whose fused operation has gradients only under autograd; losses
+  with class weights and batch norm by given statistics, which the fused operations take as constants.
+- Others are decomposed for JVPs and HVPs alone, because the fused operation is faster: attention, distances, and
+  sampling from a grid; and normalisation, whose second derivative in torch computes eps back from the rounded result.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchguard._torch import ops
+from torchguard.exceptions import CompileError
 
 
 def _lstm(
@@ -39,10 +45,133 @@ def _with_bias(gates: Tensor, bias: Tensor | None) -> Tensor:
     return gates if bias is None else gates + bias
 
 
-# Decompositions by operation, as a tracer takes them.
-RECURRENT_CELLS: dict[Any, Any] = {
+def _cholesky_solve(b: Tensor, factor: Tensor, upper: bool = False) -> Tensor:
+    factor = factor.mT if upper else factor
+    half = torch.linalg.solve_triangular(factor, b, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
+
+
+def _cholesky_inverse(factor: Tensor, upper: bool = False) -> Tensor:
+    one = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand(factor.shape)
+    return _cholesky_solve(one, factor, upper)
+
+
+def _triangular_solve(
+    b: Tensor, a: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> tuple[Tensor, Tensor]:
+    factor, is_upper = (a.mT, not upper) if transpose else (a, upper)
+    return torch.linalg.solve_triangular(factor, b, upper=is_upper, unitriangular=unitriangular), a.clone()
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    norm = torch.linalg.vector_norm(v, 2, [d for d in range(v.dim()) if d != dim % v.dim()], keepdim=True)
+    return v * (g / norm), norm
+
+
+_SUM, _MEAN, _MAX = 0, 1, 2  # the modes of a bag
+
+
+def _embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums, means or maxima of the rows of each bag. The other results serve the fused backward alone."""
+    if scale_grad_by_freq:
+        raise CompileError("embedding_bag: scale_grad_by_freq is not the derivative. Pass scale_grad_by_freq=False.")
+    count = offsets.shape[0] - int(include_last_offset)
+    starts = offsets[:count]
+    positions = torch.arange(indices.shape[0], device=indices.device)
+    bag = (positions.unsqueeze(1) >= starts.unsqueeze(0).to(positions.dtype)).sum(1) - 1
+    is_counted = indices != padding_idx
+    rows = weight[indices]
+    width = rows.shape[1]
+    counts = torch.zeros(count, dtype=torch.int64, device=indices.device).index_add(0, bag, is_counted.to(torch.int64))
+    if mode == _MAX:
+        low = torch.full((count, width), -math.inf, dtype=rows.dtype, device=rows.device)
+        shown = torch.where(is_counted.unsqueeze(1), rows, -math.inf)
+        largest = low.scatter_reduce(0, bag.unsqueeze(1).expand(rows.shape), shown, "amax")
+        result = torch.where(counts.unsqueeze(1) > 0, largest, 0.0)
+    else:
+        weights = is_counted.to(rows.dtype) if per_sample_weights is None else per_sample_weights * is_counted
+        summed = torch.zeros((count, width), dtype=rows.dtype, device=rows.device)
+        result = summed.index_add(0, bag, rows * weights.unsqueeze(1))
+        result = result / counts.clamp(min=1).unsqueeze(1) if mode == _MEAN else result
+    return result, bag, counts, starts.clone()
+
+
+def _batch_norm_by_statistics(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    if training or mean is None or variance is None:
+        return NotImplemented
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    mean, variance = (t.to(torch.promote_types(t.dtype, x.dtype)).reshape(shape) for t in (mean, variance))
+    y = (x - mean) * torch.rsqrt(variance + eps)
+    y = y if weight is None else y * weight.reshape(shape)
+    y = y if bias is None else y + bias.reshape(shape)
+    return y.to(x.dtype), x.new_zeros(0), x.new_zeros(0)
+
+
+def _with_weights(operation: Any) -> Any:
+    decomposition = ops.decomposition_of(operation)
+
+    def decompose(x: Tensor, target: Tensor, weight: Tensor | None, *args: Any) -> Any:
+        return NotImplemented if weight is None else decomposition(x, target, weight, *args)
+
+    return decompose
+
+
+# Decompositions by operation, as a tracer takes them; those that return NotImplemented leave a call as it is.
+DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten._thnn_fused_lstm_cell.default: _lstm,
     torch.ops.aten._thnn_fused_gru_cell.default: _gru,
+    torch.ops.aten.cholesky_solve.default: _cholesky_solve,
+    torch.ops.aten.cholesky_inverse.default: _cholesky_inverse,
+    torch.ops.aten.triangular_solve.default: _triangular_solve,
+    torch.ops.aten._weight_norm_interface.default: _weight_norm,
+    torch.ops.aten._embedding_bag.default: _embedding_bag,
+    torch.ops.aten._embedding_bag_forward_only.default: _embedding_bag,
+    torch.ops.aten.native_batch_norm.default: _batch_norm_by_statistics,
+    torch.ops.aten.nll_loss_forward.default: _with_weights(torch.ops.aten.nll_loss_forward.default),
+    torch.ops.aten.nll_loss2d_forward.default: _with_weights(torch.ops.aten.nll_loss2d_forward.default),
+}
+
+
+def _cdist(x: Tensor, y: Tensor, p: float, compute_mode: int | None = None) -> Tensor:
+    return torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, dim=-1)
+
+
+def _pdist(x: Tensor, p: float = 2) -> Tensor:
+    first, second = torch.triu_indices(x.shape[0], x.shape[0], 1, device=x.device)
+    return torch.linalg.vector_norm(x[first] - x[second], p, dim=-1)
+
+
+_FORWARD_MODE: dict[Any, Any] = {
+    torch.ops.aten._cdist_forward.default: _cdist,
+    torch.ops.aten._euclidean_dist.default: lambda x, y: _cdist(x, y, 2.0),
+    torch.ops.aten._pdist_forward.default: _pdist,
+    **{
+        operation: ops.decomposition_of(operation)
+        for operation in (
+            torch.ops.aten.grid_sampler_2d.default,
+            torch.ops.aten.native_layer_norm.default,
+            torch.ops.aten.native_group_norm.default,
+        )
+    },
 }
 
 
@@ -50,19 +179,28 @@ def is_fused_attention(node: Node) -> bool:
     return "scaled_dot_product" in str(node.target)
 
 
+def lacks_tangents(node: Node) -> bool:
+    """Whether an operation has no JVP rule, but a decomposition that has."""
+    return is_fused_attention(node) or node.target in _FORWARD_MODE
+
+
 def has_attention_backward(graph: GraphModule) -> bool:
     """Whether a graph holds the backward operation of fused attention, which needs more than the forward result."""
     return any(is_fused_attention(node) and "backward" in str(node.target) for node in graph.graph.nodes)
 
 
-class AttentionDecomposer(Interpreter):
-    """Runs a graph with products and a softmax in place of fused attention."""
+class ForwardModeDecomposer(Interpreter):
+    """Runs a graph with decompositions in place of the operations that have no JVP rule."""
 
     def run_node(self, n: Node) -> Any:
         self._running = n
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in _FORWARD_MODE:
+            like, found = self._running.meta["val"], _FORWARD_MODE[target](*args, **kwargs)
+            is_one = isinstance(found, Tensor)
+            return _with_dim_order(like, found) if is_one else tuple(map(_with_dim_order, like, found))
         if not is_fused_attention(self._running):
             return super().call_function(target, args, kwargs)
         names = [argument.name for argument in ops.schema_of(target).arguments]

@@ -17,11 +17,11 @@ from torchguard.compiled._trace import (
     Program,
     derivative_graph,
     fakes_of,
+    for_forward_mode,
     forward_graph,
     output_values,
-    without_fused_attention,
 )
-from torchguard.exceptions import CompileError
+from torchguard.exceptions import CompileError, TorchGuardError
 
 KINDS = ("forward", "jvp", "vjp", "hvp", "vjp_first", "vjp_second", "jvp_first", "jvp_second")
 Run = Callable[[list[Any]], Sequence[Tensor]]
@@ -72,6 +72,7 @@ class Graphs:
         self.forward, self.has_autograd_function = self._forward.graph, self._forward.has_autograd_function
         self.outputs = output_values(self.forward)
         self._derivatives: dict[str, GraphModule] = {}
+        self._hvps: dict[bool, GraphModule | TorchGuardError] = {}
         self._splits: dict[str, Split] = {}
 
     @property
@@ -97,18 +98,49 @@ class Graphs:
         base, _, part = kind.partition("_")
         if part:
             return getattr(self.split_of(base), part)
+        if base == "hvp":
+            return self._hvp()
         with TRACING_LOCK:
             if base not in self._derivatives:
-                forward = self._forward
-                if base != "vjp":
-                    forward = without_fused_attention(self.program, forward)
+                forward = self._forward if base == "vjp" else for_forward_mode(self.program, self._forward)
                 self._derivatives[base] = derivative_graph(forward, base)
             return self._derivatives[base]
 
+    def hvp_by(self, *, reverse: bool) -> GraphModule | TorchGuardError:
+        """The HVP by forward over reverse mode, or by reverse mode alone; the error if an operation has no rule."""
+        with TRACING_LOCK:
+            if reverse not in self._hvps:
+                try:
+                    forward = for_forward_mode(self.program, self._forward)
+                    self._hvps[reverse] = derivative_graph(forward, "hvp", by_reverse=reverse)
+                except TorchGuardError as error:
+                    self._hvps[reverse] = error
+            return self._hvps[reverse]
+
+    def _hvp(self) -> GraphModule:
+        """The HVP by forward over reverse mode, or by reverse mode alone if an operation has no tangents."""
+        first = self.hvp_by(reverse=False)
+        if isinstance(first, GraphModule):
+            return first
+        second = self.hvp_by(reverse=True)
+        if isinstance(second, GraphModule):
+            return second
+        raise first
+
+    @property
+    def other_hvp(self) -> GraphModule | None:
+        """The HVP by the mode that `self["hvp"]` does not use; None if it has no rules, or there is only one mode."""
+        has_forward = isinstance(self.hvp_by(reverse=False), GraphModule)
+        other = self.hvp_by(reverse=True) if has_forward else None
+        return other if isinstance(other, GraphModule) else None
+
     def is_zero(self, base: str) -> bool:
         """Whether a derivative is zero at every point, because it does not depend on its tangents or cotangents."""
-        count = 0 if base == "hvp" else len(self.outputs)
-        return not depends_on_tangents(self[base], len(self.program.leaves), count)
+        leaves = len(self.program.leaves)
+        if base == "hvp":  # a second derivative that torch lost would be zero as well, in one of the two modes
+            other = self.other_hvp
+            return other is not None and not any(depends_on_tangents(graph, leaves, 0) for graph in (self[base], other))
+        return not depends_on_tangents(self[base], leaves, len(self.outputs))
 
     def split_of(self, base: str) -> Split:
         """The first and second part of "vjp" or "jvp"."""
@@ -137,6 +169,10 @@ class Executables:
             return Code((self[base],))
         return Code((self[f"{base}_first"], self[f"{base}_second"]), self.graphs.split_of(base))
 
+    def run(self, graph: GraphModule) -> Run:
+        """Code for a graph that is none of the kinds; it is not kept."""
+        return _outside_autograd(BACKENDS[self.backend](graph))
+
     def is_probed(self, code: Code) -> bool:
         """Whether code has passed a probe at another size."""
         return False
@@ -150,7 +186,7 @@ class Executables:
     def _compile(self, kind: str) -> Run:
         with TRACING_LOCK:
             if kind not in self._runs:
-                self._runs[kind] = _outside_autograd(BACKENDS[self.backend](self.graphs[kind]))
+                self._runs[kind] = self.run(self.graphs[kind])
             return self._runs[kind]
 
 

@@ -234,8 +234,14 @@ class CompiledOut:
     def value_at(self, point: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._executables["forward"]([*point])
 
+    def code_at(self, kind: str, point: Sequence[Tensor]) -> Callable[[list[Any]], Sequence[Tensor]]:
+        """Code in one part for "forward", "jvp", "vjp" or "hvp", probed at a point."""
+        if kind == "forward":
+            return self._executables["forward"]
+        return (self._codes.get(kind) or self._code(kind, point)).runs[0]
+
     def derivative_at(self, kind: str, point: Sequence[Tensor], v: Any, w: Any) -> list[Tensor]:
-        """What the code for "jvp", "vjp", or "vjp_split" returns for tangents v and cotangents w."""
+        """What the code for "jvp", "vjp", "hvp", or "vjp_split" returns for tangents v and cotangents w."""
         code = self._codes.get(kind) or self._code(kind, point)
         return _probe.run_derivative(self.graphs, kind, code, point, v, w)
 

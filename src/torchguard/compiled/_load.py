@@ -1,6 +1,7 @@
 """Compiled functions read from JSON files that are not trusted: only pure ATen operations are looked up and run."""
 
 import json
+import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torchguard._graphs.codec import decode_argument, torch_value
 from torchguard._graphs.listing import type_text
 from torchguard._pytrees import PytreeSpec, flatten_tensors
 from torchguard._torch import fakes, tensors
+from torchguard.compiled._allowed import check_arguments
 from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
 from torchguard.compiled._leaves import LeafType, is_available
 from torchguard.compiled._save import FORMAT, VERSION, find_operation
@@ -114,6 +116,8 @@ def _decode_node(graph: Graph, name: str, data: dict[str, Any], nodes: dict[str,
             _require_device(part)
     node = graph.create_node("call_function", operation, args, kwargs, name=name)
     values = torch.fx.map_arg((args, kwargs), lambda part: part.meta["val"])
+    if operation is not operator.getitem:
+        check_arguments(operation, *values)
     with fakes.fake_mode(), torch.no_grad():
         node.meta["val"] = operation(*values[0], **values[1])
     if (computed := type_text(node.meta["val"])) != data["type"]:

@@ -7,8 +7,9 @@ that never become operations: switching grad mode, `tolist`, assigning `.data`.
 """
 
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ _AUTOGRAD_FUNCTION = str(Path("torch", "autograd", "function.py"))
 _LITERALS = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 # These change running statistics in training mode, but their schema does not say so.
 _RUNNING_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+_STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
+_STATISTICS_ADVICE = "Call .eval() on it, or pass track_running_stats=False"
 # These read values without running an operation.
 _READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 # The attribute of an exception that holds the source line of the node that raised it.
@@ -39,7 +42,7 @@ class PurityMode(fakes.DispatchMode):
 
     Args:
         random_leaves: the tensors to return in place of random numbers, in order; None to refuse random operations.
-        leaf_storages: the storages of the leaves, which may not be changed.
+        leaf_storages: the storages of the leaves, which may not be changed, and their names.
         detach_constants: whether to detach what is computed under `no_grad`, as forward mode does not do by itself.
             Torch runs an `autograd.Function` without grad as well, but that makes no constants.
         in_forward_mode: whether the function itself is differentiated in forward mode, where `no_grad` has to drop
@@ -53,7 +56,7 @@ class PurityMode(fakes.DispatchMode):
         self,
         name: str,
         random_leaves: Sequence[Tensor] | None = None,
-        leaf_storages: Set[int | None] = frozenset(),
+        leaf_storages: Mapping[int | None, str] = MappingProxyType({}),
         *,
         search_stack: bool = True,
         detach_constants: bool = False,
@@ -94,6 +97,10 @@ class PurityMode(fakes.DispatchMode):
             result = func(*args, **kwargs)
         except fakes.dynamic_shape_errors() as error:
             raise self._dynamic_shape_error(func, where) from error
+        for tensor in _tensors(result):
+            if tensor.layout is not torch.strided:
+                what = f"{name_of(func)} returns a tensor of layout {tensor.layout}"
+                raise self.error(where, what, "Compiled functions hold dense tensors alone: do this outside")
         if any(map(fakes.has_unbacked_size, _tensors(result))):
             raise self._dynamic_shape_error(func, where)
         if not is_inside and func.namespace not in ("aten", "prims") and _tensors(result):
@@ -115,8 +122,7 @@ class PurityMode(fakes.DispatchMode):
             raise branch_error(self._name, where)
         is_training = schema.name in _RUNNING_STATISTICS and _argument(func, args, kwargs, "training")
         if is_training and _argument(func, args, kwargs, "running_mean") is not None:
-            advice = "Call .eval() on it, or pass track_running_stats=False"
-            raise self.error(where, "batch norm changes its running statistics", advice)
+            raise self.error(where, "batch norm changes its running statistics", _STATISTICS_ADVICE)
         if schema.is_mutable and self.in_forward_mode and self.grad_is_off and not in_autograd_function():
             raise self.error(
                 where, f"{name_of(func)} changes a tensor in place under no_grad", "Use the out-of-place form"
@@ -125,9 +131,11 @@ class PurityMode(fakes.DispatchMode):
             for declared in schema.arguments:
                 is_written = declared.alias_info is not None and declared.alias_info.is_write
                 given = _argument(func, args, kwargs, declared.name)
-                if is_written and any(
-                    tensors_of_torch.storage_of(tensor) in self._leaf_storages for tensor in _tensors(given)
-                ):
+                storages = [tensors_of_torch.storage_of(tensor) for tensor in _tensors(given)] if is_written else []
+                changed = [self._leaf_storages[storage] for storage in storages if storage in self._leaf_storages]
+                if changed and changed[0].endswith(_STATISTICS):
+                    raise self.error(where, f"{name_of(func)} changes {changed[0]} in place", _STATISTICS_ADVICE)
+                if changed:
                     raise self.error(
                         where, f"{name_of(func)} changes an argument in place", "Use the out-of-place form"
                     )

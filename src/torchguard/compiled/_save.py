@@ -19,6 +19,7 @@ from torchguard._graphs.codec import encode_argument, target_name
 from torchguard._graphs.listing import type_text
 from torchguard._pytrees import PytreeSpec
 from torchguard._torch import ops, tensors
+from torchguard.compiled._allowed import is_allowed
 from torchguard.compiled._leaves import LeafType
 from torchguard.exceptions import SavedGraphError
 
@@ -29,11 +30,6 @@ FORMAT, VERSION = "torchguard.compiled", 1
 # Only operations of these namespaces are looked up, by names of this form.
 _NAMESPACES = {"aten": torch.ops.aten, "prims": torch.ops.prims}
 _OPERATION = re.compile(r"(aten|prims)\.([a-z0-9_]+)\.([A-Za-z0-9_]+)")
-# Refused: reading and writing files, views of arbitrary memory, uninitialised memory, and unchecked indices.
-_REFUSED = re.compile(
-    r"from_file|as_strided|reshape_alias|^_?set(_|$)|^data$|empty|resize|nested|sparse|buffer|quant|_test|segment_reduce"
-    r"|unsafe_(?!view)|(pool|embedding|nll_loss|ctc_loss|margin_loss).*backward|cudnn|mkldnn|miopen"
-)
 
 
 def save(made: "CompiledOut", path: str | os.PathLike[str]) -> None:
@@ -85,15 +81,10 @@ def find_operation(name: Any) -> Any:
     schema = ops.schema_of(found)
     if schema is None:
         raise SavedGraphError(f"torch {torch.__version__} has no operation {name!r}.")
-    returns_tensors = any("Tensor" in str(result.type) for result in schema.returns)
-    if (
-        not returns_tensors
-        or schema.is_mutable
-        or _REFUSED.search(packet)
-        or torch.Tag.nondeterministic_seeded in found.tags
-    ):
+    if not is_allowed(found):
         raise SavedGraphError(
-            f"{name!r} is refused in saved graphs: it is not pure, or reads memory other than its inputs."
+            f"{name!r} is refused in saved graphs: it is not on the list of operations that are pure and safe to run "
+            "with any arguments."
         )
     return found
 

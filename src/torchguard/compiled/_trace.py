@@ -17,14 +17,14 @@ from torch import Tensor, func
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchguard._graphs.op_facts import SHAPE_ONLY, UNINITIALIZED
+from torchguard._graphs.op_facts import SHAPE_ONLY, UNINITIALIZED, has_wrong_jvp
 from torchguard._torch import fakes, ops, tensors
 from torchguard.compiled._cleanup import clean_graph
 from torchguard.compiled._decompositions import (
-    RECURRENT_CELLS,
-    AttentionDecomposer,
+    DECOMPOSITIONS,
+    ForwardModeDecomposer,
     has_attention_backward,
-    is_fused_attention,
+    lacks_tangents,
 )
 from torchguard.compiled._leaves import LeafType, dense_type, is_available
 from torchguard.compiled._nodes import op_name
@@ -34,6 +34,7 @@ from torchguard.exceptions import CompileError, ImpureFunctionError, MissingRule
 # Torch's messages for a missing rule: in forward mode, in reverse mode, and of an autograd.Function.
 _NO_FORWARD_RULE = re.compile(r"forward AD with (\S+) that does not support it")
 _NO_RULE = re.compile(r"derivative for (\S+) is not implemented|backward through (\S+) ")
+_NO_ARGUMENT_RULE = re.compile(r"is not differentiable (?:with respect to|wrt)")
 _NO_FUNCTION_RULE = re.compile(r"(?:implement|override).*(?:jvp|setup_context|vmap)", re.IGNORECASE | re.DOTALL)
 
 
@@ -153,23 +154,27 @@ def forward_graph(program: Program) -> Forward:
     return Forward(forward, source, mode.has_autograd_function, tuple(mode.custom_ops))
 
 
-def without_fused_attention(program: Program, forward: Forward) -> Forward:
-    """The same for forward mode, with fused attention decomposed: torch has no JVP rule for the fused operation."""
-    if forward.has_autograd_function or not any(map(is_fused_attention, forward.graph.graph.nodes)):
+def for_forward_mode(program: Program, forward: Forward) -> Forward:
+    """The same for forward mode, with fused attention and others decomposed that have no JVP rule in torch."""
+    if forward.has_autograd_function or not any(map(lacks_tangents, forward.graph.graph.nodes)):
         return forward
     if has_attention_backward(forward.graph):
         with sdpa_kernel(SDPBackend.MATH):
             return replace(forward, source=forward_graph(program).source)
-    decomposed = replace(forward.source, run=lambda *leaves: list(AttentionDecomposer(forward.graph).run(*leaves)))
+    decomposed = replace(forward.source, run=lambda *leaves: list(ForwardModeDecomposer(forward.graph).run(*leaves)))
     return replace(forward, source=forward_graph(decomposed).source)
 
 
-def derivative_graph(forward: Forward, kind: str) -> GraphModule:
+def derivative_graph(forward: Forward, kind: str, *, by_reverse: bool = False) -> GraphModule:
     """Trace a derivative, by torch's rules and those of an `autograd.Function`.
 
     - jvp: from leaves and tangents to outputs and their tangents;
     - vjp: from leaves and cotangents to outputs and gradients;
     - hvp: from leaves, tangents and cotangents to the tangents of the gradients.
+
+    Args:
+        by_reverse: for an hvp, differentiate the gradients in reverse mode alone. Their pullback is linear in its
+            cotangents, so its own pullback maps tangents to tangents; that the Hessian is symmetric is not assumed.
     """
     program = forward.source
     tangents = tangent_types(program)
@@ -177,10 +182,13 @@ def derivative_graph(forward: Forward, kind: str) -> GraphModule:
     if not tangents or not cotangents:
         missing = "leaf" if not tangents else "output"
         raise CompileError(f"{kind} of {program.name}: no {missing} is differentiable.")
-    _refuse_missing_rules(forward, kind)
+    uses_forward_mode = kind != "vjp" and not by_reverse
+    _refuse_missing_rules(forward, kind, uses_forward_mode)
     given = {"jvp": tangents, "vjp": cotangents, "hvp": [*tangents, *cotangents]}[kind]
     types = [*program.leaves, *given]
     n, m = len(program.leaves), len(tangents)
+
+    vjp_of = _autograd_vjp if forward.custom_ops else _vjp
 
     def derivative(mode: PurityMode, *values: Tensor) -> list[Tensor]:
         leaves, rest = values[:n], values[n:]
@@ -196,20 +204,38 @@ def derivative_graph(forward: Forward, kind: str) -> GraphModule:
             return tuple(out for out in found if out.is_floating_point()), found
 
         def gradients(*primals: Tensor) -> tuple[Tensor, ...]:
-            return _vjp(outputs, primals)[1](tuple(rest[m:]))
+            # Without grad, torch takes shortcuts in a pullback that cannot be differentiated again: that of `det` reads
+            # the LU factors of the forward pass, which have no tangent, and the derivative of that part would be lost.
+            with torch.enable_grad():
+                return _vjp(outputs, primals)[1](tuple(rest[m:]))
 
         if kind == "jvp":
             _, output_tangents, found = _jvp(outputs, point, rest)
             return [*found, *output_tangents]
         if kind == "vjp":
-            found, pullback = (_autograd_vjp if forward.custom_ops else _vjp)(outputs, point)
+            found, pullback = vjp_of(outputs, point)
             return [*found, *pullback(tuple(rest))]
+        if by_reverse:
+            pullback = func.vjp(gradients, *point)[1]
+
+            def transposed(*cotangents: Tensor) -> tuple[Tensor, ...]:
+                with torch.enable_grad():
+                    return pullback(cotangents)
+
+            return list(func.vjp(transposed, *map(torch.zeros_like, point))[1](tuple(rest[:m])))
         return list(func.jvp(gradients, tuple(point), tuple(rest[:m]))[1])
 
     # Torch has no JVP rule for fused attention, but has one for the math backend.
     with sdpa_kernel(SDPBackend.MATH) if kind != "vjp" else torch.no_grad():
         lines = {name_of(operation): where for operation, where in forward.custom_ops}
-        traced = _trace(program, derivative, types, kind, lines)
+        try:
+            traced = _trace(program, derivative, types, kind, lines, in_forward_mode=uses_forward_mode)
+        except MissingRuleError:
+            if kind != "vjp" or vjp_of is _autograd_vjp or not forward.has_autograd_function:
+                raise
+            # torch.func does not run an autograd.Function whose `forward` takes `ctx`. Autograd does.
+            vjp_of = _autograd_vjp
+            traced = _trace(program, derivative, types, kind, lines)
     return clean_graph(traced, [leaf.name for leaf in types], keep_detach=False)
 
 
@@ -267,6 +293,7 @@ def _trace(
     lines: Mapping[str, str] = MappingProxyType({}),
     *,
     grad_enabled: bool = False,
+    in_forward_mode: bool = False,
 ) -> GraphModule:
     """Trace `fn(mode, *values)`.
 
@@ -283,15 +310,15 @@ def _trace(
         mode = PurityMode(
             program.name,
             values[random] if program.lift_rng else None,
-            {tensors.storage_of(value) for value in values},
+            {tensors.storage_of(value): leaf.name for value, leaf in zip(values, types, strict=True)},
             search_stack=not program.is_graph,
             detach_constants=grad_enabled,
-            in_forward_mode=kind in ("jvp", "hvp") and not program.is_graph,
+            in_forward_mode=in_forward_mode and not program.is_graph,
         )
         return fn(mode, *values)
 
     try:
-        traced = fakes.trace(run, [leaf.fake() for leaf in types], RECURRENT_CELLS, grad_enabled=grad_enabled)
+        traced = fakes.trace(run, [leaf.fake() for leaf in types], DECOMPOSITIONS, grad_enabled=grad_enabled)
         if any((schema := ops.schema_of(node.target)) and schema.is_mutable for node in traced.graph.nodes):
             functional = func.functionalize(torch.fx.Interpreter(traced).run, remove="mutations")
             traced = fakes.trace(functional, [leaf.fake() for leaf in types], _COPY_DECOMPOSITION)
@@ -300,6 +327,11 @@ def _trace(
     except TorchGuardError:
         raise
     except fakes.data_dependent_errors() as error:
+        if kind and program.is_graph:  # the function itself has been traced: it is a rule that reads values
+            raise MissingRuleError(
+                f"{kind} of {program.name}: the control flow of torch's rule depends on the value of a tensor, at "
+                f"{line_of(error)}. Write it with other operations, or use another derivative."
+            ) from error
         raise branch_error(program.name, line_of(error)) from error
     except Exception as error:
         raise _explain(program, error, kind, lines) from error
@@ -347,6 +379,11 @@ def _explain(program: Program, error: Exception, kind: str, lines: Mapping[str, 
         return MissingRuleError(
             f"{kind} of {program.name}: {name} has no rule for this derivative, at {where}. {advice}"
         )
+    if kind and _NO_ARGUMENT_RULE.search(text):
+        return MissingRuleError(
+            f"{kind} of {program.name}: at {where}: {text.splitlines()[0].rstrip('.')}. Pass that leaf as nondiff=, to "
+            "differentiate with respect to the others."
+        )
     if kind and _NO_FUNCTION_RULE.search(text):
         return MissingRuleError(
             f"{kind} of {program.name}: an autograd.Function has no rule for this derivative, at {where}: "
@@ -361,8 +398,14 @@ def _explain(program: Program, error: Exception, kind: str, lines: Mapping[str, 
     )
 
 
-def _refuse_missing_rules(forward: Forward, kind: str) -> None:
-    """Raise for a custom operator without a rule, whose derivative torch would take to be zero."""
+def _refuse_missing_rules(forward: Forward, kind: str, uses_forward_mode: bool) -> None:
+    """Raise for a custom operator without a rule, which torch would take to be constant, and for a wrong rule."""
+    for node in forward.graph.graph.nodes:
+        if uses_forward_mode and node.op == "call_function" and has_wrong_jvp(op_name(node), node.args):
+            raise MissingRuleError(
+                f"{kind} of {forward.source.name}: the rule of torch for the tangents of {name_of(node.target)} is "
+                f"wrong, at {node.stack_trace}. Write it with other operations, or use the vjp."
+            )
     for operation, where in forward.custom_ops:
         if kind != "vjp" or not ops.has_autograd(operation):
             what, advice = ("tangents", "Use the vjp") if kind != "vjp" else ("gradients", "Register one with autograd")

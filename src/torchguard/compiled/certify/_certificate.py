@@ -175,6 +175,8 @@ class Verification:
 
 def _changes(before: Certificate, now: Certificate) -> Iterator[str]:
     """One sentence for each difference between two certificates."""
+    if before.function != now.function:
+        yield f"the function is called {now.function}, but {before.function} was certified"
     if before.graph_hash != now.graph_hash:
         yield f"the graph has changed: {before.graph_hash[:12]} was certified, this one is {now.graph_hash[:12]}"
     if before.point_hash != now.point_hash:
@@ -183,6 +185,8 @@ def _changes(before: Certificate, now: Certificate) -> Iterator[str]:
     yield from _differences("leaf", *leaves)
     yield from _differences("version of", before.versions, now.versions)
     yield from _differences("flag", before.flags, now.flags)
+    points = ([(point, "present") for point in certificate.nonsmooth_points] for certificate in (before, now))
+    yield from _differences("nonsmooth point", *points)
     yield from _differences("claim", *map(_numbered_verdicts, (before, now)))
 
 
@@ -193,7 +197,10 @@ def _numbered_verdicts(certificate: Certificate) -> list[tuple[str, str]]:
     for claim in certificate.claims:
         key = f"{claim.layer} {claim.subject}"
         counts[key] = counts.get(key, 0) + 1
-        verdicts.append((f"{key} {counts[key]}", claim.verdict.value))
+        # The seed of a claim is that of its certificate, unless the file was changed.
+        seed = claim.details.get("seed", certificate.seed)
+        other = "" if seed == certificate.seed else f" with seed {seed}"
+        verdicts.append((f"{key} {counts[key]}", f"{claim.verdict.value}{other}"))
     return verdicts
 
 

@@ -92,7 +92,7 @@ def _type_claims(compiled: "CompiledOut", point: tuple[Tensor, ...], seed: int) 
 
 def _algebraic_claims(compiled: "CompiledOut", point: tuple[Tensor, ...], seed: int) -> Iterator[Claim]:
     graphs: dict[str, GraphModule | None] = {}
-    for kind in ("jvp", "vjp"):
+    for kind in ("jvp", "vjp", "hvp"):
         try:
             graphs[kind] = compiled.graphs[kind]
         except (MissingRuleError, CompileError) as error:
@@ -100,7 +100,12 @@ def _algebraic_claims(compiled: "CompiledOut", point: tuple[Tensor, ...], seed: 
             yield Claim("algebraic", kind, Verdict.INCONCLUSIVE, f"The function has no {kind}: {error}")
     differentiable = [leaf.differentiable for leaf in compiled.leaves]
     yield from check_derivatives(
-        compiled.graphs.forward, graphs["jvp"], graphs["vjp"], differentiable=differentiable, seed=seed
+        compiled.graphs.forward,
+        graphs["jvp"],
+        graphs["vjp"],
+        hvp=graphs["hvp"],
+        differentiable=differentiable,
+        seed=seed,
     )
 
 

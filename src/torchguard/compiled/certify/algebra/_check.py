@@ -4,7 +4,7 @@ Both questions are decided at random points of a prime field, where arithmetic i
 the value and the tangent of each operator. Torch's derivative formulas are not used: its graphs are what is tested.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from torchguard.compiled._nodes import on_the_cpu, op_name
 from torchguard.compiled.certify._certificate import Claim, Json, Verdict
-from torchguard.compiled.certify.algebra._evaluate import evaluate, unsupported_ops
+from torchguard.compiled.certify.algebra._evaluate import evaluate, evaluate_in_float64, unsupported_ops
 from torchguard.compiled.certify.algebra._field import EvaluationError, PrimeField, UnsupportedError
 from torchguard.compiled.certify.algebra._sampling import Sampler
 from torchguard.compiled.certify.algebra._search import Comparison, SampleResult, Search
@@ -29,16 +29,19 @@ def check_derivatives(
     jvp: GraphModule | None,
     vjp: GraphModule | None,
     *,
+    hvp: GraphModule | None = None,
     differentiable: Sequence[bool],
     seed: int = 0,
 ) -> tuple[Claim, ...]:
-    """One claim for each derivative graph given: that it is the derivative of the forward graph.
+    """One claim for each derivative graph given: that it is the derivative of the forward graph, or of the VJP graph.
 
     Args:
         forward: takes the leaves, and returns the outputs.
         jvp: takes the leaves and a tangent for each differentiable leaf; returns the outputs and their tangents.
         vjp: takes the leaves and a cotangent for each floating-point output; returns the outputs and a gradient for
             each differentiable leaf.
+        hvp: takes the leaves, a tangent for each differentiable leaf and a cotangent for each floating-point output;
+            returns the tangents of the gradients that `vjp` returns, which is then required.
         differentiable: which leaves are.
 
     Raises:
@@ -51,6 +54,7 @@ def check_derivatives(
     comparisons = {
         "jvp": None if jvp is None else function.comparison_with_jvp(jvp),
         "vjp": None if vjp is None else function.comparison_with_vjp(vjp),
+        "hvp": None if vjp is None or hvp is None else function.comparison_with_hvp(vjp, hvp),
     }
     return tuple(_claim(subject, one, seed, _SAMPLES) for subject, one in comparisons.items() if one is not None)
 
@@ -121,11 +125,19 @@ class _Function:
     differentiable: tuple[bool, ...]
 
     def comparison_with_jvp(self, gm: GraphModule) -> Comparison:
-        return Comparison((self.forward, gm), self.leaves, lambda s: self._compare_jvp(gm, s), self._tangents)
+        tangents = lambda s: ([], self._tangents(s))  # noqa: E731
+        return Comparison((self.forward, gm), self.leaves, lambda s: self._compare_jvp(gm, s), tangents)
 
     def comparison_with_vjp(self, gm: GraphModule) -> Comparison:
-        cotangents = lambda s: self._cotangents(gm, s)  # noqa: E731
+        cotangents = lambda s: ([], self._cotangents(gm, s))  # noqa: E731
         return Comparison((self.forward, gm), self.leaves, lambda s: self._compare_vjp(gm, s), cotangents)
+
+    def comparison_with_hvp(self, vjp: GraphModule, gm: GraphModule) -> Comparison:
+        def further(sampler: Sampler) -> tuple[list[Value], list[Value]]:
+            cotangents = self._cotangents(vjp, sampler)
+            return cotangents, [*self._tangents(sampler), *cotangents]
+
+        return Comparison((vjp, gm), self.leaves, lambda s: self._compare_hvp(vjp, gm, s), further)
 
     def _compare_jvp(self, gm: GraphModule, sampler: Sampler) -> SampleResult:
         inputs, outputs, is_singular = self._evaluate_forward(sampler)
@@ -152,6 +164,20 @@ class _Function:
             mismatches += self._wrong_gradients(f, inputs, cotangents, gradients) or ["the gradients"]
         return SampleResult(tuple(mismatches), is_singular)
 
+    def _compare_hvp(self, vjp: GraphModule, gm: GraphModule, sampler: Sampler) -> SampleResult:
+        inputs, cotangents = self._inputs(sampler), self._cotangents(vjp, sampler)
+        outputs, is_singular = _outputs(vjp, [*inputs, *cotangents], sampler.field)
+        arguments = [*(x.without_tangent() for x in inputs), *self._tangents(sampler), *cotangents]
+        results, count = evaluate(gm, arguments, sampler.field), sum(self.differentiable)
+        _require_count(len(results), count, "hvp")
+        mismatches = _differing("tangent of gradient", map(_tangent, outputs[len(outputs) - count :]), results)
+        if not mismatches:
+            return SampleResult((), is_singular)
+        # Second derivatives of torch may need laws, as that of layer norm, which computes a variance from its root.
+        expected = evaluate_in_float64(vjp, [*inputs, *cotangents], self._tangents(sampler))
+        agrees = _is_close(expected[len(outputs) - count :], evaluate_in_float64(gm, arguments))
+        return SampleResult(tuple(mismatches), is_singular, agrees)
+
     def _tangents(self, sampler: Sampler) -> list[Value]:
         """The tangents that a JVP graph takes after the leaves."""
         differentiable = [i for i, is_differentiable in enumerate(self.differentiable) if is_differentiable]
@@ -162,12 +188,16 @@ class _Function:
         outputs = _leaves(gm, "vjp")[len(self.leaves) :]
         return [sampler.elements(f"cotangent {i}", output.shape) for i, output in enumerate(outputs)]
 
-    def _evaluate_forward(self, sampler: Sampler) -> tuple[list[Value], list[Any], bool]:
+    def _inputs(self, sampler: Sampler) -> list[Value]:
+        """The leaves with their tangents."""
         tangents = iter(self._tangents(sampler))
-        inputs = [
+        return [
             replace(x, tangent=next(tangents).element) if is_differentiable else x
             for x, is_differentiable in zip(sampler.point(self.leaves), self.differentiable, strict=True)
         ]
+
+    def _evaluate_forward(self, sampler: Sampler) -> tuple[list[Value], list[Any], bool]:
+        inputs = self._inputs(sampler)
         return inputs, *_outputs(self.forward, inputs, sampler.field)
 
     def _wrong_gradients(
@@ -200,7 +230,7 @@ def _inner(f: PrimeField, left: Sequence[Any], right: Sequence[Value]) -> int:
     return sum(int(f.mul(a, b).sum()) for a, b in pairs) % f.prime
 
 
-def _differing(what: str, expected: Sequence[Any], got: Sequence[Any]) -> list[str]:
+def _differing(what: str, expected: Iterable[Any], got: Iterable[Any]) -> list[str]:
     return [f"{what} {i}" for i, (a, b) in enumerate(zip(expected, got, strict=True)) if not _is_same(a, b)]
 
 
@@ -210,6 +240,12 @@ def _is_same(a: Any, b: Any) -> bool:
     if not (a.is_integer and b.is_integer):
         a, b = a.as_elements(), b.as_elements()
     return a.shape == b.shape and bool((a.element == b.element).all())
+
+
+def _is_close(tangents: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Whether the tangents of some real numbers are others, up to rounding, or some are not finite."""
+    pairs = [(_tangent(a).element, b.as_elements().element) for a, b in zip(tangents, results, strict=True)]
+    return not any(bool(((a - b).abs() > 1e-6 * a.abs().max()).any()) for a, b in pairs if a.numel())
 
 
 def _claim(subject: str, comparison: Comparison, seed: int, samples: int) -> Claim:
@@ -228,13 +264,17 @@ def _claim(subject: str, comparison: Comparison, seed: int, samples: int) -> Cla
         return claim(Verdict.INCONCLUSIVE, f"The rules cannot evaluate {error}.", unsupported=[str(error)])
     mismatched = [result for result in results if result.mismatches]
     count: dict[str, Json] = {"samples": len(results), "seed": seed}
+    if any(result.agrees_in_reals for result in mismatched):
+        message = "It differs in the field, but agrees in real numbers: it may need a law such as sqrt(x)² = x."
+        return claim(Verdict.INCONCLUSIVE, message, **count)
     if any(not result.is_singular for result in mismatched):
         names = sorted({name for result in mismatched for name in result.mismatches})
         message = f"Wrong: {', '.join(names)}.{_known_cause(subject, comparison.graphs[0])}"
         return claim(Verdict.FAIL, message, wrong=list(names), **count)
     if mismatched:
         return claim(Verdict.INCONCLUSIVE, "It differs, but divides by zero at every point that was tried.", **count)
-    message = "The graphs agree" if subject == "equivalence" else "It is the derivative of the forward graph"
+    whose = "VJP" if subject == "hvp" else "forward"
+    message = "The graphs agree" if subject == "equivalence" else f"It is the derivative of the {whose} graph"
     message += f" at {len(results)} random points of a prime field"
     if one_sided := search.one_sided_nodes():
         message += f", but {', '.join(one_sided)} had only one outcome at all of them."

@@ -87,6 +87,16 @@ def evaluate_in_reals(gm: GraphModule, inputs: Sequence[Value], field: PrimeFiel
     return reals.trace
 
 
+def evaluate_in_float64(gm: GraphModule, inputs: Sequence[Value], tangents: Sequence[Value] = ()) -> list[Any]:
+    """The outputs of a graph in real numbers, with those tangents for the inputs that have one."""
+    reals, remaining = Reals(0, 0), iter(tangents)
+    known = []
+    for x in inputs:
+        tangent = next(remaining).real if x.tangent is not None else None
+        known.append(Value(reals, x.element if x.real is None else x.real, tangent, is_integer=x.is_integer))
+    return _Run(gm, reals).outputs(known)
+
+
 @dataclass(frozen=True)
 class _Run:
     gm: GraphModule
@@ -98,6 +108,9 @@ class _Run:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(given)
+                if values[node].is_integer and values[node].element.dtype == torch.bool:
+                    self.field.trace.enter_node(f"{id(self.gm)}:{node.name}")
+                    self.field.trace.record_comparison(values[node].element)
             elif node.op == "get_attr":
                 values[node] = self._lifted(attribute(self.gm, node.target))
             elif node.op == "output":
@@ -161,6 +174,7 @@ class _Run:
             return integers(self.field, torch.zeros_like(result.element))
         # The integer it rounds to is decided in the real numbers, like a comparison.
         rounded = result.real_values().to(torch.int64)
+        self.field.trace.record_step(rounded)
         if not torch.equal(rounded, rounded.to(recorded.dtype).to(torch.int64)):
             raise EvaluationError(f"{node.name}: {node.target}: floats out of range of {recorded.dtype}")
         return integers(self.field, rounded)

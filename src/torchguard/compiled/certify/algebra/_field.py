@@ -9,6 +9,7 @@ the trace; the evaluation in the field then reads these numbers back, in the sam
 
 import hashlib
 import math
+import random
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar
@@ -27,8 +28,8 @@ class EvaluationError(Exception):
     """A rule failed on the values of a sample, such as an index out of range: another sample may do."""
 
 
-# Primes below 2**31 that are 7 modulo 8, and modulo which 2, 3, 5, 7, 11 and 13 are squares.
-PRIMES = tuple(2**31 - gap for gap in (249, 2337, 4857, 9489, 11337, 11577, 12897, 15417, 15777, 16089, 28017, 28809))
+# Modulo a prime of a field these are squares, and so is 2: the prime is 7 modulo 8.
+_SQUARES = (3, 5, 7, 11, 13)
 _REAL_FUNCTIONS = {
     name: getattr(torch, name)
     for name in ("exp", "log", "sqrt", "erf", "asin", "acos", "atan", "asinh", "acosh", "atanh", "lgamma", "erfinv")
@@ -38,6 +39,21 @@ _MIX = (-7046029254386353131, -4658895280553007687)
 _HALF_BITS = 16
 # A product of two halves has 32 bits, two of them are added, and a float64 holds integers of 53 bits.
 _MAX_TERMS = 2**19
+# The largest number of outcomes of one node that are recorded.
+_MAX_OUTCOMES = 2**24
+
+
+def draw_prime(rng: random.Random) -> int:
+    """A random prime below 2**31 that is 7 modulo 8, and modulo which the numbers up to 13 are squares."""
+    while True:
+        n = rng.randrange(2**30, 2**31) | 7
+        is_likely = all(pow(base, n - 1, n) == 1 for base in (2, *_SQUARES))
+        if is_likely and all(pow(q, (n - 1) // 2, n) == 1 for q in _SQUARES) and _is_prime(n):
+            return n
+
+
+def _is_prime(n: int) -> bool:
+    return all(n % d for d in range(3, math.isqrt(n) + 1, 2))
 
 
 @dataclass
@@ -48,23 +64,26 @@ class EvaluationTrace:
         node: the key of the current node.
         is_input_dependent: whether the values of a leaf decide the comparisons of the current node.
         real_values: the real numbers that comparisons read, by node and position.
-        outcomes: for each comparison, by node and position, the outcomes it had.
+        outcomes: for each comparison or index, by node and position, which outcomes each element had, and which it
+            could have had.
+        steps: for each step function, by node and position, its values.
         zero_divisions: the nodes that divided by zero.
         has_nan: whether a real number that is compared is NaN.
     """
 
     node: str = ""
     is_input_dependent: bool = True
-    comparisons: int = 0
+    records: int = 0
     reads: int = 0
     real_values: dict[str, Tensor] = field(default_factory=dict)
-    outcomes: dict[str, set[bool]] = field(default_factory=dict)
+    outcomes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    steps: dict[str, Tensor] = field(default_factory=dict)
     zero_divisions: set[str] = field(default_factory=set)
     has_nan: bool = False
 
     def enter_node(self, node: str, is_input_dependent: bool = True) -> None:
         """Start a node. The outcomes of one that depends on no input are not recorded: they are always the same."""
-        self.node, self.is_input_dependent, self.comparisons, self.reads = node, is_input_dependent, 0, 0
+        self.node, self.is_input_dependent, self.records, self.reads = node, is_input_dependent, 0, 0
 
     def next_read(self) -> str:
         """The key of the next real number that the current node reads."""
@@ -72,19 +91,32 @@ class EvaluationTrace:
         return f"{self.node}#{self.reads}"
 
     def record_comparison(self, outcome: Tensor) -> None:
-        self.comparisons += 1
-        if not self.is_input_dependent or not outcome.numel():
+        """Record which elements of a comparison are true."""
+        self.record_index(outcome.to(torch.int64), 2)
+
+    def record_index(self, index: Tensor, count: int, is_possible: Tensor | None = None) -> None:
+        """Record which of `count` positions the numbers of an element choose; some may be impossible for an element."""
+        self.records += 1
+        if not self.is_input_dependent or not index.numel():
             return
-        both = self.outcomes.setdefault(f"{self.node}#{self.comparisons}", set())
-        if len(both) < 2:
-            both.update({bool(outcome.any()), bool(outcome.all())})
+        if index.numel() * count > _MAX_OUTCOMES:
+            raise UnsupportedError(f"a choice among {count} positions for {index.numel()} elements: too many to cover")
+        seen = torch.nn.functional.one_hot(index.reshape(-1), count).bool()
+        possible = torch.ones_like(seen) if is_possible is None else is_possible.reshape(-1, count)
+        self.outcomes[f"{self.node}#{self.records}"] = seen, possible
+
+    def record_step(self, values: Tensor) -> None:
+        """Record the values of a step function, which has to have different ones for each element."""
+        self.records += 1
+        if self.is_input_dependent and values.numel():
+            self.steps[f"{self.node}#{self.records}"] = values.reshape(-1)
 
     def record_zero_division(self) -> None:
         self.zero_divisions.add(self.node)
 
     def reset(self) -> None:
         """Start the next sample."""
-        self.outcomes, self.zero_divisions, self.has_nan = {}, set(), False
+        self.outcomes, self.steps, self.zero_divisions, self.has_nan = {}, {}, set(), False
 
 
 @dataclass(frozen=True)

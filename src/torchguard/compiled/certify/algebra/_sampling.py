@@ -1,7 +1,9 @@
 """Random points to evaluate graphs at, and what they have to cover.
 
 The first points of a check are drawn freely. The next ones lie between the numbers that a graph compares with, its
-thresholds, so that each comparison has both outcomes. All further ones have other magnitudes, signs and ties.
+thresholds, so that each comparison has both outcomes. Of all further ones, half have a peak, one slice of each leaf
+that is much larger or smaller than the rest, so that each position is the largest once, and the smallest; the others
+have other magnitudes, signs and ties.
 
 Integers that index other tensors have to be in range, and the range is not known. They are drawn in ever narrower
 ranges until the graph can be evaluated.
@@ -15,6 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,13 +34,15 @@ _SHIFTS = (-30, -20, -12, -6, -3, 3, 6, 12, 20)
 # The largest number of points that lie between thresholds; all later ones are drawn in any mode.
 MAX_BETWEEN = 8
 # Up to this point no leaf is all zeros.
-_FIRST_ZERO = 60
+_FIRST_ZERO = 120
 _NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
 # The number of values that elements share in a point with ties.
 _TIED_VALUES = 3
 # A real number is a multiple of 1 / _UNIT, so that it is an element of the field as well.
 _UNIT, _SCALE = 2**24, 2**4
 _SMALL, _WIDE, _WIDEST = 8, 300, 2**40
+# How much higher a peak is than the rest.
+_PEAK = 2**8
 
 
 # What to cover
@@ -135,7 +140,12 @@ class Mode(StrEnum):
     SCALED = "scaled"
     BETWEEN = "between thresholds"
     ONE_INTERVAL = "in one interval"
+    PEAK = "with a peak"
     ZERO = "zero"
+
+
+# At zero, and along a zero tangent, a wrong derivative may be zero like the right one.
+_LATE_MODES = (Mode.PEAK, Mode.ZERO)
 
 
 @dataclass(frozen=True)
@@ -155,34 +165,51 @@ class IndexRange:
         leaves: the leaves that hold indices.
         bound: one more than the largest index.
         is_signed: whether negative indices are drawn as well.
-        has_thresholds: whether numbers that indices are compared with are among them.
+        thresholds: which numbers that indices are compared with are among them: all, or those in range.
         distinct_dim: the dimension along which no two indices are equal.
     """
 
     leaves: frozenset[int]
     bound: int = 1
     is_signed: bool = False
-    has_thresholds: bool = False
+    thresholds: Literal["", "all", "in range"] = ""
     distinct_dim: int | None = None
 
 
-_INDEX_RANGES = tuple(
-    IndexRange(frozenset(), bound, is_signed, has_thresholds, distinct_dim)
-    for bound in (64, 32, 16, 8, 5, 4, 3, 2, 1)
-    for has_thresholds in (True, False)
+_BOUNDS = (64, 32, 16, 8, 5, 4, 3, 2, 1)
+_WAYS = tuple(
+    IndexRange(frozenset(), 1, is_signed, thresholds, distinct_dim)
+    for thresholds in ("all", "in range", "")
     for is_signed, distinct_dim in ((True, None), (False, None), (False, -1), (False, 0))
 )
 # The number of consecutive ranges with the same bound.
-RANGES_PER_BOUND = 8
+RANGES_PER_BOUND = len(_WAYS)
 
 
-def index_ranges(leaves: Sequence[Tensor], indices: frozenset[int]) -> list[IndexRange]:
-    """The ranges to try, the widest first. The last ones treat each integer leaf as an index."""
+def index_ranges(leaves: Sequence[Tensor], indices: frozenset[int], sizes: frozenset[int]) -> list[IndexRange]:
+    """The ranges to try, the widest first. The last ones treat each integer leaf as an index.
+
+    Args:
+        sizes: those of the dims that are indexed.
+    """
+    bounds = sorted({*_BOUNDS, *sizes}, reverse=True)
+    every = [replace(one, bound=bound) for bound in bounds for one in _WAYS]
     all_integers = frozenset(i for i, leaf in enumerate(leaves) if is_integer(leaf))
-    ranges = [replace(one, leaves=indices) for one in (_INDEX_RANGES if indices else _INDEX_RANGES[:1])]
+    ranges = [replace(one, leaves=indices) for one in (every if indices else every[:1])]
     if all_integers == indices:
         return ranges
-    return [*ranges, *(replace(one, leaves=all_integers) for one in _INDEX_RANGES)]
+    return [*ranges, *(replace(one, leaves=all_integers) for one in every)]
+
+
+def indexed_sizes(*graphs: GraphModule) -> frozenset[int]:
+    """The sizes of tensors that are indexed."""
+    found: set[int] = set()
+    for gm in graphs:
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and facts_of(op_name(node)).indexes:
+                values = [n.meta.get("val") for n in node.all_input_nodes]
+                found.update(size for value in values if isinstance(value, Tensor) for size in value.shape if size)
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -202,11 +229,14 @@ class Sampler:
         """How the leaf of a name is drawn."""
         if self.index <= MAX_BETWEEN:
             return Distribution(Mode.BETWEEN if self.index else Mode.FREE)
-        # In every other point all leaves have the same distribution.
-        rng = random.Random(f"{self.index} {name if self.index % 2 else ''}")
-        # At zero, and along a zero tangent, a wrong derivative may be zero like the right one.
-        modes = tuple(Mode)[: None if self.index > _FIRST_ZERO else -1]
-        drawn = Distribution(rng.choice(modes), rng.choice(_SHIFTS), rng.choice((-1, 0, 1)))
+        if self.index % 2 == 0 and name.startswith("leaf"):
+            return Distribution(Mode.PEAK, (self.index - MAX_BETWEEN) // 2 - 1)
+        # In every other of the remaining points all leaves have the same distribution, each mode in turn.
+        is_common = self.index % 4 == 3
+        rng = random.Random(f"{self.index} {'' if is_common else name}")
+        modes = [mode for mode in Mode if mode not in ((Mode.PEAK,) if self.index > _FIRST_ZERO else _LATE_MODES)]
+        mode = modes[self.index // 4 % len(modes)] if is_common else rng.choice(modes)
+        drawn = Distribution(mode, rng.choice(_SHIFTS), rng.choice((-1, 0, 1)))
         return Distribution() if drawn.mode is Mode.ZERO and not name.startswith("leaf") else drawn
 
     def point(self, leaves: Sequence[Tensor]) -> list[Value]:
@@ -247,9 +277,14 @@ class Sampler:
         indices = raw // 4 % how.bound
         if how.is_signed:
             indices = torch.where(raw // 2 % 2 == 0, indices, -1 - indices)
+        if how.thresholds == "in range":
+            lowest = -how.bound if how.is_signed else 0
+            thresholds = thresholds[(thresholds >= lowest) & (thresholds < how.bound)]
+        if not how.thresholds or not thresholds.numel():
+            return indices
         # Only some are thresholds: a loss whose targets are all ignored divides by zero.
         chosen = thresholds[raw // 16 % thresholds.numel()]
-        return torch.where(raw // 8 % 3 == 0, chosen, indices) if how.has_thresholds else indices
+        return torch.where(raw // 8 % 3 == 0, chosen, indices)
 
     def elements(self, name: str, shape: Sequence[int], *, has_ties: bool = False) -> Value:
         """Random elements and the real numbers they stand for: freely drawn, most within 4 of zero, some within 64."""
@@ -267,6 +302,8 @@ class Sampler:
             multiple = torch.zeros_like(multiple)
         if how.mode is Mode.SCALED:
             multiple, unit = multiple.abs() * how.sign if how.sign else multiple, unit * Fraction(2) ** how.shift
+        if how.mode is Mode.PEAK:
+            multiple = multiple + _peak(tuple(shape), how.shift) * _UNIT
         element = f.mul(f.reduced(multiple), f.constant(unit))
         return Value(f, element, real=multiple.to(torch.float64) * float(unit))
 
@@ -289,6 +326,17 @@ class Sampler:
         )
         real = real_low + real_width * (inside.to(torch.float64) / _UNIT)
         return Value(f, f.add(low, f.mul(width, at)), real=real)
+
+
+def _peak(shape: tuple[int, ...], number: int) -> Tensor:
+    """The height of a peak over one slice of a tensor. Each number up has its own dim, position and sign."""
+    height, dims = torch.zeros(shape, dtype=torch.int64), [d for d, size in enumerate(shape) if size > 1]
+    if not dims:
+        return height + (_PEAK if number % 2 else -_PEAK)
+    number, turn = divmod(number, 2 * len(dims))
+    dim, sign = dims[turn // 2], -1 if turn % 2 else 1
+    height.select(dim, number % shape[dim]).fill_(sign * _PEAK)
+    return height
 
 
 def _booleans(raw: Tensor, how: Distribution) -> Tensor:

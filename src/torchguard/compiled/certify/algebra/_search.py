@@ -1,20 +1,24 @@
 """Evaluate two graphs at point after point, until every comparison has had both outcomes or the graphs differ."""
 
+import hashlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from torchguard.compiled._nodes import attribute
 from torchguard.compiled.certify.algebra._evaluate import evaluate_in_reals
 from torchguard.compiled.certify.algebra._field import (
-    PRIMES,
     EvaluationError,
     EvaluationTrace,
     PrimeField,
     UnsupportedError,
+    draw_prime,
 )
 from torchguard.compiled.certify.algebra._sampling import (
     MAX_BETWEEN,
@@ -25,6 +29,7 @@ from torchguard.compiled.certify.algebra._sampling import (
     find_targets,
     index_leaves,
     index_ranges,
+    indexed_sizes,
     is_integer,
 )
 from torchguard.compiled.certify.algebra._values import Value
@@ -33,7 +38,7 @@ T = TypeVar("T")
 
 # The number of points beyond the first ones that are tried while a comparison has had only one outcome. Most of them
 # are evaluated in real numbers alone.
-_MAX_POINTS = 120
+_MAX_POINTS = 240
 # The number of elements wanted in each interval between thresholds.
 _PER_INTERVAL = 6
 
@@ -42,21 +47,62 @@ _PER_INTERVAL = 6
 class SampleResult:
     """The results that differ at one point.
 
-    At a singular point the function itself divides by zero, and a difference there shows nothing.
+    At a singular point the function itself divides by zero, and a difference there shows nothing. Nor does one between
+    results that agree in real numbers: the graphs are equal by a law that the field does not have.
     """
 
     mismatches: tuple[str, ...]
     is_singular: bool
+    agrees_in_reals: bool = False
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two graphs, the leaves that both take, how to compare them at a point, and the further inputs of the second."""
+    """Two graphs, the leaves that both take, how to compare them at a point, and the further inputs of each."""
 
     graphs: tuple[GraphModule, GraphModule]
     leaves: tuple[Tensor, ...]
     compare: Callable[[Sampler], SampleResult]
-    further_inputs: Callable[[Sampler], list[Value]] = lambda sampler: []
+    further_inputs: Callable[[Sampler], tuple[list[Value], list[Value]]] = lambda sampler: ([], [])
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which outcomes each element of each comparison, index and step function has had.
+
+    Attributes:
+        seen: by comparison or index, a boolean for each element and outcome; by step function, for each element whether
+            it had a first value, another one, and one beyond -1, 0 and 1, of which a polynomial may be zero.
+        possible: the outcomes that an element can have: a masked position is never that of a maximum.
+        first: by step function, the first values.
+    """
+
+    seen: dict[str, Tensor] = field(default_factory=dict)
+    possible: dict[str, Tensor] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)
+
+    def with_trace(self, trace: EvaluationTrace, *, is_void: bool = False) -> "Coverage":
+        """The coverage with that of another point. At one that is void no outcome counts, but all are wanted."""
+        first = {**trace.steps, **self.first}
+        seen, possible = dict(self.seen), dict(self.possible)
+        found = dict(trace.outcomes)
+        for key, values in trace.steps.items():
+            is_other = values != first[key]
+            outcomes = torch.stack([~is_other, is_other, values.abs() > 1], 1)
+            found[key] = outcomes, torch.ones_like(outcomes)
+        for key, (here, can_be) in found.items():
+            here = torch.zeros_like(here) if is_void else here
+            seen[key] = seen[key] | here if key in seen else here
+            possible[key] = possible[key] | can_be if key in possible else can_be
+        return Coverage(seen, possible, self.first if is_void else first)
+
+    def adds_to(self, other: "Coverage") -> bool:
+        """Whether another coverage has an element with fewer outcomes."""
+        return any(key not in other.seen or bool((seen & ~other.seen[key]).any()) for key, seen in self.seen.items())
+
+    def one_sided(self) -> list[str]:
+        """The keys of which an element lacks an outcome."""
+        return [key for key, seen in self.seen.items() if bool((self.possible[key] & ~seen).any())]
 
 
 @dataclass
@@ -65,18 +111,23 @@ class Search:
 
     comparison: Comparison
     seed: int
-    outcomes: dict[str, set[bool]] = field(default_factory=dict)
+    coverage: Coverage = Coverage()
     first_range: int = 0
 
     @cached_property
     def ranges(self) -> list[IndexRange]:
         leaves = self.comparison.leaves
-        return index_ranges(leaves, index_leaves(leaves, *self.comparison.graphs))
+        graphs = self.comparison.graphs
+        return index_ranges(leaves, index_leaves(leaves, *graphs), indexed_sizes(*graphs))
+
+    @cached_property
+    def primes(self) -> random.Random:
+        """Draws the primes of fields. The graphs are part of its seed: none can be made for certain primes."""
+        return random.Random(f"{self.seed} {' '.join(map(_digest, self.comparison.graphs))}")
 
     def one_sided_nodes(self) -> list[str]:
-        """The names of nodes with a comparison that always had the same outcome."""
-        one_sided = (key for key, outcomes in self.outcomes.items() if len(outcomes) < 2)
-        return sorted({key.split(":")[1].split("#")[0] for key in one_sided})
+        """The names of nodes with a comparison, step or index of which an element always had the same outcome."""
+        return sorted({key.split(":")[1].split("#")[0] for key in self.coverage.one_sided()})
 
     def run(self, count: int) -> Iterator[SampleResult]:
         """Results at `count` free points, then at others, until each comparison had both outcomes or graphs differ."""
@@ -87,7 +138,7 @@ class Search:
             if not is_required and not self.one_sided_nodes():
                 return
             sample = number + count
-            f = PrimeField(PRIMES[(self.seed + sample) % len(PRIMES)], self.seed * 1_000_004 + sample, trace)
+            f = PrimeField(draw_prime(self.primes), 4 * self.primes.getrandbits(48) + sample % 4, trace)
             sampler = Sampler(f, 0 if is_free else number + 1, targets)
             result = self._result(sampler) if is_free else self._useful_result(sampler, is_required)
             if result is not None:
@@ -116,7 +167,7 @@ class Search:
                 if i == len(self.ranges) - 1:
                     raise
             else:
-                self.first_range = max(0, i // RANGES_PER_BOUND - 1) * RANGES_PER_BOUND
+                self.first_range = max(0, i - RANGES_PER_BOUND // 2)
                 return result
         raise AssertionError("there is always a range")
 
@@ -127,8 +178,7 @@ class Search:
 
         result = self._with_widest_range(sampler, run)
         is_void = bool(result.mismatches) and result.is_singular
-        for key, outcomes in sampler.field.trace.outcomes.items():
-            self.outcomes.setdefault(key, set()).update(set() if is_void else outcomes)
+        self.coverage = self.coverage.with_trace(sampler.field.trace, is_void=is_void)
         return result
 
     def _useful_result(self, sampler: Sampler, is_required: bool) -> SampleResult | None:
@@ -139,19 +189,28 @@ class Search:
         try:
             if not is_required and not self._with_widest_range(sampler, self._has_new_outcome):
                 return None
-            before = {key: set(outcomes) for key, outcomes in self.outcomes.items()}
+            before = self.coverage
             result = self._result(sampler)
         except (EvaluationError, UnsupportedError):
             return None
         if result.mismatches and (result.is_singular or sampler.field.trace.has_nan):
-            self.outcomes = before
+            self.coverage = before
             return None
         return result
 
     def _has_new_outcome(self, sampler: Sampler) -> bool:
         inputs = sampler.point(self.comparison.leaves)
-        first, second = self.comparison.graphs
-        found = {**evaluate_in_reals(first, inputs, sampler.field).outcomes}
-        further = self.comparison.further_inputs(sampler)
-        found |= evaluate_in_reals(second, [*inputs, *further], sampler.field).outcomes
-        return any(not outcomes <= self.outcomes.get(key, set()) for key, outcomes in found.items())
+        found = self.coverage
+        for gm, further in zip(self.comparison.graphs, self.comparison.further_inputs(sampler), strict=True):
+            found = found.with_trace(evaluate_in_reals(gm, [*inputs, *further], sampler.field))
+        return found.adds_to(self.coverage)
+
+
+def _digest(gm: GraphModule) -> str:
+    """A hash of what a graph computes, numbers and constants included."""
+    digest = hashlib.sha256()
+    for node in gm.graph.nodes:
+        digest.update(f"{node.op} {node.target} {node.args} {node.kwargs}".encode())
+        if node.op == "get_attr":
+            digest.update(repr(attribute(gm, node.target).tolist()).encode())
+    return digest.hexdigest()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchguard.compiled.certify._certificate import Claim, Verdict
+from torchguard.compiled.certify._taylor import overlaps
 from torchguard.compiled.certify.enclosure._enclose import Box, enclose
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ _COMPILED_SLACK = 64
 
 def enclosure_claims(compiled: "CompiledOut", point: tuple[Tensor, ...], seed: int) -> Iterator[Claim]:
     """Whether values in a small box lie within the bounds proven for it: eager ones exactly, compiled ones nearly."""
+    if any(map(overlaps, point)):
+        message = "A leaf has elements that share memory, so that a box around it holds no other point."
+        yield Claim("enclosure", "forward", Verdict.INCONCLUSIVE, message)
+        return
     radii = [
         _RADIUS * (1 + x.abs()) if leaf.differentiable else torch.zeros_like(x)
         for x, leaf in zip(point, compiled.leaves, strict=True)

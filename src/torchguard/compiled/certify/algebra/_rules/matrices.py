@@ -61,6 +61,24 @@ def _lu(f: PrimeField, a: Tensor) -> Tensor:
     return _eliminate(f, a, torch.zeros_like(a))[1]
 
 
+def _factors(f: PrimeField, a: Tensor, tangent: Tensor | None) -> Value:
+    """The LU factors of a in one matrix: dl = l * lower(l⁻¹ da u⁻¹), du = upper(l⁻¹ da u⁻¹) * u."""
+    factors = _lu(f, a)
+    if tangent is None:
+        return Value(f, factors)
+    lower, upper = _unpacked(f, factors)
+    left = _substitute(f, factors, tangent, is_upper=False, has_unit_diagonal=True)
+    turned = _substitute(f, upper.transpose(-2, -1), left.transpose(-2, -1), is_upper=False)
+    inner = turned.transpose(-2, -1)
+    moved = f.add(f.matmul(lower, inner.tril(-1)).tril(-1), f.matmul(inner.triu(), upper).triu())
+    return Value(f, factors, moved)
+
+
+def _unpacked(f: PrimeField, factors: Tensor) -> tuple[Tensor, Tensor]:
+    eye = torch.eye(factors.shape[-1], dtype=f.dtype)
+    return factors.tril(-1) + eye, factors.triu()
+
+
 def _solve(a: Value, b: Value) -> Value:
     """x with ax = b; dx = a⁻¹(db - da x)."""
     f = a.field
@@ -96,12 +114,12 @@ def _pivots(a: Value) -> Value:
 def _solve_ex(a: Value, b: Value, *, left: bool = True, check_errors: bool = False) -> tuple[Value, ...]:
     if not left or b.element.dim() < 2:
         raise UnsupportedError("linalg_solve from the right, or of one vector")
-    return _solve(a, b), Value(a.field, _lu(a.field, a.element)), _pivots(a), _info(a)
+    return _solve(a, b), _factors(a.field, a.element, a.tangent), _pivots(a), _info(a)
 
 
 def _lu_solve(lu: Value, pivots: Value, b: Value, *, left: bool = True, adjoint: bool = False) -> Value:
-    if not left or lu.tangent is not None:
-        raise UnsupportedError("linalg_lu_solve from the right, or differentiated by its factors")
+    if not left:
+        return _transposed(_lu_solve(lu, pivots, _transposed(b), adjoint=not adjoint))
     f, a = lu.field, lu.element
 
     def solve(t: Tensor) -> Tensor:
@@ -112,7 +130,13 @@ def _lu_solve(lu: Value, pivots: Value, b: Value, *, left: bool = True, adjoint:
         inner = _substitute(f, a, t, is_upper=False, has_unit_diagonal=True)
         return _substitute(f, a, inner, is_upper=True)
 
-    return b.linear(solve)
+    x = b.linear(solve)
+    if lu.tangent is None:
+        return x
+    (lower, upper), (dl, du) = _unpacked(f, a), (lu.tangent.tril(-1), lu.tangent.triu())
+    moved = f.add(f.matmul(dl, upper), f.matmul(lower, du))
+    change = f.reduced(-solve(f.matmul(moved.transpose(-2, -1) if adjoint else moved, x.element)))
+    return Value(f, x.element, change if x.tangent is None else f.add(x.tangent, change))
 
 
 def _determinant(a: Value, *, is_contiguous: bool) -> tuple[Value, Value, Value]:
@@ -127,8 +151,8 @@ def _determinant(a: Value, *, is_contiguous: bool) -> tuple[Value, Value, Value]
         trace = f.reduced(f.matmul(inverted, a.tangent).diagonal(dim1=-2, dim2=-1).sum(-1))
         tangent = f.mul(det, trace)
     # Torch factorises the transpose of a contiguous matrix, and its derivatives rely on that.
-    factored = a.element.transpose(-2, -1) if is_contiguous else a.element
-    return Value(f, det, tangent), Value(f, _lu(f, factored)), _pivots(a)
+    factored = _transposed(a) if is_contiguous else a
+    return Value(f, det, tangent), _factors(f, factored.element, factored.tangent), _pivots(a)
 
 
 def _triangular(a: Value, b: Value, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Value:

@@ -107,9 +107,15 @@ def _logaddexp(a: Value, b: Value) -> Value:
     return _with_slopes(known, (a, 1 / (1 + (y - x).exp())), (b, 1 / (1 + (x - y).exp())))
 
 
+def stepped(x: Value, function: Callable[[torch.Tensor], torch.Tensor]) -> Value:
+    """A step function of real numbers with integer values: its derivative is zero."""
+    steps = function(x.real_values()).to(torch.int64)
+    x.field.trace.record_step(steps)
+    return integers(x.field, steps)
+
+
 def _step_function(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
-    """A step function: its derivative is zero."""
-    return lambda x: x if x.is_integer else integers(x.field, function(x.real_values()).to(torch.int64)).as_elements()
+    return lambda x: x if x.is_integer else stepped(x, function).as_elements()
 
 
 def _logical(operation: Callable[..., torch.Tensor]) -> Callable[..., Value]:

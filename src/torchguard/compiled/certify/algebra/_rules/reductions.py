@@ -59,11 +59,15 @@ def _rows(x: Value, dims: list[int]) -> tuple[Tensor, list[int]]:
     return reals.reshape(*reals.shape[: reals.dim() - len(dims)], -1), order
 
 
-def _extremum(x: Value, dim: Dims = None, keepdim: bool = False, *, is_max: bool = True) -> Value:
+def _extremum(
+    x: Value, dim: Dims = None, keepdim: bool = False, *, is_max: bool = True, is_recorded: bool = True
+) -> Value:
     """The maximum or minimum; equal elements share its derivative evenly, as in torch."""
     dims = dims_of(x, dim)
     reals, order = _rows(x, dims)
     index = (reals if is_max else -reals).argmax(-1, keepdim=True)
+    if is_recorded:
+        x.field.trace.record_index(index, reals.shape[-1], ~reals.isinf())
 
     def pick(t: Tensor) -> Tensor:
         rows = t.permute(order).reshape(reals.shape).gather(-1, index).squeeze(-1)
@@ -86,7 +90,9 @@ def _keep_dims(t: Tensor, dims: list[int]) -> Tensor:
 
 def _argmax(x: Value, dim: int | None = None, keepdim: bool = False, *, is_max: bool = True) -> Value:
     reals = x.real_values() if is_max else -x.real_values()
-    return integers(x.field, reals.argmax(dim, keepdim=keepdim))
+    index = reals.argmax(dim, keepdim=keepdim)
+    x.field.trace.record_index(index, reals.numel() if dim is None else reals.shape[dim] if reals.dim() else 1)
+    return integers(x.field, index)
 
 
 def _extremum_and_index(is_max: bool) -> Callable[..., Any]:
@@ -109,13 +115,20 @@ def _sort(x: Value, *args: Any, dim: int = -1, descending: bool = False, stable:
             descending = given
         else:
             dim = given
-    indices = x.real_values().sort(dim=dim, descending=descending, stable=True).indices
+    return _sorted(x, dim, descending, x.shape[dim] if x.element.dim() else 1)
+
+
+def _sorted(x: Value, dim: int, descending: bool, count: int) -> tuple[Value, Value]:
+    """The first of the sorted elements, and their indices."""
+    if not x.element.dim():
+        return x, integers(x.field, torch.zeros((), dtype=torch.int64))
+    indices = x.real_values().sort(dim=dim, descending=descending, stable=True).indices.narrow(dim, 0, count)
+    x.field.trace.record_index(indices, x.shape[dim])
     return x.rearranged(lambda t: t.gather(dim, indices)), integers(x.field, indices)
 
 
 def _topk(x: Value, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Value, Value]:
-    indices = x.real_values().sort(dim=dim, descending=largest, stable=True).indices.narrow(dim, 0, k)
-    return x.rearranged(lambda t: t.gather(dim, indices)), integers(x.field, indices)
+    return _sorted(x, dim, largest, k)
 
 
 def _cumulative(x: Value, dim: int, step: Callable[[Value, Value], Value]) -> list[Value]:
@@ -144,7 +157,7 @@ def _prod(x: Value, dim: int | None = None, keepdim: bool = False, **_: Any) -> 
 
 def _shifted_exponentials(x: Value, dims: list[int]) -> tuple[Value, Value, Value]:
     """The largest of each row, exp(x - largest), and the sum of these. The derivative by the largest cancels."""
-    largest = _extremum(x.without_tangent(), dims, True)
+    largest = _extremum(x.without_tangent(), dims, True, is_recorded=False)
     exponentials = (x - largest).exp()
     return largest, exponentials, exponentials.total(dims, True)
 

@@ -205,6 +205,8 @@ def _embedding_backward(g: Value, ids: Value, rows: int, padding: int, scale_by_
         raise UnsupportedError("embedding with scale_grad_by_freq")
     width = g.shape[ids.element.dim() :]
     positions = ids.element.reshape(-1)
+    if 0 <= padding < rows:
+        g.field.trace.record_comparison(positions != padding)
     counted = (positions != padding).to(g.field.dtype).unsqueeze(-1)
 
     def put(t: Tensor) -> Tensor:

@@ -199,6 +199,8 @@ def _max_pool(rank: int) -> Callable[..., tuple[Value, Value]]:
         windows = _max_pool_windows(x, rank, kernel, stride, padding, dilation, ceil_mode)
         reals = _unfold(x.real_values(), windows, filling=-math.inf)
         chosen = reals.argmax(-1, keepdim=True)
+        is_inside = (windows.positions < math.prod(windows.inner)).expand(reals.shape)
+        x.field.trace.record_index(chosen, reals.shape[-1], is_inside)
         positions = windows.positions.expand(*reals.shape).gather(-1, chosen).squeeze(-1)
         shape = (*x.shape[:-rank], *windows.outer)
         return _select(x, positions, rank, shape), integers(x.field, positions.reshape(shape))
