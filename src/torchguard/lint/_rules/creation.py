@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torchguard.lint import _torch_names as names
 from torchguard.lint import _values as values
-from torchguard.lint._module import Module
+from torchguard.lint._module import Function, Module
 from torchguard.lint._rules.base import (
     FUNCTIONS,
     Problem,
@@ -14,7 +14,6 @@ from torchguard.lint._rules.base import (
     calls_of,
     has_spread,
     is_loss,
-    is_method,
     keyword,
     last_name,
     tensor_parameters,
@@ -41,6 +40,8 @@ def _is_converted(call: ast.Call, module: Module, methods: frozenset[str]) -> bo
         if isinstance(parent, ast.Attribute):
             if parent.attr in methods:
                 return True
+        elif isinstance(parent, ast.Subscript) and parent.value is child:
+            continue
         elif not (isinstance(parent, ast.Call) and parent.func is child):
             return False
     return False
@@ -89,20 +90,37 @@ def mask(n: int, device: torch.device) -> torch.Tensor:
             return
         if made == "normal" and any(module.value(one) in values.IS_TENSOR for one in node.args):
             return
-        if _stands_in(
-            node, module, "Parameter", "register_buffer", "register_parameter", "Buffer", "UninitializedParameter"
-        ):
+        if _stands_in(node, module, "Parameter", "register_buffer", "register_parameter", "Buffer", "add_state"):
             return
         if any(module.qualified(one) == "torch" for one in node.args):
             return
         function = module.function_of(node)
-        if function is not None and function.cls is not None and function.cls.is_module and function.name == "__init__":
+        if function is not None and function.cls is not None and "init" in function.name:
+            return
+        if _dtype_does_not_matter(node, module):
             return
         if made in ("empty", "zeros", "ones") and len(node.args) == 1 and _is_zero(node.args[0]):
             return  # a placeholder without elements
         yield Problem(
             node, f"torch.{made}: no dtype, so the global default decides. Pass dtype=, such as that of an input."
         )
+
+
+def _dtype_does_not_matter(call: ast.Call, module: Module) -> bool:
+    """`torch.rand(1) < p`, `torch.rand(1).item()`, `x[0] = torch.tensor(1.0)`."""
+    for parent, child in module.inside(call):
+        if isinstance(parent, ast.Compare):
+            return True
+        if isinstance(parent, ast.Attribute) and parent.attr in ("item", "tolist", "numpy"):
+            return True
+        if isinstance(parent, ast.Assign):
+            return child is parent.value and all(isinstance(target, ast.Subscript) for target in parent.targets)
+        is_chain = isinstance(parent, ast.Attribute | ast.Subscript) or (
+            isinstance(parent, ast.Call) and parent.func is child
+        )
+        if not is_chain:
+            return False
+    return False
 
 
 def _holds_float_literals(node: ast.expr) -> bool:
@@ -164,28 +182,23 @@ def add_positions(x: torch.Tensor) -> torch.Tensor:
 
 
 def _meets(call: ast.Call, given: list[str], module: Module) -> bool:
-    """Whether the new tensor meets a tensor in an operation: directly, or under the name that it is bound to."""
-    parents = module.parents(call)
-    for parent in parents:
-        if isinstance(parent, ast.BinOp) and module.is_tensor(parent):
-            other = parent.right if _contains(parent.left, call) else parent.left
-            if module.is_tensor(other) and _is_reached(other):
+    """Whether the new tensor meets a parameter in an operation: directly, or under the name that it is bound to."""
+    for parent, child in module.inside(call):
+        if isinstance(parent, ast.BinOp):
+            other = parent.right if child is parent.left else parent.left
+            if _is_given(other, given, module):
                 return True
-        elif isinstance(parent, ast.Call) and parent.func is not call:
-            package, _, last = module.qualified(parent.func).rpartition(".")
-            others = [one for one in _operands(parent) if not _contains(one, call)]
-            if package in ("torch", "torch.nn.functional") and any(module.is_tensor(one) for one in others):
-                return True
-        elif isinstance(parent, ast.stmt):
-            function = module.function_of(call)
-            if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
-                return function is not None and _name_meets(parent.targets[0].id, parent, function, module)
+        elif isinstance(parent, ast.Call) and parent.func is not child:
+            package = module.qualified(parent.func).rpartition(".")[0]
+            if package in ("torch", "torch.nn.functional"):
+                return any(_is_given(one, given, module) for one in _operands(parent))
             return False
+        elif isinstance(parent, ast.Assign):
+            target = parent.targets[0]
+            function = module.function_of(call)
+            is_name = len(parent.targets) == 1 and isinstance(target, ast.Name)
+            return is_name and function is not None and _name_meets(target.id, parent, given, function, module)  # pyright: ignore
     return False
-
-
-def _is_reached(node: ast.expr) -> bool:
-    return not isinstance(node, ast.Constant)
 
 
 def _operands(call: ast.Call) -> list[ast.expr]:
@@ -195,39 +208,29 @@ def _operands(call: ast.Call) -> list[ast.expr]:
     return found
 
 
-def _contains(node: ast.AST, inner: ast.AST) -> bool:
-    return any(one is inner for one in ast.walk(node))
+def _is_given(node: ast.expr, given: list[str], module: Module) -> bool:
+    """Whether an operand is one of the parameters, as it came in or as a view of it."""
+    if not module.is_tensor(node):
+        return False
+    while isinstance(node, ast.Subscript | ast.Attribute | ast.Call):
+        if isinstance(node, ast.Call) and last_name(node) in ("cpu", "to"):
+            return False
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return isinstance(node, ast.Name) and node.id in given
 
 
-def _name_meets(name: str, bound: ast.Assign, function, module: Module) -> bool:
-    """Whether the variable is an operand beside a tensor that is not made here, without being moved before."""
-    made_here = {name}
+def _name_meets(name: str, bound: ast.Assign, given: list[str], function: Function, module: Module) -> bool:
+    """Whether the variable is an operand beside a parameter, without being moved before."""
     for node in function.body:
-        if getattr(node, "lineno", 0) < bound.lineno:
-            if isinstance(node, ast.Assign) and factory(node.value, module):
-                made_here |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if getattr(node, "lineno", 0) <= bound.lineno:
             continue
-        if isinstance(node, ast.Assign) and node is not bound:
-            targets = {target.id for target in node.targets if isinstance(target, ast.Name)}
-            if name in targets and (is_method(node.value, *_CONVERSIONS) or factory(node.value, module)):
-                return False
+        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == name for one in node.targets):
+            return False  # bound again, perhaps moved
         if isinstance(node, ast.BinOp):
-            sides = (node.left, node.right)
-            for one, other in (sides, sides[::-1]):
-                is_ours = isinstance(one, ast.Name) and one.id == name
-                if (
-                    is_ours
-                    and module.value(other) in (values.TENSOR, values.INT, values.BOOL)
-                    and _foreign(other, made_here)
-                ):
+            for one, other in ((node.left, node.right), (node.right, node.left)):
+                if isinstance(one, ast.Name) and one.id == name and _is_given(other, given, module):
                     return True
     return False
-
-
-def _foreign(node: ast.expr, made_here: set[str]) -> bool:
-    """Whether an operand is a variable, an attribute or a call on one that was not made in this function."""
-    found = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-    return bool(found) and not found & made_here
 
 
 _DEVICE = re.compile(r"cuda(?::\d+)?$")
@@ -258,28 +261,29 @@ def noise(n: int, device: torch.device) -> torch.Tensor:
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
         if not isinstance(node, ast.Call):
+            if "autocast" in node.name:  # pyright: ignore[reportAttributeAccessIssue]
+                return
             for default in (*node.args.defaults, *node.args.kw_defaults):  # pyright: ignore[reportAttributeAccessIssue]
                 if isinstance(default, ast.Constant) and _is_cuda(default):
                     yield Problem(
                         default, f'default {default.value!r}: wrong where there is no CUDA device. Use "cpu" or None.'
                     )
             return
-        if _asks_for_cuda(node, module):
-            return
         func = node.func
         if isinstance(func, ast.Attribute) and func.attr == "cuda" and not module.qualified(func):
             held = module.value(func.value)
             is_module = held.startswith("layer:") or last_name(func.value) in ("model", "net", "self")
-            if not node.args and not node.keywords and (held in values.IS_TENSOR or is_module):
+            is_plain = not node.args and not node.keywords and (held in values.IS_TENSOR or is_module)
+            if is_plain and not _asks_for_cuda(node, module):
                 yield Problem(node, f"{text(func.value, 20)}.cuda() fails without CUDA. Use .to(device).")
             return
         package, _, last = module.qualified(func).rpartition(".")
         is_to = isinstance(func, ast.Attribute) and func.attr == "to" and not package
         candidates = [keyword(node, "device")] if package.startswith("torch") or is_to else []
         if is_to or (package == "torch" and last == "device"):
-            candidates.append(node.args[0] if node.args else None)
+            candidates.append(node.args[0] if len(node.args) == 1 else None)
         for one in candidates:
-            if isinstance(one, ast.Constant) and _is_cuda(one):
+            if isinstance(one, ast.Constant) and _is_cuda(one) and not _asks_for_cuda(node, module):
                 yield Problem(
                     one, f"device {one.value!r} is written into the code. Pass a device, or take that of an input."
                 )
@@ -294,10 +298,13 @@ def _asks_for_cuda(node: ast.AST, module: Module) -> bool:
     for test, _ in module.conditions(node):
         if re.search(r"cuda|gpu|device|accelerator", ast.unparse(test), re.IGNORECASE):
             return True
+    if any(isinstance(parent, ast.BoolOp) for parent, _ in module.inside(node)):
+        return True  # `accelerator() or torch.device("cuda")`
     function = module.function_of(node)
     if function is None:
         return False
-    return bool(re.search(r"cuda|gpu|triton|nccl", function.name, re.IGNORECASE)) or any(
+    names = f"{function.name} {function.cls.name if function.cls else ''}"
+    return bool(re.search(r"cuda|gpu|triton|nccl", names, re.IGNORECASE)) or any(
         module.qualified(call.func).startswith("torch.cuda.") for call in function.calls
     )
 

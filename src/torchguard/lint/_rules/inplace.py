@@ -9,23 +9,46 @@ from torchguard.lint._module import Module
 from torchguard.lint._rules.base import Problem, Rule, has_spread, is_method, keyword, last_name, text
 
 # Where values are set on purpose, outside of what autograd and a graph see.
-_INITIALIZERS = ("init", "reset", "load", "convert", "fill", "update_", "tie_", "post_init", "merge", "set_", "copy_")
+_INITIALIZERS = ("init", "reset", "load", "convert", "fill", "update_", "tie_", "merge", "set_", "copy_", "step")
 
 
 def may_be_differentiated(node: ast.AST, module: Module) -> bool:
     """Whether gradients may be on where a node runs, and the function is not there to set values."""
     function = module.function_of(node)
-    if function is None:
+    if function is None or module.has_no_grad(node):
         return False
     owner = function
     while owner is not None:
         name = owner.name.lower().lstrip("_")
-        if name.startswith(_INITIALIZERS) or "init" in name or name in ("step", "_step") or "cache" in name:
+        if name.startswith(_INITIALIZERS) or any(word in name for word in ("init", "cache", "backward", "kernel")):
             return False
-        if "triton" in " ".join(owner.decorators):
+        if owner.cls is not None and any(_sets_values(values.ref(base)) for base in owner.cls.bases):
+            return False
+        if owner.cls is None and _is_written_by_hand(module):
             return False
         owner = owner.outer
-    return not module.has_no_grad(node)
+    return True
+
+
+def _sets_values(base: str) -> bool:
+    """Optimizers work under no_grad, autograd functions below autograd."""
+    return base.endswith(("Optimizer", "autograd.Function", ".Function"))
+
+
+def _is_written_by_hand(module: Module) -> bool:
+    """Whether a file holds optimizers, autograd functions or operators: its functions are parts of these."""
+    return any(_sets_values(values.ref(base)) for cls in module.classes.values() for base in cls.bases) or any(
+        name.startswith(("triton", "torch.library")) for name in module.imported
+    )
+
+
+# What optimizers and averages update.
+_STATE = ("param", "exp_avg", "grad", "momentum", "buf", "ema", "running", "state", "cache")
+
+
+def is_state(node: ast.expr) -> bool:
+    name = last_name(node.value if isinstance(node, ast.Subscript) else node).lower()
+    return name in ("p", "v", "m") or any(word in name for word in _STATE)
 
 
 def is_fresh(node: ast.AST, module: Module) -> bool:
@@ -93,7 +116,7 @@ def shift(x: torch.Tensor) -> torch.Tensor:
             or func.attr not in names.IN_PLACE_METHODS
         ):
             return
-        if module.value(func.value) not in (values.TENSOR, values.INT, values.BOOL):
+        if module.value(func.value) != values.TENSOR or is_state(func.value):
             return
         if not may_be_differentiated(node, module) or _is_data(func.value) or _fills_fresh(func, module):
             return
@@ -166,17 +189,18 @@ def residual(x: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
         assert isinstance(node, ast.AugAssign)
-        held = module.value(node.target)
-        if held not in (values.TENSOR, values.INT, values.BOOL) or not may_be_differentiated(node, module):
+        if module.value(node.target) != values.TENSOR or not may_be_differentiated(node, module):
             return
-        if _is_data(node.target):
+        if _is_data(node.target) or is_state(node.target):
             return
         function = module.function_of(node)
         is_buffer = isinstance(node.target, ast.Attribute)
         if function is None or (is_buffer and not function.is_traced):
             return  # a counter or an average of a module, updated outside of its forward
         target, op = text(node.target, 20), _SYMBOLS.get(type(node.op), "+")
-        yield Problem(node, f"{target} {op}= ... changes the tensor in place. Write {target} = {target} {op} ...")
+        is_part = isinstance(node.target, ast.Subscript)
+        instead = "Build a new one: torch.where, index_put, cat." if is_part else f"Write {target} = {target} {op} ..."
+        yield Problem(node, f"{target} {op}= ... changes the tensor in place. {instead}")
 
 
 _SYMBOLS = {
@@ -260,16 +284,10 @@ def total(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         known = package in ("torch", "torch.linalg", "torch.fft", "torch.special") and (
             last in names.TENSOR_FUNCTIONS or last in names.TENSORS_FUNCTIONS or package != "torch"
         )
-        if known and may_be_differentiated(node, module) and not _in_autograd_function(node, module):
+        if known and may_be_differentiated(node, module):
             yield Problem(
                 node, f"torch.{last}(out={text(given, 20)}) overwrites a tensor, and has no gradient. Use the result."
             )
-
-
-def _in_autograd_function(node: ast.AST, module: Module) -> bool:
-    function = module.function_of(node)
-    cls = function.cls if function else None
-    return cls is not None and any(values.ref(base).endswith(".Function") for base in cls.bases)
 
 
 _CHAINED = {"add": "+", "sub": "-", "mul": "*", "div": "/"}

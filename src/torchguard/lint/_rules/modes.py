@@ -68,6 +68,18 @@ def _may_turn_off(node: ast.expr) -> bool:
     return any(word in name for word in ("grad", "ctx", "context", "inference", "eval"))
 
 
+def _class_turns_off(function: Function, module: Module) -> bool:
+    """Whether another method of the class turns gradients off: it may be the caller."""
+    assert function.cls is not None
+    for method in function.cls.methods.values():
+        other = module.functions[method]
+        if any("grad" in name or "inference" in name for name in other.decorators):
+            return True
+        if any(last_name(call) in ("no_grad", "inference_mode") for call in other.calls):
+            return True
+    return False
+
+
 class EvaluationWithGradients(Rule):
     code = "TG130"
     name = "evaluation-with-gradients"
@@ -98,10 +110,14 @@ def evaluate(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
         function = module.functions[node]
+        if ".eval()" not in module.source and not is_evaluation(function):
+            return
         if not module.imports_torch or function.name.startswith("test_") or _trains(function):
             return
         if function.cls is not None and function.name.endswith("_step"):
             return  # a trainer calls it, with gradients off
+        if function.cls is not None and _class_turns_off(function, module):
+            return
         seen: set[str] = set()
         for call in _mode_calls(function, "eval"):
             model = _receiver(call)
@@ -215,6 +231,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torc
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
         function = module.functions[node]
+        if ".eval()" not in module.source or "backward" not in module.source:
+            return
         steps = [call for call in function.calls if is_method(call, "backward")]
         if not module.imports_torch or not steps:
             return

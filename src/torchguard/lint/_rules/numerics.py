@@ -50,15 +50,29 @@ def resolved(node: ast.expr, function: Function | None) -> ast.expr:
     return node
 
 
-def is_guarded(node: ast.expr, function: Function | None) -> bool:
-    """Whether an expression shows that it stays away from zero: `x + eps`, `clamp`, `exp`, ..."""
-    node = resolved(node, function)
+def is_guarded(node: ast.expr, function: Function | None, module: Module) -> bool:
+    """Whether an expression, or what is bound to one of its variables, shows that it stays away from zero."""
+    if _shows_guard(node, module):
+        return True
+    if function is None:
+        return False
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name):
+            written = [*_bindings(one.id, function)]
+            for value in written[:]:
+                written += [resolved(name, function) for name in ast.walk(value) if isinstance(name, ast.Name)]
+            if any(_shows_guard(value, module) for value in written):
+                return True
+    return False
+
+
+def _shows_guard(node: ast.expr, module: Module) -> bool:
+    """`x + eps`, `clamp`, `exp`."""
     for one in ast.walk(node):
         if isinstance(one, ast.Call) and last_name(one) in _GUARDS:
             return True
         if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add):
-            sides = (one.left, one.right)
-            if any(_is_offset(side) for side in sides):
+            if any(_is_offset(side, module) for side in (one.left, one.right)):
                 return True
         if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Sub) and isinstance(one.left, ast.Constant):
             return True  # 1 - x: of a probability, or a schedule
@@ -67,14 +81,20 @@ def is_guarded(node: ast.expr, function: Function | None) -> bool:
     return False
 
 
-def _is_offset(node: ast.expr) -> bool:
-    """A number, or something named eps."""
+def _bindings(name: str, function: Function) -> list[ast.expr]:
+    """Every expression that a function binds to a name, also among others."""
+    return [
+        node.value
+        for node in function.body
+        if isinstance(node, ast.Assign) and any(name in names_in(target) for target in node.targets)
+    ]
+
+
+def _is_offset(node: ast.expr, module: Module) -> bool:
+    """A number, or a variable that is not known to be a tensor."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, int | float) and node.value != 0
-    if isinstance(node, ast.Attribute) and node.attr in ("tiny", "smallest_normal"):
-        return True
-    name = last_name(node).lower()
-    return any(word in name for word in ("eps", "tiny", "smooth", "delta", "small", "tol", "beta", "alpha", "damping"))
+    return isinstance(node, ast.Name | ast.Attribute) and not module.is_tensor(node)
 
 
 class UnsafeWhere(Rule):
@@ -116,9 +136,9 @@ def entropy_loss(p: torch.Tensor) -> torch.Tensor:
                 risky, what = _risky(one, module)
                 if risky is None or module.value(risky) != values.TENSOR:
                     continue
-                if is_guarded(risky, function) or not names_in(risky) & tested:
+                if is_guarded(risky, function, module) or not names_in(risky) & tested:
                     continue
-                if _is_index_math(risky, module):
+                if _needs_no_gradient(risky, function, module):
                     continue
                 yield Problem(
                     node,
@@ -157,10 +177,6 @@ def _is_negative_or_fraction(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, float) and 0 < node.value < 1
 
 
-def _is_index_math(node: ast.expr, module: Module) -> bool:
-    return module.value(node) in (values.INT, values.BOOL)
-
-
 class SquareRoot(Rule):
     code = "TG171"
     name = "sqrt-without-epsilon"
@@ -192,18 +208,23 @@ def distance_loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         else:
             given = operand(node, module, "sqrt")
         function = differentiable(node, module) if given is not None else None
-        if given is None or function is None or is_guarded(given, function):
+        if given is None or function is None or is_guarded(given, function, module):
             return
         if _needs_no_gradient(given, function, module):
             return
         yield Problem(node, f"sqrt of {text(given, 25)}: infinite gradient at 0. Add an epsilon inside the root.")
 
 
+_CONSTANTS = ("detach", "alphas", "sigma", "timestep", "cumprod", "config", "torch.tensor(", "schedule", "linspace")
+
+
 def _needs_no_gradient(node: ast.expr, function: Function, module: Module) -> bool:
-    """Buffers, detached values, schedules of a diffusion process."""
-    shown = ast.unparse(resolved(node, function))
-    return any(
-        word in shown for word in ("detach", "alphas", "sigma", "timestep", "cumprod", "self.config", "torch.tensor(")
+    """Detached values, integers, schedules of a diffusion process."""
+    written = [resolved(node, function), *(one for name in names_in(node) for one in _bindings(name, function))]
+    if any(word in ast.unparse(one) for one in written for word in _CONSTANTS):
+        return True
+    return not any(
+        module.value(one) == values.TENSOR for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute)
     )
 
 
@@ -241,7 +262,7 @@ def nll_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if of_softmax in ("softmax", "sigmoid"):
             better = "log_softmax" if of_softmax == "softmax" else "torch.nn.functional.logsigmoid"
             yield Problem(node, f"log of {of_softmax}: -inf where it underflows. Use {better} of the logits.")
-        elif not is_guarded(given, function) and not _needs_no_gradient(given, function, module):
+        elif not is_guarded(given, function, module) and not _needs_no_gradient(given, function, module):
             yield Problem(
                 node, f"log of {text(given, 25)}: -inf at 0, with an infinite gradient. Clamp it or add an epsilon."
             )
@@ -286,7 +307,11 @@ def cosine_loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if function is None:
             return
         below = resolved(node.right, function)
-        if not isinstance(below, ast.Call) or last_name(below) not in _MAY_VANISH or is_guarded(below, function):
+        if (
+            not isinstance(below, ast.Call)
+            or last_name(below) not in _MAY_VANISH
+            or is_guarded(below, function, module)
+        ):
             return
         if any(_covers(test, node.right) for test, _ in module.conditions(node)) or _needs_no_gradient(
             below, function, module
@@ -336,7 +361,7 @@ def log_loss(p: torch.Tensor) -> torch.Tensor:
         if (
             inner is None
             or function is None
-            or is_guarded(inner, function)
+            or is_guarded(inner, function, module)
             or _needs_no_gradient(inner, function, module)
         ):
             return
