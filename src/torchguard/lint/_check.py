@@ -71,6 +71,8 @@ def check(source: str, max_statements: int) -> Checked:
         return _unreadable("is nested too deeply to check.")
     except ValueError as error:  # of ast.parse: a null byte, a lone surrogate
         return _unreadable(f"cannot be parsed: {error}.")
+    except Exception as error:  # a defect of a rule must not cost the findings in all other files
+        return _unreadable(f"could not be checked, a defect of torchguard: {type(error).__name__}: {error}.")
 
 
 def selected(checked: Checked, file: str, codes: Collection[str]) -> list[Finding]:

@@ -68,10 +68,8 @@ def find_edits(module: Module, codes: frozenset[str]) -> list[_Edit]:
     found: list[_Edit] = []
     for code, find in _FINDERS.items():
         if code in codes:
-            for kind in _KINDS[code]:
-                for node in module.nodes[kind]:
-                    if (edit := find(node, module)) is not None:
-                        found.append(edit)
+            edits = [find(node, module) for kind in _KINDS[code] for node in module.nodes[kind]]
+            found += [edit for edit in edits if edit is not None]
     return [
         edit
         for edit in found
@@ -202,7 +200,7 @@ def _data(node: ast.AST, module: Module) -> _Edit | None:
     if isinstance(parent, ast.Attribute):
         call = next(module.parents(parent), None)
         is_read = isinstance(call, ast.Call) and call.func is parent and not parent.attr.endswith("_")
-        if not is_read or not inplace.is_fresh(call, module):
+        if call is None or not is_read or not inplace.is_fresh(call, module):
             return None
     elif not (isinstance(parent, ast.BinOp) and module.is_tensor(parent)):
         return None

@@ -1,7 +1,7 @@
 """What an expression holds, as far as the source shows it.
 
-A value is a short string: one of the constants below, `ref:torch.nn.Linear` for a name that was imported, `layer:Linear`
-for a module of torch.nn, `def:tensor` for a function of this file that returns a tensor, or "" if the source does not
+A value is a short string: one of the constants below, `ref:torch.nn.Linear` for a name that was imported,
+`layer:Linear` for a module of torch.nn, `def:tensor` for a function of this file that returns a tensor, or "" if the source does not
 show it. Rules only report what they know: "" is never reported.
 """
 

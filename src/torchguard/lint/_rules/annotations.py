@@ -16,9 +16,9 @@ class MissingAnnotation(Rule):
     is_fixable = True
     summary = "A function takes or returns tensors, and a parameter or the result has no annotation."
     why = """
-A signature with annotations says which arguments are tensors. Type checkers, `torch.export` and `@tensorcheck` read it;
-so does whoever calls the function. The rule only reports parameters and results that it knows to be tensors, by how the
-function uses them.
+A signature with annotations says which arguments are tensors. Type checkers, `torch.export` and `@tensorcheck` read
+it; so does whoever calls the function. The rule only reports parameters and results that it knows to be tensors, by
+how the function uses them.
 """
     wrong = """
 import torch
@@ -88,8 +88,8 @@ class TupleInput(Rule):
     nodes = FUNCTIONS
     summary = "A model's forward takes a tuple of tensors as one argument."
     why = """
-A tuple hides its tensors: their names are lost in an exported program and in ONNX, and callers have to know the order.
-Take named arguments, or one NamedTuple.
+A tuple hides its tensors: their names are lost in an exported program and in ONNX, and callers have to know the
+order. Take named arguments, or one NamedTuple.
 """
     wrong = """
 import torch
@@ -143,9 +143,9 @@ def _unpacked(function: Function) -> set[str]:
     """Parameters that are unpacked into several variables before they are bound again."""
     found: set[str] = set()
     for node in function.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-            if any(isinstance(target, ast.Tuple) and len(target.elts) > 1 for target in node.targets):
-                found.add(node.value.id)
+        is_name = isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)
+        if is_name and any(isinstance(target, ast.Tuple) and len(target.elts) > 1 for target in node.targets):
+            found.add(node.value.id)
     return found
 
 
@@ -155,8 +155,8 @@ class TupleOutput(Rule):
     nodes = FUNCTIONS
     summary = "A model's forward returns a bare tuple of tensors."
     why = """
-The names of the outputs are lost in an exported program and in ONNX, and every caller depends on their order: adding an
-output breaks all of them. Return a NamedTuple: it is still a tuple to torch.compile, torch.export and ONNX.
+The names of the outputs are lost in an exported program and in ONNX, and every caller depends on their order: adding
+an output breaks all of them. Return a NamedTuple: it is still a tuple to torch.compile, torch.export and ONNX.
 """
     wrong = """
 import torch
@@ -195,13 +195,14 @@ class Encoder(nn.Module):
             if any(module.is_tensor(element) for element in value.elts):
                 yield Problem(
                     one,
-                    f"forward returns a bare tuple of {len(value.elts)}, whose names exporters lose. Return a NamedTuple.",
+                    f"forward returns a bare tuple of {len(value.elts)}: exporters lose their names. Return a NamedTuple.",
                 )
                 return  # one finding a function: all its returns change together
 
 
 _SHAPE_WORDS = re.compile(
-    r"\bshapes?\b|\bdims?\b|[\[(]\s*[A-Za-z_*][\w*. ]*\s*(?:,|x|\u00d7)\s*[\w*. +/-]+.*?[\])]|\b[A-Z]\s*[x\u00d7]\s*[A-Z]\b|\b[BNTCHWDL]+(?:\s*,\s*[BNTCHWDLSE]+)+\b"
+    r"\bshapes?\b|\bdims?\b|\b[BNTCHWDL]+(?:\s*,\s*[BNTCHWDLSE]+)+\b|\b[A-Z]\s*[x\u00d7]\s*[A-Z]\b"
+    r"|[\[(]\s*[A-Za-z_*][\w*. ]*\s*(?:,|x|\u00d7)\s*[\w*. +/-]+.*?[\])]"
 )
 
 
@@ -211,9 +212,9 @@ class MissingShape(Rule):
     nodes = FUNCTIONS
     summary = "Tensors of a signature have neither a jaxtyping annotation nor a comment with their shape."
     why = """
-`torch.Tensor` says nothing about dimensions. A jaxtyping annotation (`Float[torch.Tensor, "batch time dim"]`) says it in
-the signature, `@tensorcheck` can check it, and it costs nothing in a compiled graph. A comment or docstring with the shape
-counts, too.
+`torch.Tensor` says nothing about dimensions. A jaxtyping annotation (`Float[torch.Tensor, "batch time dim"]`) says it
+in the signature, `@tensorcheck` can check it, and it costs nothing in a compiled graph. A comment or docstring with
+the shape counts, too.
 """
     wrong = """
 import torch

@@ -18,7 +18,7 @@ class Problem(NamedTuple):
 class Rule:
     """A rule. `check` is called for every node of the types in `nodes`.
 
-    The text below is the page of the rule. The tests hold that `wrong` is reported by this rule and that `right` is not.
+    The text is the page of the rule. The tests hold that `wrong` is reported by this rule and that `right` is not.
     """
 
     code: str
@@ -77,6 +77,9 @@ def names_in(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
+_BINDING = (ast.AnnAssign, ast.AugAssign, ast.For, ast.NamedExpr, ast.comprehension)
+
+
 def assigned_once(name: ast.AST, function: Function | None) -> ast.expr | None:
     """The expression that a variable stands for, if its function binds it in exactly one place."""
     if not isinstance(name, ast.Name) or function is None:
@@ -89,9 +92,8 @@ def assigned_once(name: ast.AST, function: Function | None) -> ast.expr | None:
                     found.append(node.value)
                 elif not isinstance(target, ast.Name | ast.Attribute | ast.Subscript) and name.id in names_in(target):
                     found.append(None)
-        elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For | ast.NamedExpr | ast.comprehension):
-            if name.id in names_in(node.target):
-                found.append(node.value if isinstance(node, ast.NamedExpr | ast.AnnAssign) else None)
+        elif isinstance(node, _BINDING) and name.id in names_in(node.target):
+            found.append(node.value if isinstance(node, ast.NamedExpr | ast.AnnAssign) else None)
     is_parameter = any(one.arg == name.id for one in function.arguments)
     return found[0] if len(found) == 1 and not is_parameter else None
 

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from torchguard.lint import _values as values
-from torchguard.lint._module import Module
+from torchguard.lint._module import Function, Module
 from torchguard.lint._rules.base import Problem, Rule, last_name, statement, text
 
 _BOUNDARY = frozenset(("torchguard.has_err", "torchguard.flags.ErrorFlags"))
@@ -16,8 +16,8 @@ class BoundaryInGraph(Rule):
     nodes = (ast.Call,)
     summary = "A function of `torchguard.flags` is called inside a compiled function or forward."
     why = """
-`flags` reads values: it returns Python objects, and refuses to be traced. Inside a graph use `err`, which returns tensors:
-`err.any_err(f)` instead of `flags.has_err`, `err.count_errors(f)` instead of `flags.summary(f)`.
+`flags` reads values: it returns Python objects, and refuses to be traced. Inside a graph use `err`, which returns
+tensors: `err.any_err(f)` instead of `flags.has_err`, `err.count_errors(f)` instead of `flags.summary(f)`.
 """
     wrong = """
 import torch
@@ -61,8 +61,8 @@ class FlagsArithmetic(Rule):
     summary = "Flags are used in arithmetic."
     why = """
 Flags are bits in the words of an integer tensor. Adding or averaging them gives other codes at other locations, and a
-conversion to float rounds them away. Merge flags with `err.merge(f, g)`; count with `err.count_errors(f)`; select samples with
-`err.is_ok(f)`.
+conversion to float rounds them away. Merge flags with `err.merge(f, g)`; count with `err.count_errors(f)`; select
+samples with `err.is_ok(f)`.
 """
     wrong = """
 import torch
@@ -123,8 +123,8 @@ class DroppedFlags(Rule):
     nodes = (ast.Call,)
     summary = "The result of a check is dropped."
     why = """
-Flags are values: a check returns new ones and leaves the old ones as they are. If the result is not used, nothing is recorded,
-and in a graph the check is dead code that the compiler removes.
+Flags are values: a check returns new ones and leaves the old ones as they are. If the result is not used, nothing is
+recorded, and in a graph the check is dead code that the compiler removes.
 """
     wrong = """
 import torch
@@ -161,13 +161,14 @@ def layer(x: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         if isinstance(stands_in, ast.Assign) and stands_in.value is node and len(stands_in.targets) == 1:
             target = stands_in.targets[0]
             function = module.function_of(node)
-            if isinstance(target, ast.Name) and function is not None and target.id not in function.not_local:
-                if target.id != "_" and not self._is_read(target, stands_in, function, module):
-                    yield Problem(
-                        node, f"{target.id} is never used after {last_name(node)}, so the check is dropped. Return it."
-                    )
+            if not isinstance(target, ast.Name) or function is None or target.id in {"_", *function.not_local}:
+                return
+            if not self._is_read(target, stands_in, function, module):
+                yield Problem(
+                    node, f"{target.id} is never used after {last_name(node)}, so the check is dropped. Return it."
+                )
 
-    def _is_read(self, target: ast.Name, bound: ast.Assign, function, module: Module) -> bool:
+    def _is_read(self, target: ast.Name, bound: ast.Assign, function: Function, module: Module) -> bool:
         in_loop = any(isinstance(parent, ast.For | ast.While) for parent, _ in module.inside(bound))
         inner = [one for nested in function.body if isinstance(nested, ast.FunctionDef) for one in ast.walk(nested)]
         return any(

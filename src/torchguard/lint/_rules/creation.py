@@ -61,10 +61,11 @@ class NoDtype(Rule):
     nodes = (ast.Call,)
     summary = "A tensor is created in whatever the default dtype is."
     why = """
-`torch.zeros(3)` is float32, float64 or bfloat16, depending on `torch.set_default_dtype`, which libraries change while they
-load a model. A mask or position made like this silently promotes the result, or rounds it. Reported are the functions whose
-dtype the call does not show: `zeros`, `ones`, `empty`, `rand`, `randn`, `eye`, `linspace`, `logspace`, and `torch.tensor` of
-float literals. Parameters and buffers of a module are left out: they are meant to follow the default.
+`torch.zeros(3)` is float32, float64 or bfloat16, depending on `torch.set_default_dtype`, which libraries change while
+they load a model. A mask or position made like this silently promotes the result, or rounds it. Reported are the
+functions whose dtype the call does not show: `zeros`, `ones`, `empty`, `rand`, `randn`, `eye`, `linspace`,
+`logspace`, and `torch.tensor` of float literals. Parameters and buffers of a module are left out: they are meant to
+follow the default.
 """
     wrong = """
 import torch
@@ -242,8 +243,9 @@ class HardCodedCuda(Rule):
     nodes = (ast.Call, ast.FunctionDef, ast.AsyncFunctionDef)
     summary = 'A device is written into the code: `"cuda"`, `.cuda()`.'
     why = """
-The code runs on machines with an NVIDIA GPU alone, and on the first GPU of them. Take the device from a tensor or parameter
-(`x.device`), or as an argument. A choice that asks first (`"cuda" if torch.cuda.is_available() else "cpu"`) is not reported.
+The code runs on machines with an NVIDIA GPU alone, and on the first GPU of them. Take the device from a tensor or
+parameter (`x.device`), or as an argument. A choice that asks first (`"cuda" if torch.cuda.is_available() else "cpu"`)
+is not reported.
 """
     wrong = """
 import torch
@@ -319,9 +321,9 @@ class LossDtype(Rule):
     nodes = FUNCTIONS
     summary = "A loss is computed in the dtype of its inputs."
     why = """
-Under bfloat16 or float16 a sum over many elements loses most of its digits or overflows. A loss should convert its inputs to
-the dtype that it computes in, float32 unless told otherwise: `predictions.to(dtype=dtype)`. Losses of torch that autocast
-runs in float32 do so under autocast only.
+Under bfloat16 or float16 a sum over many elements loses most of its digits or overflows. A loss should convert its
+inputs to the dtype that it computes in, float32 unless told otherwise: `predictions.to(dtype=dtype)`. Losses of torch
+that autocast runs in float32 do so under autocast only.
 """
     wrong = """
 import torch

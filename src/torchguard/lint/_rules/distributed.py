@@ -65,9 +65,9 @@ class CollectiveUnderRank(Rule):
     nodes = (ast.Call,)
     summary = "A collective runs on some ranks only: a deadlock."
     why = """
-A collective returns when every rank of its group has called it. Under `if rank == 0:`, or after `if rank != 0: return`, the
-others never do, and the job hangs until a timeout. Call it on all ranks, and do the work around it on one. A collective with a
-`group=` of its own is not reported.
+A collective returns when every rank of its group has called it. Under `if rank == 0:`, or after `if rank != 0:
+return`, the others never do, and the job hangs until a timeout. Call it on all ranks, and do the work around it on
+one. A collective with a `group=` of its own is not reported.
 """
     wrong = """
 import torch
@@ -128,9 +128,9 @@ def log_loss(loss: torch.Tensor) -> None:
         """`if rank != 0: return` in front of the collective."""
         for parent, child in module.inside(node):
             for block in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
-                if isinstance(block, list) and child in block:
-                    if found := self._left_by_rank(block[: block.index(child)]):
-                        return found
+                before = block[: block.index(child)] if isinstance(block, list) and child in block else []
+                if found := self._left_by_rank(before):
+                    return found
         function = module.function_of(node)
         if function is not None:
             top = next((one for one in function.node.body if any(inner is node for inner in ast.walk(one))), None)
@@ -161,7 +161,8 @@ class CollectiveWithoutGuard(Rule):
     summary = "A collective is not guarded by `dist.is_initialized()`."
     why = """
 Without a process group a collective raises: the function cannot be used in a notebook, in a test, or on one GPU. Ask
-`dist.is_available() and dist.is_initialized()` first. The linter sees guards in the function itself, not in its callers.
+`dist.is_available() and dist.is_initialized()` first. The linter sees guards in the function itself, not in its
+callers.
 """
     wrong = """
 import torch
@@ -212,9 +213,9 @@ class LossNotAggregated(Rule):
     is_default = False
     summary = "A loss is reported for one rank's share of the batch only."
     why = """
-Where `torch.distributed` is in use, `loss.item()` is the loss of this rank's samples: logs, early stopping and schedulers that
-read it see a part of the batch, and differ between ranks. Average it with `dist.all_reduce` first. The loss that is
-differentiated needs no aggregation: DistributedDataParallel averages the gradients.
+Where `torch.distributed` is in use, `loss.item()` is the loss of this rank's samples: logs, early stopping and
+schedulers that read it see a part of the batch, and differ between ranks. Average it with `dist.all_reduce` first.
+The loss that is differentiated needs no aggregation: DistributedDataParallel averages the gradients.
 """
     wrong = """
 import torch
@@ -270,9 +271,10 @@ class GatherWithoutGradient(Rule):
     nodes = (ast.Call,)
     summary = "A loss uses `dist.all_gather`, which has no gradient."
     why = """
-`dist.all_gather` fills tensors that autograd does not follow: the loss over the gathered batch is right, and its gradient is
-missing every term that goes through them, without an error. Use `torch.distributed.nn.functional.all_gather`, or put the local
-tensor back into the list (`gathered[rank] = x`), which gives the gradient of the local share.
+`dist.all_gather` fills tensors that autograd does not follow: the loss over the gathered batch is right, and its
+gradient is missing every term that goes through them, without an error. Use
+`torch.distributed.nn.functional.all_gather`, or put the local tensor back into the list (`gathered[rank] = x`), which
+gives the gradient of the local share.
 """
     wrong = """
 import torch

@@ -21,9 +21,9 @@ class Item(Rule):
     nodes = (ast.Call,)
     summary = "A model's forward reads a number out of a tensor: `.item()`, `int(x)`, `float(x)`, `bool(x)`."
     why = """
-The number is not known while tracing: `torch.compile(fullgraph=True)` and `torch.export` stop, or go on with an unbacked
-symbol that the next comparison stops at; ONNX writes the traced number into the file as a constant. On a GPU it also waits for
-the device. Keep it a tensor.
+The number is not known while tracing: `torch.compile(fullgraph=True)` and `torch.export` stop, or go on with an
+unbacked symbol that the next comparison stops at; ONNX writes the traced number into the file as a constant. On a GPU
+it also waits for the device. Keep it a tensor.
 """
     wrong = """
 import torch
@@ -84,8 +84,8 @@ class ToPython(Rule):
     nodes = (ast.Call,)
     summary = "A model's forward turns a tensor into a list or an array: `.tolist()`, `.numpy()`."
     why = """
-Values leave the graph: `fullgraph=True` and `torch.export` stop, ONNX records constants, gradients end, and on a GPU the host
-waits for the device. Keep the computation in torch.
+Values leave the graph: `fullgraph=True` and `torch.export` stop, ONNX records constants, gradients end, and on a GPU
+the host waits for the device. Keep the computation in torch.
 """
     wrong = """
 import torch
@@ -121,8 +121,8 @@ class Print(Rule):
     nodes = (ast.Call,)
     summary = "A model's forward prints a tensor."
     why = """
-Printing needs values: the graph breaks, `fullgraph=True` and `torch.export` stop, and on a GPU the host waits for the device.
-Look at values with a forward hook, `torchguard.watch`, or at the boundary.
+Printing needs values: the graph breaks, `fullgraph=True` and `torch.export` stop, and on a GPU the host waits for the
+device. Look at values with a forward hook, `torchguard.watch`, or at the boundary.
 """
     wrong = """
 import torch
@@ -187,8 +187,8 @@ class BranchOnTensor(Rule):
     nodes = (ast.If, ast.IfExp, ast.Assert)
     summary = "A model's forward branches on the value of a tensor."
     why = """
-Which branch to trace is not known: `fullgraph=True` and `torch.export` stop, and ONNX keeps the branch of the example alone.
-Use `torch.where`, `torch.cond`, or torchguard's `IF`. An assertion on values has the same effect: use
+Which branch to trace is not known: `fullgraph=True` and `torch.export` stop, and ONNX keeps the branch of the example
+alone. Use `torch.where`, `torch.cond`, or torchguard's `IF`. An assertion on values has the same effect: use
 `torch._check` on sizes, or flags for samples.
 """
     wrong = """
@@ -233,8 +233,8 @@ class DataDependentShape(Rule):
     summary = "A model's forward makes a tensor whose size depends on values: `x[mask]`, `nonzero`, `unique`."
     why = """
 The size is not known while tracing: `fullgraph=True` stops unless `capture_dynamic_output_shape_ops` is set, later
-comparisons of the size stop `torch.export`, and on a GPU the host waits for the size. Keep the size and mask the values:
-`torch.where(mask, x, 0)`.
+comparisons of the size stop `torch.export`, and on a GPU the host waits for the size. Keep the size and mask the
+values: `torch.where(mask, x, 0)`.
 """
     wrong = """
 import torch
@@ -289,8 +289,8 @@ class DataDependentLoop(Rule):
     nodes = (ast.For, ast.While)
     summary = "A model's forward loops as often as a tensor's value says."
     why = """
-The number of rounds is not known while tracing: `fullgraph=True` and `torch.export` stop, and ONNX unrolls the rounds of the
-example. Loop over a size, compute for all rounds and mask, or use `torch.while_loop`.
+The number of rounds is not known while tracing: `fullgraph=True` and `torch.export` stop, and ONNX unrolls the rounds
+of the example. Loop over a size, compute for all rounds and mask, or use `torch.while_loop`.
 """
     wrong = """
 import torch
@@ -338,14 +338,14 @@ def _values_in_range(node: ast.expr, module: Module) -> ast.expr | None:
     is_range = node.func.id == "range"
     for argument in node.args:
         for one in ast.walk(argument):
-            if is_method(one, "item", "tolist") and isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):
-                if module.is_tensor(one.func.value) or is_range:
-                    return one
+            is_read = is_method(one, "item", "tolist")
+            if is_read and (is_range or module.is_tensor(one.func.value)):  # pyright: ignore[reportAttributeAccessIssue]
+                return one  # pyright: ignore[reportReturnType]
         if is_range and module.is_tensor(argument):
             return argument
-        if is_range and isinstance(argument, ast.Call) and last_name(argument) == "int" and argument.args:
-            if module.is_tensor(argument.args[0]):
-                return argument
+        is_int = is_range and isinstance(argument, ast.Call) and last_name(argument) == "int" and bool(argument.args)
+        if is_int and module.is_tensor(argument.args[0]):
+            return argument
     return None
 
 
@@ -388,9 +388,9 @@ class DynamicAxes(Rule):
     nodes = (ast.Call,)
     summary = "`torch.onnx.export(dynamic_axes=...)`, which has no bounds and no check."
     why = """
-`dynamic_axes` only renames dimensions: what the traced program assumed about the size of the example stays in the file. With
-`dynamo=True`, `dynamic_shapes={"x": {0: torch.export.Dim("batch", min=1, max=64)}}` states the range, and the export
-fails if the model does not hold for all of it.
+`dynamic_axes` only renames dimensions: what the traced program assumed about the size of the example stays in the
+file. With `dynamo=True`, `dynamic_shapes={"x": {0: torch.export.Dim("batch", min=1, max=64)}}` states the range, and
+the export fails if the model does not hold for all of it.
 """
     wrong = """
 import torch
@@ -412,11 +412,12 @@ def save(model: nn.Module, x: torch.Tensor) -> None:
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
         assert isinstance(node, ast.Call)
         given = keyword(node, "dynamic_axes")
-        if given is not None and module.qualified(node.func) == "torch.onnx.export":
-            if not (isinstance(given, ast.Constant) and given.value is None):
-                yield Problem(
-                    node, "dynamic_axes has no bounds. Pass dynamo=True and dynamic_shapes with torch.export.Dim."
-                )
+        if given is None or (isinstance(given, ast.Constant) and given.value is None):
+            return
+        if module.qualified(node.func) == "torch.onnx.export":
+            yield Problem(
+                node, "dynamic_axes has no bounds. Pass dynamo=True and dynamic_shapes with torch.export.Dim."
+            )
 
 
 RULES = (

@@ -89,9 +89,9 @@ class InPlaceMethod(Rule):
     is_fixable = True
     summary = "A method changes a tensor in place, where gradients may be on."
     why = """
-`x.add_(1)` changes what every view of x and every other name of it holds. If autograd saved x, backward fails; if it did not,
-a caller's tensor changes without notice. In a compiled graph it saves nothing: Inductor chooses buffers itself. Under
-`torch.no_grad()`, in initialization, and on `.data` it is not reported.
+`x.add_(1)` changes what every view of x and every other name of it holds. If autograd saved x, backward fails; if it
+did not, a caller's tensor changes without notice. In a compiled graph it saves nothing: Inductor chooses buffers
+itself. Under `torch.no_grad()`, in initialization, and on `.data` it is not reported.
 """
     wrong = """
 import torch
@@ -227,8 +227,8 @@ class InPlaceArgument(Rule):
     is_fixable = True
     summary = "`inplace=True` of a layer or function."
     why = """
-`nn.ReLU(inplace=True)` overwrites its input: a residual connection or a hook that holds the input then sees the output. What
-it saves in eager mode, Inductor saves by itself.
+`nn.ReLU(inplace=True)` overwrites its input: a residual connection or a hook that holds the input then sees the
+output. What it saves in eager mode, Inductor saves by itself.
 """
     wrong = """
 import torch
@@ -257,8 +257,8 @@ class OutArgument(Rule):
     nodes = (ast.Call,)
     summary = "`out=` writes into an existing tensor."
     why = """
-Functions with `out=` do not support autograd: they raise if an argument requires grad. They also resize or overwrite a tensor
-that others may hold.
+Functions with `out=` do not support autograd: they raise if an argument requires grad. They also resize or overwrite
+a tensor that others may hold.
 """
     wrong = """
 import torch
@@ -300,8 +300,8 @@ class MethodChain(Rule):
     is_fixable = True
     summary = "Arithmetic is written as a chain of methods: `a.add(b).add(c)`."
     why = """
-`a + b + c` computes the same, reads as the formula, and makes the order of operations visible. Both make one intermediate
-tensor in eager mode and none under Inductor: it is a matter of reading alone.
+`a + b + c` computes the same, reads as the formula, and makes the order of operations visible. Both make one
+intermediate tensor in eager mode and none under Inductor: it is a matter of reading alone.
 """
     wrong = """
 import torch
@@ -364,8 +364,8 @@ class DataAttribute(Rule):
     is_fixable = True
     summary = "`.data` reads a tensor behind autograd's back."
     why = """
-`x.data` shares memory with x but not its version counter: if the values are changed later, autograd does not notice, and
-gradients are wrong without an error. `x.detach()` gives the same values and keeps the counter. To write, use
+`x.data` shares memory with x but not its version counter: if the values are changed later, autograd does not notice,
+and gradients are wrong without an error. `x.detach()` gives the same values and keeps the counter. To write, use
 `with torch.no_grad()`.
 """
     wrong = """

@@ -86,8 +86,8 @@ class EvaluationWithGradients(Rule):
     nodes = FUNCTIONS
     summary = "A model is evaluated with gradients on."
     why = """
-Without `torch.inference_mode()` (or `no_grad`) every evaluated batch records a graph for a backward pass that never comes: it
-takes memory and time, and results that are kept, such as a running loss, keep all graphs alive.
+Without `torch.inference_mode()` (or `no_grad`) every evaluated batch records a graph for a backward pass that never
+comes: it takes memory and time, and results that are kept, such as a running loss, keep all graphs alive.
 """
     wrong = """
 import torch
@@ -144,8 +144,8 @@ class EvaluationInTrainingMode(Rule):
     nodes = FUNCTIONS
     summary = "A function for evaluation calls a model that may be in training mode."
     why = """
-In training mode dropout is active and batch norm uses and updates the statistics of the batch: predictions are random and
-depend on the other samples. Call `model.eval()` first.
+In training mode dropout is active and batch norm uses and updates the statistics of the batch: predictions are random
+and depend on the other samples. Call `model.eval()` first.
 """
     wrong = """
 import torch
@@ -200,8 +200,9 @@ class TrainingInEvaluationMode(Rule):
     nodes = FUNCTIONS
     summary = "A training loop trains a model in evaluation mode."
     why = """
-After `model.eval()` dropout is off and batch norm keeps its old statistics: the model trains without regularization, on
-statistics that never follow. Call `model.train()` before the step, above all after an evaluation in the middle of the loop.
+After `model.eval()` dropout is off and batch norm keeps its old statistics: the model trains without regularization,
+on statistics that never follow. Call `model.train()` before the step, above all after an evaluation in the middle of
+the loop.
 """
     wrong = """
 import torch
@@ -278,7 +279,8 @@ class TrainModeInEvaluation(Rule):
     nodes = FUNCTIONS
     summary = "A function for evaluation puts the model into training mode."
     why = """
-`model.train()` before an evaluation turns dropout on and lets the evaluated batches change the statistics of batch norm.
+`model.train()` before an evaluation turns dropout on and lets the evaluated batches change the statistics of batch
+norm.
 """
     wrong = """
 import torch
@@ -318,8 +320,8 @@ class BackwardWithoutGradients(Rule):
     nodes = (ast.Call,)
     summary = "`backward()` is called where gradients are off."
     why = """
-Under `torch.no_grad()` or `torch.inference_mode()` nothing is recorded: `backward()` raises, or sees only what was computed
-outside. Neither context is for training.
+Under `torch.no_grad()` or `torch.inference_mode()` nothing is recorded: `backward()` raises, or sees only what was
+computed outside. Neither context is for training.
 """
     wrong = """
 import torch
@@ -360,9 +362,9 @@ class PreferInferenceMode(Rule):
     nodes = FUNCTIONS
     summary = "`torch.no_grad()` in a function for inference, where `torch.inference_mode()` fits."
     why = """
-`inference_mode` also skips version counters and view tracking, so small operations are faster, and it fails loudly if a result
-is later used for training. It fits where results never meet autograd again. Weights that are changed or trained afterwards
-need `no_grad`.
+`inference_mode` also skips version counters and view tracking, so small operations are faster, and it fails loudly if
+a result is later used for training. It fits where results never meet autograd again. Weights that are changed or
+trained afterwards need `no_grad`.
 """
     wrong = """
 import torch
@@ -390,9 +392,8 @@ def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return
         assert isinstance(node, FUNCTIONS)
         marks: list[ast.expr] = [*node.decorator_list]
-        for one in function.body:
-            if isinstance(one, ast.With) and len(one.items) == 1:
-                marks.append(one.items[0].context_expr)
+        blocks = [one for one in function.body if isinstance(one, ast.With) and len(one.items) == 1]
+        marks += [one.items[0].context_expr for one in blocks]
         for mark in marks:
             if module.qualified(mark.func if isinstance(mark, ast.Call) else mark) == "torch.no_grad":
                 yield Problem(

@@ -71,9 +71,9 @@ def _shows_guard(node: ast.expr, module: Module) -> bool:
     for one in ast.walk(node):
         if isinstance(one, ast.Call) and last_name(one) in _GUARDS:
             return True
-        if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add):
-            if any(_is_offset(side, module) for side in (one.left, one.right)):
-                return True
+        is_sum = isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add)
+        if is_sum and any(_is_offset(side, module) for side in (one.left, one.right)):
+            return True
         if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Sub) and isinstance(one.left, ast.Constant):
             return True  # 1 - x: of a probability, or a schedule
         if isinstance(one, ast.keyword) and one.arg and "eps" in one.arg:
@@ -103,8 +103,8 @@ class UnsafeWhere(Rule):
     nodes = (ast.Call,)
     summary = "`torch.where` hides a NaN in the forward pass, and lets it through in the backward pass."
     why = """
-`torch.where(x > 0, torch.log(x), 0)` computes the logarithm everywhere. In backward the branch that was not chosen gets the
-gradient 0, and 0 times an infinite derivative is NaN. Make the argument safe before the operation:
+`torch.where(x > 0, torch.log(x), 0)` computes the logarithm everywhere. In backward the branch that was not chosen
+gets the gradient 0, and 0 times an infinite derivative is NaN. Make the argument safe before the operation:
 `torch.log(torch.where(x > 0, x, 1))`.
 """
     wrong = """
@@ -142,7 +142,7 @@ def entropy_loss(p: torch.Tensor) -> torch.Tensor:
                     continue
                 yield Problem(
                     node,
-                    f"{what} of {text(risky, 20)} in a branch: its NaN gradient passes torch.where. Make it safe first.",
+                    f"{what} of {text(risky, 20)} in a branch: its NaN gradient passes torch.where. Guard it first.",
                 )
                 return
 
@@ -183,9 +183,9 @@ class SquareRoot(Rule):
     nodes = (ast.Call, ast.BinOp)
     summary = "A square root in a loss or forward, of something that may be zero."
     why = """
-The derivative of the square root at 0 is infinite, and infinite times the zero gradient of a square is NaN. One zero row, such
-as padding, is enough. Add an epsilon inside the root. (`torch.linalg.vector_norm` and `x.norm()` handle zero themselves: their
-gradient there is 0.)
+The derivative of the square root at 0 is infinite, and infinite times the zero gradient of a square is NaN. One zero
+row, such as padding, is enough. Add an epsilon inside the root. (`torch.linalg.vector_norm` and `x.norm()` handle
+zero themselves: their gradient there is 0.)
 """
     wrong = """
 import torch
@@ -234,8 +234,9 @@ class Logarithm(Rule):
     nodes = (ast.Call,)
     summary = "A logarithm in a loss or forward, of something that may be zero."
     why = """
-log(0) is -inf, and its gradient is infinite: the loss, or the gradient of one sample, becomes NaN. For probabilities compute the
-logarithm from the logits: `log_softmax`, `logsigmoid`, `binary_cross_entropy_with_logits`. Otherwise clamp the argument.
+log(0) is -inf, and its gradient is infinite: the loss, or the gradient of one sample, becomes NaN. For probabilities
+compute the logarithm from the logits: `log_softmax`, `logsigmoid`, `binary_cross_entropy_with_logits`. Otherwise
+clamp the argument.
 """
     wrong = """
 import torch
@@ -277,9 +278,9 @@ class Division(Rule):
     nodes = (ast.BinOp,)
     summary = "A division in a loss or forward by a norm, sum or deviation that may be zero."
     why = """
-The norm of a zero vector, the standard deviation of a constant row and the sum of an empty mask are 0: the quotient is NaN or
-infinite, and so is the gradient, for one padded or degenerate sample. Add an epsilon or clamp the denominator;
-`torch.nn.functional.normalize` does so.
+The norm of a zero vector, the standard deviation of a constant row and the sum of an empty mask are 0: the quotient
+is NaN or infinite, and so is the gradient, for one padded or degenerate sample. Add an epsilon or clamp the
+denominator; `torch.nn.functional.normalize` does so.
 """
     wrong = """
 import torch
@@ -331,8 +332,8 @@ class ClampAfterLog(Rule):
     nodes = (ast.Call,)
     summary = "The result of a logarithm is clamped, instead of its argument."
     why = """
-`torch.log(x).clamp(min=-100)` is finite at 0, and its gradient is not: clamp passes 0 back, the logarithm multiplies it by 1/0,
-and 0 times infinity is NaN. Clamp before: `torch.log(x.clamp(min=1e-38))`.
+`torch.log(x).clamp(min=-100)` is finite at 0, and its gradient is not: clamp passes 0 back, the logarithm multiplies
+it by 1/0, and 0 times infinity is NaN. Clamp before: `torch.log(x.clamp(min=1e-38))`.
 """
     wrong = """
 import torch
@@ -384,8 +385,8 @@ class MeanOverBadSamples(Rule):
     nodes = (ast.Call,)
     summary = "A mean over the batch, where flags say that samples may be bad."
     why = """
-One bad sample makes the mean NaN, and the whole batch is lost. The flags are at hand: `err.mean_ok(per_sample, f)` is the mean
-over the good samples.
+One bad sample makes the mean NaN, and the whole batch is lost. The flags are at hand: `err.mean_ok(per_sample, f)` is
+the mean over the good samples.
 """
     wrong = """
 import torch

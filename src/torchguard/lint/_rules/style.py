@@ -20,8 +20,8 @@ class ConversionName(Rule):
     nodes = FUNCTIONS
     summary = "A function that converts x to y is not named `x_to_y`."
     why = """
-One pattern for all conversions, `image_to_numpy`, `box_to_normalized`, lets readers guess the name and search for it. `2` and a
-leading `convert_` add nothing.
+One pattern for all conversions, `image_to_numpy`, `box_to_normalized`, lets readers guess the name and search for it.
+`2` and a leading `convert_` add nothing.
 """
     wrong = """
 import torch
@@ -57,8 +57,8 @@ class FunctionLength(Rule):
     longest = 60
     summary = "A function has more statements than `max-statements` (60)."
     why = """
-A function that fits on a screen can be read, tested and compiled on its own. Statements are counted, not lines: a long call or
-docstring does not make a function long.
+A function that fits on a screen can be read, tested and compiled on its own. Statements are counted, not lines: a
+long call or docstring does not make a function long.
 """
     wrong = "def long(x):\n" + "".join(f"    x = x + {i}\n" for i in range(61)) + "    return x\n"
     right = "def short(x):\n    return x + 1\n"

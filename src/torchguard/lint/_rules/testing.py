@@ -15,8 +15,8 @@ class GradientOfConstant(Rule):
     nodes = FUNCTIONS
     summary = "The gradient of a tensor is read that does not require one."
     why = """
-`x = torch.randn(4)` is a constant to autograd: after `backward()`, `x.grad` is None, and a loss of such inputs alone has no
-`backward` at all. A test that means to check gradients has to ask for them.
+`x = torch.randn(4)` is a constant to autograd: after `backward()`, `x.grad` is None, and a loss of such inputs alone
+has no `backward` at all. A test that means to check gradients has to ask for them.
 """
     wrong = """
 import torch
@@ -106,9 +106,9 @@ class MissingLossTests(Rule):
     is_default = False
     summary = "A loss has no tests for dtypes, shapes, backward, stability or several ranks."
     why = """
-A loss is where dtypes, empty batches, zeros and several ranks meet. Its tests should run it in float32, bfloat16 and float16, on
-several shapes, backward, on extreme values, and, if it communicates, on more than one rank. The linter looks for tests that
-name the loss, in files called `test_*.py` among the PATHS, and for what these tests mention.
+A loss is where dtypes, empty batches, zeros and several ranks meet. Its tests should run it in float32, bfloat16 and
+float16, on several shapes, backward, on extreme values, and, if it communicates, on more than one rank. The linter
+looks for tests that name the loss, in files called `test_*.py` among the PATHS, and for what these tests mention.
 """
     wrong = """
 import torch
