@@ -185,5 +185,9 @@ def to_data(checked: Checked) -> Any:
 
 
 def from_data(data: Any) -> Checked:
+    """Raises ValueError or TypeError for data of another form."""
     findings, losses = data
-    return Checked([tuple(one) for one in findings], [tuple(one) for one in losses])  # pyright: ignore
+    return Checked(
+        [(int(line), int(column), str(code), str(message), int(end)) for line, column, code, message, end in findings],
+        [(str(name), int(line), int(column), bool(shared)) for name, line, column, shared in losses],
+    )

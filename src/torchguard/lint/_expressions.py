@@ -275,6 +275,10 @@ class Expressions:
         if kind is ast.Name:
             self.scope.bound[target.id] = held  # pyright: ignore[reportAttributeAccessIssue]
             target._held = held  # pyright: ignore[reportAttributeAccessIssue]
+        elif held == values.WATCHED_OUTPUT and kind is ast.Tuple and len(target.elts) == 2:  # pyright: ignore
+            output, flags = target.elts  # pyright: ignore[reportAttributeAccessIssue]
+            self.bind(output, values.UNKNOWN)
+            self.bind(flags, values.FLAGS)
         elif kind is ast.Tuple or kind is ast.List:
             for one in target.elts:  # pyright: ignore[reportAttributeAccessIssue]
                 if type(one) is ast.Starred:

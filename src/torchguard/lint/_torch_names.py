@@ -32,7 +32,7 @@ TENSOR_FUNCTIONS = frozenset(
     linspace log log10 log10_ log1p log1p_ log2 log2_ log_ log_softmax logaddexp logaddexp2 logcumsumexp logdet
     logical_and logical_not logical_or logical_xor logit logit_ logspace logsumexp lt lu_solve margin_ranking_loss
     masked_fill masked_scatter masked_select matmul matrix_exp matrix_power max_pool1d max_pool2d max_pool3d maximum
-    mean minimum mm moveaxis movedim msort mul multi_dot multinomial multiply mv mvlgamma nan_to_num nan_to_num_
+    mean minimum mm moveaxis movedim msort mul multinomial multiply mv mvlgamma nan_to_num nan_to_num_
     nanmean nanquantile nansum narrow native_channel_shuffle native_norm ne neg neg_ negative negative_ nextafter
     nonzero_static norm norm_except_dim normal not_equal nuclear_norm ones ones_like orgqr ormqr outer
     pairwise_distance pdist permute pinverse pixel_shuffle pixel_unshuffle poisson poisson_nll_loss polar polygamma
@@ -58,7 +58,7 @@ TENSORS_FUNCTIONS = frozenset(
     embedding_bag frexp geqrf gradient gru histogram histogramdd hsplit kthvalue lstm lstm_cell lstsq lu_unpack
     max_pool1d_with_indices meshgrid mode native_batch_norm native_dropout native_group_norm native_layer_norm
     pca_lowrank qr rnn_relu rnn_tanh slogdet sort split split_with_sizes std_mean svd svd_lowrank symeig
-    tensor_split topk triangular_solve unbind unique_dim unsafe_chunk unsafe_split unsafe_split_with_sizes var_mean
+    tensor_split topk triangular_solve unbind unsafe_chunk unsafe_split unsafe_split_with_sizes var_mean
     vsplit
     """.split()
 )

@@ -1,8 +1,8 @@
 """What an expression holds, as far as the source shows it.
 
 A value is a short string: one of the constants below, `ref:torch.nn.Linear` for a name that was imported,
-`layer:Linear` for a module of torch.nn, `def:tensor` for a function of this file that returns a tensor, or "" if the source does not
-show it. Rules only report what they know: "" is never reported.
+`layer:Linear` for a module of torch.nn, `def:tensor` for a function of this file that returns a tensor, or "" if the
+source does not show it. Rules only report what they know: "" is never reported.
 """
 
 import ast
@@ -21,6 +21,8 @@ TEXT = "text"
 NONE = "none"
 PLAIN = "plain"  # something that is no tensor
 SELF = "self"
+WATCHED = "watched"  # a model under torchguard.watch, which returns its output and flags
+WATCHED_OUTPUT = "watched output"
 
 IS_TENSOR = frozenset((TENSOR, BOOL, INT, FLAGS))
 _IS_PLAIN = frozenset((NUMBER, SIZE, TEXT, NONE, PLAIN))
@@ -145,6 +147,10 @@ def of_call(called: str, node: ast.Call, arguments: list[str]) -> str:
         return TENSOR if called[6:] in names.LAYERS else UNKNOWN
     if called.startswith("def:"):
         return called[4:]
+    if called == WATCHED:
+        return WATCHED_OUTPUT
+    if ref(called) == "torch.compile" and arguments[:1] == [WATCHED]:
+        return WATCHED
     package, _, last = ref(called).rpartition(".")
     if not package:
         return UNKNOWN
@@ -152,7 +158,7 @@ def of_call(called: str, node: ast.Call, arguments: list[str]) -> str:
     if root == "torch":
         return _of_torch_call(package, last, node, arguments)
     if root == "torchguard":
-        return FLAGS if last in _FLAGS_FUNCTIONS else UNKNOWN
+        return FLAGS if last in _FLAGS_FUNCTIONS else WATCHED if last == "watch" else UNKNOWN
     if root == "numpy":
         return PLAIN
     if root == "math":

@@ -141,12 +141,13 @@ def _is_fixed_tuple(annotation: ast.expr, module: Module) -> bool:
 
 def _unpacked(function: Function) -> set[str]:
     """Parameters that are unpacked into several variables before they are bound again."""
-    found: set[str] = set()
-    for node in function.body:
-        is_name = isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)
-        if is_name and any(isinstance(target, ast.Tuple) and len(target.elts) > 1 for target in node.targets):
-            found.add(node.value.id)
-    return found
+    return {
+        node.value.id
+        for node in function.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Name)
+        and any(isinstance(target, ast.Tuple) and len(target.elts) > 1 for target in node.targets)
+    }
 
 
 class TupleOutput(Rule):
@@ -156,7 +157,8 @@ class TupleOutput(Rule):
     summary = "A model's forward returns a bare tuple of tensors."
     why = """
 The names of the outputs are lost in an exported program and in ONNX, and every caller depends on their order: adding
-an output breaks all of them. Return a NamedTuple: it is still a tuple to torch.compile, torch.export and ONNX.
+an output breaks all of them. Return a NamedTuple: it is still a tuple to torch.compile, torch.export and ONNX. `(out,
+flags)` of torchguard is not reported.
 """
     wrong = """
 import torch
@@ -192,10 +194,11 @@ class Encoder(nn.Module):
             value = one.value
             if not isinstance(value, ast.Tuple) or len(value.elts) < 2:
                 continue
-            if any(module.is_tensor(element) for element in value.elts):
+            held = [module.value(element) for element in value.elts]
+            if any(one in values.IS_TENSOR for one in held) and values.FLAGS not in held:
                 yield Problem(
                     one,
-                    f"forward returns a bare tuple of {len(value.elts)}: exporters lose their names. Return a NamedTuple.",
+                    f"forward returns a bare tuple of {len(value.elts)}: exporters lose names. Return a NamedTuple.",
                 )
                 return  # one finding a function: all its returns change together
 

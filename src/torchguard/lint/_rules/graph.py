@@ -343,8 +343,8 @@ def _values_in_range(node: ast.expr, module: Module) -> ast.expr | None:
                 return one  # pyright: ignore[reportReturnType]
         if is_range and module.is_tensor(argument):
             return argument
-        is_int = is_range and isinstance(argument, ast.Call) and last_name(argument) == "int" and bool(argument.args)
-        if is_int and module.is_tensor(argument.args[0]):
+        converted = argument.args if isinstance(argument, ast.Call) and last_name(argument) == "int" else []
+        if is_range and any(module.is_tensor(one) for one in converted):
             return argument
     return None
 

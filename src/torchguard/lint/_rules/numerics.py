@@ -71,8 +71,8 @@ def _shows_guard(node: ast.expr, module: Module) -> bool:
     for one in ast.walk(node):
         if isinstance(one, ast.Call) and last_name(one) in _GUARDS:
             return True
-        is_sum = isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add)
-        if is_sum and any(_is_offset(side, module) for side in (one.left, one.right)):
+        sides = (one.left, one.right) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add) else ()
+        if any(_is_offset(side, module) for side in sides):
             return True
         if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Sub) and isinstance(one.left, ast.Constant):
             return True  # 1 - x: of a probability, or a schedule
