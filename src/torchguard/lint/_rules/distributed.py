@@ -215,7 +215,8 @@ class LossNotAggregated(Rule):
     why = """
 Where `torch.distributed` is in use, `loss.item()` is the loss of this rank's samples: logs, early stopping and
 schedulers that read it see a part of the batch, and differ between ranks. Average it with `dist.all_reduce` first.
-The loss that is differentiated needs no aggregation: DistributedDataParallel averages the gradients.
+The loss that is differentiated needs none where gradients are averaged, as DistributedDataParallel does. In a file
+that shows no such thing, losses that aggregate nothing are reported, too.
 """
     wrong = """
 import torch
@@ -255,7 +256,8 @@ def log_step(loss: torch.Tensor, step: int) -> None:
                         call, f"{name}.item() is the loss of one rank. Average it with dist.all_reduce first."
                     )
                     return
-        if is_loss(function) and not function.is_stub and function.cls is None:
+        is_averaged = re.search(r"DistributedDataParallel|FSDP|FullyShardedDataParallel|average_grad", module.source)
+        if is_loss(function) and not function.is_stub and function.cls is None and not is_averaged:
             for call in function.calls:
                 package, _, last = module.qualified(call.func).rpartition(".")
                 if package == "torch.nn.functional" and ("loss" in last or "cross_entropy" in last):

@@ -385,7 +385,7 @@ class MeanOverBadSamples(Rule):
     nodes = (ast.Call,)
     summary = "A mean over the batch, where flags say that samples may be bad."
     why = """
-One bad sample makes the mean NaN, and the whole batch is lost. The flags are at hand: `err.mean_ok(per_sample, f)` is
+One bad sample makes the mean NaN, and the whole batch is lost. The flags are at hand: `err.mean_ok(f, per_sample)` is
 the mean over the good samples.
 """
     wrong = """
@@ -402,7 +402,7 @@ from torchguard import err, flag_nan
 
 def masked_loss(z: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     f = flag_nan(z, "head", f)
-    return err.mean_ok((z**2).flatten(1).mean(1), f), f
+    return err.mean_ok(f, (z**2).flatten(1).mean(1)), f
 """
     silence = "For means over other dimensions than the batch, or of values that were fixed before."
 
@@ -422,7 +422,7 @@ def masked_loss(z: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.T
             return
         if function is not None and any(last_name(call) in ("fix", "mean_ok", "take_ok") for call in function.calls):
             return
-        yield Problem(node, "a mean over samples that flags may mark as bad. Use err.mean_ok(per_sample, f).")
+        yield Problem(node, "a mean over samples that flags may mark as bad. Use err.mean_ok(f, per_sample).")
 
 
 def _has_dim(call: ast.Call, module: Module) -> bool:
