@@ -114,6 +114,9 @@ class Expressions:
         arguments = [self.value(one) for one in node.args]
         for keyword in node.keywords:
             self.value(keyword.value)
+        if called.startswith("ref:torch."):  # what torch compares are tensors
+            pairs = zip(node.args, arguments, strict=True)
+            arguments = [values.BOOL if not held and type(one) is ast.Compare else held for one, held in pairs]
         if called:
             return values.of_call(called, node, arguments)
         func = node.func

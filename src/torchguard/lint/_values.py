@@ -12,7 +12,7 @@ from torchguard.lint import _torch_names as names
 UNKNOWN = ""
 TENSOR = "tensor"
 BOOL = "bool tensor"
-INT = "int tensor"
+INT = "int tensor"  # or floats made of integers: what has no gradient
 TENSORS = "tensors"  # a list or tuple of tensors
 FLAGS = "flags"  # torchguard's
 NUMBER = "number"
@@ -41,6 +41,7 @@ _SAME_DTYPE = frozenset(
     unsqueeze view view_as cat stack concat amax amin abs clamp
     """.split()
 )
+_STILL_WITHOUT_GRADIENT = frozenset("sum cumsum mean float double half bfloat16".split())
 _ANNOTATED = {
     "Tensor": TENSOR,
     "FloatTensor": TENSOR,
@@ -182,6 +183,8 @@ def _of_torch_call(package: str, last: str, node: ast.Call, arguments: list[str]
             return TENSORS if any((k.arg or "").startswith("return_") for k in node.keywords) else TENSOR
         if last in names.TENSOR_FUNCTIONS:
             held = arguments[0] if arguments and arguments[0] in (BOOL, INT) and last in _SAME_DTYPE else TENSOR
+            if held == BOOL and last in _STILL_WITHOUT_GRADIENT:
+                held = INT
             return _with_dtype(last, node, held)
         if last in names.TENSORS_FUNCTIONS:
             return TENSORS
@@ -223,13 +226,15 @@ def of_method(held: str, method: str, node: ast.Call, arguments: list[str], is_b
             return BOOL
         if any(is_int_dtype(one) for one in given):
             return INT
-        return held if given and all(_names_a_device(one) for one in given) else TENSOR
+        if held in (BOOL, INT) and not all(_names_a_device(one) for one in given):
+            return INT
+        return held
     if method in names.TENSORS_METHODS:
         return TENSORS
     if method.endswith("_") and method in names.IN_PLACE_METHODS:
         return held
     if method in names.TENSOR_METHODS or method == "requires_grad_":
-        if held == BOOL and method in ("sum", "cumsum"):
+        if held in (BOOL, INT) and method in _STILL_WITHOUT_GRADIENT:
             return INT
         return _with_dtype(method, node, held if held in (BOOL, INT, FLAGS) and method in _SAME_DTYPE else TENSOR)
     return UNKNOWN
@@ -275,8 +280,7 @@ def of_binary(op: ast.operator, left: str, right: str) -> str:
     if left in IS_TENSOR or right in IS_TENSOR:
         if isinstance(op, ast.BitAnd | ast.BitOr | ast.BitXor) and BOOL in (left, right):
             return BOOL
-        is_int = left in (INT, BOOL, NUMBER) and right in (INT, BOOL, NUMBER) and INT in (left, right)
-        return INT if is_int and not isinstance(op, ast.Div | ast.Pow) and NUMBER not in (left, right) else TENSOR
+        return INT if {left, right} <= {INT, BOOL, NUMBER} else TENSOR
     if left == right == NUMBER:
         return NUMBER
     return left if left == SIZE else UNKNOWN

@@ -108,7 +108,9 @@ def mask(n: int, device: torch.device) -> torch.Tensor:
 
 
 def _dtype_does_not_matter(call: ast.Call, module: Module) -> bool:
-    """`torch.rand(1) < p`, `torch.rand(1).item()`, `x[0] = torch.tensor(1.0)`."""
+    """`torch.rand(1)`, to be compared; `torch.zeros(3).tolist()`; `x[0] = torch.tensor(1.0)`."""
+    if last_name(call) == "rand" and len(call.args) == 1 and ast.unparse(call.args[0]) in ("1", "[]", "()"):
+        return True
     for parent, child in module.inside(call):
         if isinstance(parent, ast.Compare):
             return True
@@ -235,6 +237,7 @@ def _name_meets(name: str, bound: ast.Assign, given: list[str], function: Functi
 
 
 _DEVICE = re.compile(r"cuda(?::\d+)?$")
+_ABOUT_CUDA = re.compile(r"cuda|gpu|triton|nccl|tensorrt|autocast|scaler|offload", re.IGNORECASE)
 
 
 class HardCodedCuda(Rule):
@@ -263,7 +266,9 @@ def noise(n: int, device: torch.device) -> torch.Tensor:
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
         if not isinstance(node, ast.Call):
-            if "autocast" in node.name:  # pyright: ignore[reportAttributeAccessIssue]
+            function = module.functions[node]
+            owner = function.cls.name if function.cls else ""
+            if _ABOUT_CUDA.search(f"{function.name} {owner}"):
                 return
             for default in (*node.args.defaults, *node.args.kw_defaults):  # pyright: ignore[reportAttributeAccessIssue]
                 if isinstance(default, ast.Constant) and _is_cuda(default):
@@ -305,8 +310,7 @@ def _asks_for_cuda(node: ast.AST, module: Module) -> bool:
     function = module.function_of(node)
     if function is None:
         return False
-    names = f"{function.name} {function.cls.name if function.cls else ''}"
-    return bool(re.search(r"cuda|gpu|triton|nccl", names, re.IGNORECASE)) or any(
+    return bool(_ABOUT_CUDA.search(f"{function.name} {function.cls.name if function.cls else ''}")) or any(
         module.qualified(call.func).startswith("torch.cuda.") for call in function.calls
     )
 

@@ -1,6 +1,7 @@
 """Operations in place, and how operations are written."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from torchguard.lint import _torch_names as names
@@ -12,6 +13,9 @@ from torchguard.lint._rules.base import Problem, Rule, has_spread, is_method, ke
 _INITIALIZERS = ("init", "reset", "load", "convert", "fill", "update_", "tie_", "merge", "set_", "copy_", "step")
 
 
+_SETTING = ("init", "cache", "backward", "kernel", "update")
+
+
 def may_be_differentiated(node: ast.AST, module: Module) -> bool:
     """Whether gradients may be on where a node runs, and the function is not there to set values."""
     function = module.function_of(node)
@@ -20,7 +24,11 @@ def may_be_differentiated(node: ast.AST, module: Module) -> bool:
     owner = function
     while owner is not None:
         name = owner.name.lower().lstrip("_")
-        if name.startswith(_INITIALIZERS) or any(word in name for word in ("init", "cache", "backward", "kernel")):
+        if name.startswith(_INITIALIZERS) or any(word in name for word in _SETTING):
+            return False
+        if any(one.arg == "inplace" for one in owner.arguments) or (
+            owner.cls is not None and "Cache" in owner.cls.name
+        ):
             return False
         if owner.cls is not None and any(_sets_values(values.ref(base)) for base in owner.cls.bases):
             return False
@@ -43,12 +51,14 @@ def _is_written_by_hand(module: Module) -> bool:
 
 
 # What optimizers and averages update.
-_STATE = ("param", "exp_avg", "grad", "momentum", "buf", "ema", "running", "state", "cache")
+_STATE = ("param", "exp_avg", "grad", "momentum", "buf", "ema", "running", "cache")
+# What holds integers, by its name.
+_INTEGERS = re.compile(r"(?:^|_)(?:idx|inds?|index|indices|ids?|coords?|counts?|positions?|labels?|masks?)(?:_|$)")
 
 
 def is_state(node: ast.expr) -> bool:
     name = last_name(node.value if isinstance(node, ast.Subscript) else node).lower()
-    return name in ("p", "v", "m") or any(word in name for word in _STATE)
+    return name in ("p", "v", "m") or any(word in name for word in _STATE) or bool(_INTEGERS.search(name))
 
 
 def is_fresh(node: ast.AST, module: Module) -> bool:
@@ -91,7 +101,8 @@ class InPlaceMethod(Rule):
     why = """
 `x.add_(1)` changes what every view of x and every other name of it holds. If autograd saved x, backward fails; if it
 did not, a caller's tensor changes without notice. In a compiled graph it saves nothing: Inductor chooses buffers
-itself. Under `torch.no_grad()`, in initialization, and on `.data` it is not reported.
+itself. Not reported: under `torch.no_grad()`, in initialization and optimizers, on `.data`, on integers, and on a
+buffer that the function has just made and fills.
 """
     wrong = """
 import torch
@@ -116,9 +127,11 @@ def shift(x: torch.Tensor) -> torch.Tensor:
             or func.attr not in names.IN_PLACE_METHODS
         ):
             return
-        if module.value(func.value) != values.TENSOR or is_state(func.value):
+        if module.value(func.value) != values.TENSOR or is_state(func.value) or _is_asked_for(node, module):
             return
         if not may_be_differentiated(node, module) or _is_data(func.value) or _fills_fresh(func, module):
+            return
+        if _is_own_buffer(func.value, module):
             return
         yield Problem(node, f"{text(func.value, 20)}.{func.attr}() works in place. Use {_instead(func.attr)}.")
 
@@ -134,6 +147,45 @@ def _instead(method: str) -> str:
     return {"zero_": "torch.zeros_like(x)", "fill_": "torch.full_like(x, value)", "copy_": "x = y.clone()"}.get(
         method, "a new tensor"
     )
+
+
+def _is_asked_for(node: ast.AST, module: Module) -> bool:
+    """`x.relu_() if self.inplace else x.relu()`."""
+    return any("inplace" in ast.unparse(test) for test, _ in module.conditions(node))
+
+
+def _is_own_buffer(node: ast.expr, module: Module) -> bool:
+    """Whether a function fills a tensor that it made itself: one from a factory or a clone, or parts of a local one."""
+    function = module.function_of(node)
+    root = node
+    while isinstance(root, ast.Subscript | ast.Attribute | ast.Call):
+        root = root.func if isinstance(root, ast.Call) else root.value
+    if function is None or not isinstance(root, ast.Name):
+        return False
+    if any(one.arg == root.id for one in function.arguments):
+        return False
+    if any(isinstance(one, ast.Subscript) for one in ast.walk(node)):
+        return root.id != "self"
+    made = [
+        one.value
+        for one in function.body
+        if isinstance(one, ast.Assign)
+        and one.lineno < node.lineno
+        and any(isinstance(target, ast.Name) and target.id == root.id for target in one.targets)
+    ]
+    return bool(made) and _makes(made[-1])
+
+
+def _makes(node: ast.expr) -> bool:
+    """`torch.zeros(3)`, `x.new_zeros(3)`, `torch.zeros_like(x)`, `x.clone()`, also moved or reshaped."""
+    while isinstance(node, ast.Call):
+        name = last_name(node)
+        if name in names.FACTORIES or name.startswith("new_") or name.endswith("_like") or name == "clone":
+            return True
+        if not isinstance(node.func, ast.Attribute):
+            return False
+        node = node.func.value
+    return False
 
 
 def _is_data(node: ast.expr) -> bool:
@@ -155,6 +207,7 @@ def _fills_fresh(func: ast.Attribute, module: Module) -> bool:
         last = last_name(made)
         return (
             func.attr in _RANDOM
+            or last in names.FACTORIES
             or last in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like")
             or (last.startswith("new_"))
         )
@@ -191,7 +244,9 @@ def residual(x: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
         assert isinstance(node, ast.AugAssign)
         if module.value(node.target) != values.TENSOR or not may_be_differentiated(node, module):
             return
-        if _is_data(node.target) or is_state(node.target):
+        if _is_data(node.target) or is_state(node.target) or _is_asked_for(node, module):
+            return
+        if _is_own_buffer(node.target, module):
             return
         function = module.function_of(node)
         is_buffer = isinstance(node.target, ast.Attribute)

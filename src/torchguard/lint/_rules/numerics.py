@@ -61,6 +61,8 @@ def is_guarded(node: ast.expr, function: Function | None, module: Module) -> boo
             written = [*_bindings(one.id, function)]
             for value in written[:]:
                 written += [resolved(name, function) for name in ast.walk(value) if isinstance(name, ast.Name)]
+                if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):  # a view: `x = y.T`
+                    written += _bindings(value.value.id, function)
             if any(_shows_guard(value, module) for value in written):
                 return True
     return False
@@ -101,6 +103,7 @@ class UnsafeWhere(Rule):
     code = "TG170"
     name = "unsafe-where"
     nodes = (ast.Call,)
+    is_default = False
     summary = "`torch.where` hides a NaN in the forward pass, and lets it through in the backward pass."
     why = """
 `torch.where(x > 0, torch.log(x), 0)` computes the logarithm everywhere. In backward the branch that was not chosen
@@ -223,15 +226,15 @@ def _needs_no_gradient(node: ast.expr, function: Function, module: Module) -> bo
     written = [resolved(node, function), *(one for name in names_in(node) for one in _bindings(name, function))]
     if any(word in ast.unparse(one) for one in written for word in _CONSTANTS):
         return True
-    return not any(
-        module.value(one) == values.TENSOR for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute)
-    )
+    held = {module.value(one) for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute)}
+    return bool(held & {values.INT, values.BOOL}) and values.TENSOR not in held
 
 
 class Logarithm(Rule):
     code = "TG172"
     name = "log-without-epsilon"
     nodes = (ast.Call,)
+    is_default = False
     summary = "A logarithm in a loss or forward, of something that may be zero."
     why = """
 log(0) is -inf, and its gradient is infinite: the loss, or the gradient of one sample, becomes NaN. For probabilities

@@ -9,7 +9,7 @@ from torchguard.lint._module import Module
 from torchguard.lint._rules.base import FUNCTIONS, Problem, Rule
 
 # `box2mask`, and not `conv2d`, `log2`, `resnet2x`.
-_DIGIT = re.compile(r"^_?(?:convert_)?([a-z]+)2([a-z]{2,})$")
+_DIGIT = re.compile(r"^_?(?:convert_)?([a-z]{2,})2([a-z]{2,})$")
 _CONVERT = re.compile(r"^_?convert_(?:from_)?([a-z0-9_]+)_to_([a-z0-9_]+)$")
 _TERMS = ("seq2seq", "word2vec", "wav2vec")
 
