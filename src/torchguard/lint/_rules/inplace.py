@@ -45,9 +45,9 @@ def _sets_values(base: str) -> bool:
 
 def _is_written_by_hand(module: Module) -> bool:
     """Whether a file holds optimizers, autograd functions or operators: its functions are parts of these."""
-    return any(_sets_values(values.ref(base)) for cls in module.classes.values() for base in cls.bases) or any(
-        name.startswith(("triton", "torch.library")) for name in module.imported
-    )
+    if "torch.library" in module.source or any(name.startswith("triton") for name in module.imported):
+        return True
+    return any(_sets_values(values.ref(base)) for cls in module.classes.values() for base in cls.bases)
 
 
 # What optimizers and averages update.
@@ -399,9 +399,9 @@ def chain(node: ast.expr, module: Module) -> list[tuple[str, ast.expr]]:
 
 def formula(links: list[tuple[str, ast.expr]]) -> str:
     written = ast.unparse(links[0][1]) if isinstance(links[0][1], _ATOMS) else f"({ast.unparse(links[0][1])})"
-    is_sum = True
+    is_sum = False
     for op, node in links[1:]:
-        if op in "*/" and is_sum and " " in written:
+        if op in "*/" and is_sum:
             written = f"({written})"
         is_sum = op in "+-"
         operand = ast.unparse(node) if isinstance(node, _ATOMS) else f"({ast.unparse(node)})"
