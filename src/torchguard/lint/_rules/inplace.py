@@ -34,6 +34,8 @@ def may_be_differentiated(node: ast.AST, module: Module) -> bool:
             return False
         if owner.cls is None and _is_written_by_hand(module):
             return False
+        if any(module.qualified(call.func).startswith("torch.distributed.") for call in owner.calls):
+            return False  # collectives work in place anyway
         owner = owner.outer
     return True
 
@@ -131,8 +133,12 @@ def shift(x: torch.Tensor) -> torch.Tensor:
             return
         if not may_be_differentiated(node, module) or _is_data(func.value) or _fills_fresh(func, module):
             return
-        if _is_own_buffer(func.value, module):
+        if _is_own_buffer(func.value, module) or _leaves_torch(node, module):
             return
+        function = module.function_of(node)
+        is_own = module.value(_root(func.value)) == values.SELF
+        if function is None or (is_own and not function.is_traced):
+            return  # a buffer of a module, set outside of its forward
         yield Problem(node, f"{text(func.value, 20)}.{func.attr}() works in place. Use {_instead(func.attr)}.")
 
 
@@ -157,9 +163,7 @@ def _is_asked_for(node: ast.AST, module: Module) -> bool:
 def _is_own_buffer(node: ast.expr, module: Module) -> bool:
     """Whether a function fills a tensor that it made itself: one from a factory or a clone, or parts of a local one."""
     function = module.function_of(node)
-    root = node
-    while isinstance(root, ast.Subscript | ast.Attribute | ast.Call):
-        root = root.func if isinstance(root, ast.Call) else root.value
+    root = _root(node)
     if function is None or not isinstance(root, ast.Name):
         return False
     if any(one.arg == root.id for one in function.arguments):
@@ -174,6 +178,23 @@ def _is_own_buffer(node: ast.expr, module: Module) -> bool:
         and any(isinstance(target, ast.Name) and target.id == root.id for target in one.targets)
     ]
     return bool(made) and _makes(made[-1])
+
+
+def _root(node: ast.expr) -> ast.expr:
+    """`x` of `x[0].data` and of `x.view(-1)`."""
+    while isinstance(node, ast.Subscript | ast.Attribute | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node
+
+
+def _leaves_torch(node: ast.AST, module: Module) -> bool:
+    """`x.clamp_(0).numpy()`."""
+    for parent, child in module.inside(node):
+        if isinstance(parent, ast.Attribute) and parent.attr in ("numpy", "tolist", "item"):
+            return True
+        if not isinstance(parent, ast.Attribute) and not (isinstance(parent, ast.Call) and parent.func is child):
+            return False
+    return False
 
 
 def _makes(node: ast.expr) -> bool:
@@ -333,8 +354,8 @@ def total(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
         assert isinstance(node, ast.Call)
         given = keyword(node, "out")
-        if given is None or (isinstance(given, ast.Constant) and given.value is None):
-            return
+        if given is None or isinstance(given, ast.Constant | ast.Call):
+            return  # none, or a tensor that was just made
         package, _, last = module.qualified(node.func).rpartition(".")
         known = package in ("torch", "torch.linalg", "torch.fft", "torch.special") and (
             last in names.TENSOR_FUNCTIONS or last in names.TENSORS_FUNCTIONS or package != "torch"
