@@ -1,4 +1,4 @@
-"""How long `torchguard lint` takes on large packages, beside TorchFix: `python benchmarks/lint.py [--torchfix PATH] DIR...`.
+"""How long `torchguard lint` takes, beside TorchFix: `python benchmarks/lint.py [--torchfix COMMAND] DIR...`.
 
 Each DIR is an unpacked package. Times the whole command, in a process of its own, on two cores: without its cache, and
 once more with it. TorchFix is timed on the same files if its command, in an environment of its own, is given. The

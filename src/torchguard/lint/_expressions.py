@@ -179,7 +179,7 @@ class Expressions:
             others = [one for one in held if one not in IS_TENSOR]
             # `tensor == "auto"` and `tensor == None` are Python bools
             return values.BOOL if all(one in (values.NUMBER, values.UNKNOWN) for one in others) else values.UNKNOWN
-        return values.NUMBER if all(one in values._IS_PLAIN for one in held) else values.UNKNOWN
+        return values.NUMBER if all(one in values.IS_PLAIN for one in held) else values.UNKNOWN
 
     def _boolean(self, node: ast.BoolOp) -> str:
         held = [self.value(one) for one in node.values]
@@ -208,7 +208,7 @@ class Expressions:
         held = [self.value(one) for one in node.elts]
         if held and all(one in IS_TENSOR for one in held):
             return values.TENSORS
-        return values.PLAIN if held and all(one in values._IS_PLAIN for one in held) else values.UNKNOWN
+        return values.PLAIN if held and all(one in values.IS_PLAIN for one in held) else values.UNKNOWN
 
     def _text(self, node: ast.JoinedStr) -> str:
         self.children(node)

@@ -15,6 +15,9 @@ __all__ = ["Class", "Function", "FunctionNode", "Module"]
 _NO_GRAD = frozenset(
     ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode")
 )
+_DERIVATIVES = frozenset(
+    f"torch.func.{name}" for name in "grad grad_and_value vjp jvp jacrev jacfwd hessian linearize".split()
+)
 # Conditions under which code is not traced, or which the trace decides.
 _TRACING_TESTS = re.compile(
     r"is_(?:scripting|tracing|compiling|exporting|torchdynamo_compiling|torchdynamo_exporting|dynamo_compiling|torch_fx_proxy|fx_tracing|onnx)|is_in_onnx_export|in_onnx|is_eager|_is_tracing"
@@ -118,10 +121,15 @@ class Module(Tree):
             by_name[function.name].append(function)
             if "torch.compile" in function.decorators:
                 function.is_compiled = True
-        if "compile" not in self.source:
-            return
         for call in self.nodes[ast.Call]:
             assert isinstance(call, ast.Call)
-            if self.qualified(call.func) == "torch.compile" and call.args and isinstance(call.args[0], ast.Name):
-                for function in by_name[call.args[0].id]:
-                    function.is_compiled = function.cls is None
+            is_backward = isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
+            if is_backward and (around := self.function_of(call)) is not None:
+                around.is_differentiated = True
+            name = self.qualified(call.func)
+            if not call.args or not isinstance(call.args[0], ast.Name) or not name.startswith("torch."):
+                continue
+            for function in by_name[call.args[0].id]:
+                if function.cls is None:
+                    function.is_compiled = function.is_compiled or name == "torch.compile"
+                    function.is_differentiated = function.is_differentiated or name in _DERIVATIVES

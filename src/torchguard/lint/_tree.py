@@ -33,6 +33,7 @@ class Function:
         self.locals: set[str] = set()
         self.not_local: set[str] = set()  # global, nonlocal
         self.is_compiled = False
+        self.is_differentiated = False  # by torch.func, or because it calls backward itself
         self.decorators: list[str] = []  # qualified names
         self.parameters: dict[str, str] = {}  # what each holds at the start
 

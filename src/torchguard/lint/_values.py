@@ -25,7 +25,7 @@ WATCHED = "watched"  # a model under torchguard.watch, which returns its output 
 WATCHED_OUTPUT = "watched output"
 
 IS_TENSOR = frozenset((TENSOR, BOOL, INT, FLAGS))
-_IS_PLAIN = frozenset((NUMBER, SIZE, TEXT, NONE, PLAIN))
+IS_PLAIN = frozenset((NUMBER, SIZE, TEXT, NONE, PLAIN))
 
 _LINALG_TENSORS = frozenset("cholesky_ex eig eigh inv_ex ldl_factor lstsq lu lu_factor qr slogdet svd".split())
 _FLAGS_FUNCTIONS = frozenset(
@@ -73,7 +73,7 @@ def merge(a: str, b: str) -> str:
         return b
     if a in IS_TENSOR and b in IS_TENSOR:
         return TENSOR
-    return PLAIN if a in _IS_PLAIN and b in _IS_PLAIN else UNKNOWN
+    return PLAIN if a in IS_PLAIN and b in IS_PLAIN else UNKNOWN
 
 
 def element(value: str) -> str:

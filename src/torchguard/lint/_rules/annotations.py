@@ -195,7 +195,9 @@ class Encoder(nn.Module):
             if not isinstance(value, ast.Tuple) or len(value.elts) < 2:
                 continue
             held = [module.value(element) for element in value.elts]
-            if any(one in values.IS_TENSOR for one in held) and values.FLAGS not in held:
+            if all(one in values.IS_PLAIN for one in held) or values.FLAGS in held:
+                continue
+            if all(one in values.IS_TENSOR or one in ("", values.NONE, values.TENSORS) for one in held):
                 yield Problem(
                     one,
                     f"forward returns a bare tuple of {len(value.elts)}: exporters lose names. Return a NamedTuple.",

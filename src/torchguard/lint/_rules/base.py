@@ -137,7 +137,9 @@ def tensor_parameters(function: Function) -> list[str]:
 def differentiable(node: ast.AST, module: Module) -> Function | None:
     """The forward or loss function around a node, if gradients are on there."""
     function = module.function_of(node)
-    if function is None or not (function.is_forward or is_loss(function) or function.is_compiled):
+    if function is None:
+        return None
+    if not (function.is_forward or is_loss(function) or function.is_compiled or function.is_differentiated):
         return None
     return None if module.has_no_grad(node) else function
 

@@ -85,6 +85,10 @@ def mask(n: int, device: torch.device) -> torch.Tensor:
         assert isinstance(node, ast.Call)
         made = factory(node, module)
         is_float_data = made == "tensor" and bool(node.args) and _holds_float_literals(node.args[0])
+        if made == "arange":
+            is_float_data = any(_holds_float_literals(one) for one in node.args)
+        elif made == "full":
+            is_float_data = len(node.args) > 1 and _holds_float_literals(node.args[1])
         if not (made in names.DEFAULT_DTYPE_FACTORIES or is_float_data) or has_spread(node):
             return
         if keyword(node, "dtype", "out") is not None or _is_converted(node, module, _DTYPE_CONVERSIONS):
@@ -279,8 +283,8 @@ def noise(n: int, device: torch.device) -> torch.Tensor:
         func = node.func
         if isinstance(func, ast.Attribute) and func.attr == "cuda" and not module.qualified(func):
             held = module.value(func.value)
-            is_module = held.startswith("layer:") or last_name(func.value) in ("model", "net", "self")
-            is_plain = not node.args and not node.keywords and (held in values.IS_TENSOR or is_module)
+            is_known = held in values.IS_TENSOR or held in ("", values.SELF) or held.startswith("layer:")
+            is_plain = not node.args and not node.keywords and is_known and module.imports_torch
             if is_plain and not _asks_for_cuda(node, module):
                 yield Problem(node, f"{text(func.value, 20)}.cuda() fails without CUDA. Use .to(device).")
             return

@@ -18,10 +18,9 @@ _SETTING = ("init", "cache", "backward", "kernel", "update")
 
 def may_be_differentiated(node: ast.AST, module: Module) -> bool:
     """Whether gradients may be on where a node runs, and the function is not there to set values."""
-    function = module.function_of(node)
-    if function is None or module.has_no_grad(node):
+    if module.has_no_grad(node):
         return False
-    owner = function
+    owner = module.function_of(node)
     while owner is not None:
         name = owner.name.lower().lstrip("_")
         if name.startswith(_INITIALIZERS) or any(word in name for word in _SETTING):
@@ -133,11 +132,9 @@ def shift(x: torch.Tensor) -> torch.Tensor:
             return
         if not may_be_differentiated(node, module) or _is_data(func.value) or _fills_fresh(func, module):
             return
-        if _is_own_buffer(func.value, module) or _leaves_torch(node, module):
+        if (func.attr not in _OPERATORS and _is_own_buffer(func.value, module)) or _leaves_torch(node, module):
             return
-        function = module.function_of(node)
-        is_own = module.value(_root(func.value)) == values.SELF
-        if function is None or (is_own and not function.is_traced):
+        if module.value(_root(func.value)) == values.SELF and not module.in_traced_function(node):
             return  # a buffer of a module, set outside of its forward
         yield Problem(node, f"{text(func.value, 20)}.{func.attr}() works in place. Use {_instead(func.attr)}.")
 
@@ -267,11 +264,9 @@ def residual(x: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
             return
         if _is_data(node.target) or is_state(node.target) or _is_asked_for(node, module):
             return
-        if _is_own_buffer(node.target, module):
+        if isinstance(node.target, ast.Subscript) and _is_own_buffer(node.target, module):
             return
-        function = module.function_of(node)
-        is_buffer = isinstance(node.target, ast.Attribute)
-        if function is None or (is_buffer and not function.is_traced):
+        if isinstance(node.target, ast.Attribute) and not module.in_traced_function(node):
             return  # a counter or an average of a module, updated outside of its forward
         target, op = text(node.target, 20), _SYMBOLS.get(type(node.op), "+")
         is_part = isinstance(node.target, ast.Subscript)

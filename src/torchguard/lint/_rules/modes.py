@@ -128,7 +128,10 @@ def evaluate(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor
                     yield Problem(
                         use, f"{model} is evaluated with gradients on. Decorate with @torch.inference_mode()."
                     )
-        if seen or not is_evaluation(function) or function.cls is not None:
+        if seen or not is_evaluation(function):
+            return
+        if function.cls is not None:
+            yield from self._check_method(function, module)
             return
         for model in sorted(MODEL_NAMES & {one.arg for one in function.arguments}):
             for use in _calls_model(function, model)[:1]:
@@ -136,6 +139,13 @@ def evaluate(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor
                     yield Problem(
                         use, f"{function.name} calls {model} with gradients on. Decorate with @torch.inference_mode()."
                     )
+
+    def _check_method(self, function: Function, module: Module) -> Iterator[Problem]:
+        """`evaluate(self)`, which calls `self.model`, in a class that nowhere turns gradients off."""
+        for model in ("self.model", "self.net"):
+            for use in _calls_model(function, model)[:1]:
+                if not _gradients_are_off(function, module, use):
+                    yield Problem(use, f"{function.name} calls {model} with gradients on. Use torch.inference_mode().")
 
 
 class EvaluationInTrainingMode(Rule):
@@ -388,7 +398,10 @@ def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
         function = module.functions[node]
-        if not is_evaluation(function) or _trains(function):
+        if "no_grad" not in module.source or _trains(function):
+            return
+        evaluated = {_receiver(call) for call in _mode_calls(function, "eval")}
+        if not is_evaluation(function) and not any(_calls_model(function, model) for model in evaluated):
             return
         assert isinstance(node, FUNCTIONS)
         marks: list[ast.expr] = [*node.decorator_list]
