@@ -39,6 +39,7 @@ def timed(command: list[str], **variables: str) -> float:
 
 
 def measure(folder: Path, torchfix: str | None, rounds: int) -> dict[str, Any]:
+    """Seconds of each command, the least of all rounds."""
     ours = [sys.executable, "-m", "torchguard", "lint", "--jobs", str(JOBS), "--statistics"]
     seconds: dict[str, float] = {}
 
@@ -60,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--torchfix", help="the command of TorchFix 0.7")
+    parser.add_argument("--torchfix-limit", type=int, default=10**9, help="no TorchFix on packages with more lines")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--result", type=Path, default=RESULTS / "lint.json")
     parser.add_argument("--note", help="what else the machine was doing")
@@ -70,7 +72,8 @@ def main() -> None:
         found["note"] = options.note
     found["packages"] = []
     for folder in options.folders:
-        measured = measure(folder, options.torchfix, options.rounds)
+        is_small = lines_of(folder)[1] <= options.torchfix_limit
+        measured = measure(folder, options.torchfix if is_small else None, options.rounds)
         found["packages"].append(measured)
         for name, took in measured["seconds"].items():
             print(f"{measured['package']}: {name}: {took:.1f} s, {measured['lines'] / took:,.0f} lines a second")
