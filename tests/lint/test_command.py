@@ -1,6 +1,7 @@
 """`torchguard lint`, the plugin of flake8 and the pages of the rules."""
 
 import ast
+import io
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from torchguard import lint
-from torchguard.cli import app
+from torchguard.cli import _lint, app
 from torchguard.lint import _config, _formats
 from torchguard.lint._flake8 import Plugin
 
@@ -77,7 +78,7 @@ def test_sarif(run):
 
 
 def test_github_annotations_escape_what_would_end_them():
-    finding = lint.Finding("a,b:c.py", 1, 2, "TG110", "100 %\nsure", 1)
+    finding = lint.Finding("a,b:c.py", 1, 2, "TG110", "100 %\nsure")
     assert _formats.as_github([finding]) == (
         "::error title=torchguard (TG110),file=a%2Cb%3Ac.py,line=1,col=2::a,b:c.py:1:2: TG110 100 %25%0Asure"
     )
@@ -127,6 +128,20 @@ def test_control_characters_in_file_names_are_escaped(run, tmp_path):
     (tmp_path / "\x1b[31mred.py").write_text(FAULTY)
     result = CliRunner().invoke(app, ["lint", "--no-cache", "."])
     assert "\x1b" not in result.stdout
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    with _lint._progress() as progress:
+        assert progress is None
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with _lint._progress() as progress:
+        assert progress is not None
+        progress(1, 2)
+    assert "checking" in sys.stderr.getvalue()
 
 
 def test_nothing_imports_torch(tmp_path):

@@ -272,6 +272,7 @@ RIGHT = [
     ("TG173", forward("return x / x.norm().clamp(min=1e-6) + x / y.shape[0] + x / 2")),
     ("TG173", forward("p = torch.exp(x)\nreturn p / p.sum()")),
     ("TG174", "def f(x: Tensor): return torch.log(x.clamp(min=1e-9)).clamp(max=3)"),
+    ("TG174", "def f(x: Tensor): return torch.clamp(torch.log(x), max=3)"),
     ("TG175", "def f(x: Tensor): return x.mean()"),
     ("TG201", "def f(x: Tensor) -> Tensor:  # (batch, dim)\n    return x"),
     ("TG201", 'def f(x: Tensor) -> Tensor:\n    """x has shape (B, T)."""\n    return x'),

@@ -26,7 +26,7 @@ _FILE_NOQA = re.compile(r"^\s*#\s*torchguard:\s*noqa(?:\s*:\s*(?P<codes>[A-Z0-9,
 class Checked(NamedTuple):
     """The findings of every rule in a file, whatever is selected, and its losses: what the cache holds."""
 
-    findings: list[tuple[int, int, str, str, int]]
+    findings: list[tuple[int, int, str, str]]
     losses: list[tuple[str, int, int, bool]]
 
 
@@ -77,14 +77,14 @@ def check(source: str, max_statements: int) -> Checked:
 
 def selected(checked: Checked, file: str, codes: Collection[str]) -> list[Finding]:
     return [
-        Finding(file, line, column, code, message, end)
-        for line, column, code, message, end in checked.findings
+        Finding(file, line, column, code, message)
+        for line, column, code, message in checked.findings
         if code in codes or code == UNREADABLE
     ]
 
 
 def _unreadable(problem: str, line: int = 1, column: int = 1) -> Checked:
-    return Checked([(line, column, UNREADABLE, f"the file {problem}", line)], [])
+    return Checked([(line, column, UNREADABLE, f"the file {problem}")], [])
 
 
 def _rules_by_node() -> dict[type[ast.AST], list[Rule]]:
@@ -107,7 +107,7 @@ def problems(module: Module) -> Iterator[tuple[Rule, Problem]]:
                     yield rule, problem
 
 
-def _findings(module: Module) -> Iterator[tuple[int, int, str, str, int]]:
+def _findings(module: Module) -> Iterator[tuple[int, int, str, str]]:
     silenced = _silenced(module)
     if silenced is None:
         return
@@ -120,7 +120,7 @@ def _findings(module: Module) -> Iterator[tuple[int, int, str, str, int]]:
             continue
         if not any(is_silenced(module.lines[i - 1], rule.code) for i in {line, end} if i <= len(module.lines)):
             seen.add((line, column, rule.code))
-            yield line, column, rule.code, problem.message, end
+            yield line, column, rule.code, problem.message
 
 
 def _start(node: ast.AST, module: Module) -> tuple[int, int]:
@@ -188,6 +188,6 @@ def from_data(data: Any) -> Checked:
     """Raises ValueError or TypeError for data of another form."""
     findings, losses = data
     return Checked(
-        [(int(line), int(column), str(code), str(message), int(end)) for line, column, code, message, end in findings],
+        [(int(line), int(column), str(code), str(message)) for line, column, code, message in findings],
         [(str(name), int(line), int(column), bool(shared)) for name, line, column, shared in losses],
     )

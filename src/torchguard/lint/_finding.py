@@ -10,7 +10,7 @@ UNREADABLE = "TG001"  # a file that cannot be checked; not a rule, and always on
 class Finding:
     """One finding: where, which rule, and what to do.
 
-    Lines and columns count from 1. `end_line` is the last line on which `# noqa` silences the finding.
+    Lines and columns count from 1.
 
     >>> from torchguard import lint
     >>> finding, = lint.check_source("import torch\\nact = torch.nn.ReLU(inplace=True)\\n")
@@ -23,7 +23,6 @@ class Finding:
     column: int
     code: str
     message: str
-    end_line: int = 0
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}:{self.column}: {self.code} {self.message}"

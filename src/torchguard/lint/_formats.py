@@ -10,12 +10,6 @@ from torchguard.lint._finding import UNREADABLE, Finding
 from torchguard.lint._rules.base import Rule
 from torchguard.lint._rules.registry import RULES
 
-DOCS = "https://torchguard.readthedocs.io/en/latest/lint"
-
-
-def as_json(findings: Iterable[Finding]) -> str:
-    return json.dumps([finding.to_data() for finding in findings], indent=2)
-
 
 def as_github(findings: Iterable[Finding]) -> str:
     """Workflow commands, which GitHub shows beside the changed lines."""

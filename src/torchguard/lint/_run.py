@@ -126,7 +126,7 @@ def _check_files(
     for file in result.files:
         content = read(file)
         if isinstance(content, str):
-            checked[file] = Checked([(1, 1, UNREADABLE, f"the file {content}", 1)], [])
+            checked[file] = Checked([(1, 1, UNREADABLE, f"the file {content}")], [])
             continue
         longest = settings_for(file).max_statements
         known = store.get(key_of(content, longest)) if store is not None else None
@@ -200,7 +200,7 @@ def _missing_tests(
     for file in wanted:
         for name, line, column, is_distributed in checked[file].losses:
             if missing := rule.missing(name, is_distributed, tests):
-                yield Finding(file, line, column + 1, rule.code, rule.message(name, missing), line)
+                yield Finding(file, line, column + 1, rule.code, rule.message(name, missing))
 
 
 def _is_test(file: str) -> bool:

@@ -10,7 +10,6 @@ from torchguard.lint._rules.base import (
     Rule,
     assigned_once,
     differentiable,
-    is_method,
     keyword,
     last_name,
     names_in,
@@ -369,7 +368,7 @@ def log_loss(p: torch.Tensor) -> torch.Tensor:
             or _needs_no_gradient(inner, function, module)
         ):
             return
-        if last_name(written) != "rsqrt" and not (_has_minimum(node)):
+        if last_name(written) != "rsqrt" and not _has_minimum(node, module):
             return
         if last_name(written) == "sqrt":
             return  # TG171
@@ -378,8 +377,9 @@ def log_loss(p: torch.Tensor) -> torch.Tensor:
         )
 
 
-def _has_minimum(call: ast.Call) -> bool:
-    return keyword(call, "min") is not None or bool(call.args[0:]) or is_method(call, "clamp_min")
+def _has_minimum(call: ast.Call, module: Module) -> bool:
+    given = call.args[1:] if module.qualified(call.func) else call.args
+    return keyword(call, "min") is not None or (bool(given) and last_name(call) != "clamp_max")
 
 
 class MeanOverBadSamples(Rule):
