@@ -34,6 +34,7 @@ __all__ = [
     "InvalidParameterError",
     "InvalidReturnTypeError",
     "LeafTypeError",
+    "LintError",
     "LocationWarning",
     "LossyCastError",
     "MissingRuleError",
@@ -268,6 +269,10 @@ class ValidationWarning(UserWarning):
 
 class MixedRowsWarning(UserWarning):
     """A model has modules that mix samples of a batch."""
+
+
+class LintError(TorchGuardError, ValueError):
+    """The linter cannot do what was asked: a path, a code or a setting is wrong."""
 
 
 class LocationWarning(UserWarning):

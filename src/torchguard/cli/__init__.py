@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from torchguard import __version__
-from torchguard.cli import _analyze, _clean, _diff, _doctor, _list, _run, _script_options, _show
+from torchguard.cli import _analyze, _clean, _diff, _doctor, _lint, _list, _run, _script_options, _show
 from torchguard.cli._terminal import ExitCode, console, plain, print_message
 from torchguard.exceptions import TorchGuardError
 
@@ -25,6 +25,7 @@ _VERBS = (
     ("diff", _diff.diff, _diff.EXAMPLE),
     ("clean", _clean.clean, _clean.EXAMPLE),
     ("analyze", _analyze.analyze, _analyze.EXAMPLE),
+    ("lint", _lint.lint, _lint.EXAMPLE),
     ("doctor", _doctor.doctor, _doctor.EXAMPLE),
 )
 
@@ -77,7 +78,8 @@ class _Verbs(_PlainFlags, TyperGroup):
 app = typer.Typer(
     name="torchguard",
     cls=_Verbs,
-    help="Inspect what torch.compile makes of a program: run it, capture what is compiled, analyze and compare it.",
+    help="Inspect what torch.compile makes of a program: run it, capture what is compiled, analyze and compare it; and "
+    "check source code against the coding guidelines.",
     epilog="Exits with 0 if all is well, 1 if it found or hit a problem, 2 for wrong usage, 3 if there is no such "
     "artifact. run exits with the script's code, or with 4 if --strict finds a problem.",
     no_args_is_help=True,
