@@ -391,6 +391,20 @@ class TestSettings:
         with settings.without_limits():
             assert torch._dynamo.config.recompile_limit == 2**20
 
+    def test_random_numbers_of_inductor_stay_its_own(self, monkeypatch):
+        monkeypatch.delattr("torch._inductor.config.fallback_random")
+        with settings.same_random_numbers():
+            pass
+
+    def test_a_profiler_is_not_noticed(self, monkeypatch):
+        monkeypatch.delattr("torch.autograd._profiler_enabled")
+        assert not dynamo.is_profiling()
+
+    def test_a_frame_without_a_scope_has_its_own_name(self):
+        code = torch._dynamo.external_utils.wrap_inline(torch.sin).__code__
+        assert dynamo.function_name(code).function == "wrap_inline.<locals>.inner"
+        assert events._locals_of(object()) is None
+
     def test_side_effects_under_checkpoints_cannot_be_allowed(self, monkeypatch):
         monkeypatch.delattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint")
         guarded = watch(nn.Linear(2, 2))

@@ -345,6 +345,8 @@ class _Shadow:
         try:
             allowed = audit.on_violations([self._violation(failure, call) for failure in failures])
         except Exception as error:  # Dynamo would swallow it here
+            if error.__traceback__ is not None:  # without this frame, which holds the arguments of the call
+                error.__traceback__ = error.__traceback__.tb_next
             refuse_to_compile(self.code, error, functools.partial(_matches, weakref.ref(self)))
         _thread.allowed[self] = allowed
         if not allowed:
