@@ -47,8 +47,8 @@ def check_derivatives(
     Raises:
         GraphMismatchError: the graphs do not take and return these.
     """
-    forward, jvp, vjp, hvp = (None if gm is None else with_rules(gm) for gm in (forward, jvp, vjp, hvp))
-    assert forward is not None
+    forward = with_rules(forward)
+    jvp, vjp, hvp = (None if gm is None else with_rules(gm) for gm in (jvp, vjp, hvp))
     leaves = _leaves(forward, "forward")
     if len(leaves) != len(differentiable):
         raise GraphMismatchError(f"forward takes {len(leaves)} leaves, but differentiable has {len(differentiable)}.")
