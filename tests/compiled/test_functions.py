@@ -649,3 +649,12 @@ def test_the_derivative_at_a_nonsmooth_point_is_the_one_recorded(op):
     c = compile_out(lambda x: f(x), torch.tensor(x), backend="eager", probe=False)
     assert facts_of(op).nonsmooth in {point.convention for point in c.nonsmooth_points if point.op == f"aten.{op}"}
     assert c.vjp_with_seed(torch.tensor(x), torch.tensor(1.0)).item() == derivative
+
+
+def test_a_pullback_raises_for_a_changed_point_even_if_it_does_not_read_it():
+    x = torch.randn(3)
+    c = compile_out(lambda x: x * 2, x, backend="eager")
+    _, pullback = c.vjp(x)
+    x.add_(1)
+    with pytest.raises(CompileError, match="changed in place"):
+        pullback(torch.ones(3))

@@ -288,7 +288,7 @@ class CompiledOut:
         """Raise if the results are not those of this kind of function."""
 
     def _run_first(self, code: Code, leaves: Sequence[Tensor]) -> tuple[Any, list[Any], tensors.Versions]:
-        """The outputs, the residuals, and the versions of the tensors whose memory the residuals share."""
+        """The outputs, the residuals, and the versions of the leaves and of what the residuals share memory with."""
         found, split = code.runs[0]([*leaves]), code.split
         assert split is not None
         outputs = found[: self._output_count]
@@ -297,8 +297,10 @@ class CompiledOut:
         for tensor in shared:
             if tensor.is_inference():  # it has no version counter, so a change could not be detected
                 copies = [tensors.copied(one) if isinstance(one, Tensor) else one for one in residuals]
-                return outputs, copies, []
-        return outputs, residuals, tensors.versions_of(shared)
+                return outputs, copies, tensors.versions_of([leaf for leaf in leaves if not leaf.is_inference()])
+        # All leaves, also those that no residual shares memory with: what raises must not depend on the code.
+        rest = [leaf for leaf in leaves if not leaf.is_inference()]
+        return outputs, residuals, tensors.versions_of([*rest, *shared])
 
     def _mutation_error(self) -> CompileError:
         return CompileError(
