@@ -131,7 +131,8 @@ def evaluate(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor
         if seen or not is_evaluation(function):
             return
         if function.cls is not None:
-            yield from self._check_method(function, module)
+            if not function.cls.node.bases:  # else a base class may call it, with gradients off
+                yield from self._check_method(function, module)
             return
         for model in sorted(MODEL_NAMES & {one.arg for one in function.arguments}):
             for use in _calls_model(function, model)[:1]:
@@ -370,6 +371,7 @@ class PreferInferenceMode(Rule):
     code = "TG230"
     name = "prefer-inference-mode"
     nodes = FUNCTIONS
+    is_default = False
     summary = "`torch.no_grad()` in a function for inference, where `torch.inference_mode()` fits."
     why = """
 `inference_mode` also skips version counters and view tracking, so small operations are faster, and it fails loudly if
