@@ -167,9 +167,9 @@ class Attempt:
     def _status(self, result: Result, is_scaled: bool = False) -> Tensor:
         """On the device: the loss, the norm of the gradients, and whether anything may be non-finite on any rank."""
         gradients = self._gradients()
-        norm = total_norm(gradients) if gradients else torch.zeros(())
+        norm = total_norm(gradients) if gradients else torch.zeros((), dtype=torch.float32)
         if self.scaler is not None and is_scaled:
-            norm = norm / self._scale(torch.ones((), device=norm.device))
+            norm = norm / self._scale(torch.ones((), dtype=norm.dtype, device=norm.device))
         buffers = self.guard.tensors.largest()
         values = [result.loss, norm] if buffers is None else [result.loss, norm, buffers]
         values += [torch.where(one.has_fault(), torch.inf, 0.0) for one in self.plan.python.replaced()]

@@ -27,7 +27,7 @@ def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def multiply_all(targets: Sequence[Tensor], factor: Tensor) -> None:
     """`target.mul_(factor)` for each tensor, with a factor on the device."""
     for target in targets:
-        target.mul_(factor.to(target.device, target.dtype))
+        target.mul_(factor.to(target.device, target.dtype))  # noqa: TG120 (gradients are corrected where they are)
 
 
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:

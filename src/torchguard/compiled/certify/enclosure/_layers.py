@@ -89,7 +89,7 @@ def _running_product(x: Interval, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _rounded_product(low: Tensor, high: Tensor, x: Interval, dim: int, dtype: torch.dtype) -> Interval:
-    largest = x.size.clamp(min=1).prod(dim).max() if x.low.numel() else torch.tensor(1.0)
+    largest = x.size.clamp(min=1).prod(dim).max() if x.low.numel() else torch.tensor(1.0, dtype=x.low.dtype)
     return rounded(low, high, dtype, 2 * x.low.shape[dim] + 2, torch.finfo(dtype).tiny * largest, through=largest)
 
 

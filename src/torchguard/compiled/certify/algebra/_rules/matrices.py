@@ -75,7 +75,7 @@ def _factors(f: PrimeField, a: Tensor, tangent: Tensor | None) -> Value:
 
 
 def _unpacked(f: PrimeField, factors: Tensor) -> tuple[Tensor, Tensor]:
-    eye = torch.eye(factors.shape[-1], dtype=f.dtype)
+    eye = torch.eye(factors.shape[-1], dtype=f.dtype, device=factors.device)
     return factors.tril(-1) + eye, factors.triu()
 
 
