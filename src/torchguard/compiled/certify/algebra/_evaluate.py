@@ -52,7 +52,8 @@ def with_rules(gm: GraphModule) -> GraphModule:
         _log.debug("%s cannot be decomposed: %s", gm, error)
         return gm
     is_pure = not any((schema := ops.schema_of(node.target)) and schema.is_mutable for node in made.graph.nodes)
-    return made if is_pure else gm
+    # Some decompose to primitives of torch, which have no rules either: the operator's own name says more.
+    return made if is_pure and not any(name.startswith("prims.") for name in unsupported_ops(made)) else gm
 
 
 @cache
