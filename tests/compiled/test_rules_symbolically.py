@@ -287,10 +287,11 @@ SETTINGS = {
     "clamp_max": (0.2,),
     "pow": (3,),
 }
-TWO = {"add", "sub", "rsub", "mul", "div", "maximum", "minimum", "gt", "lt", "ge", "le", "eq", "ne"}
+TWO = {"add", "sub", "rsub", "mul", "div", "maximum", "minimum", "gt", "lt", "ge", "le", "eq", "ne", "hypot"}
 THREE = {"addcmul", "addcdiv"}
-# Those that take integers, or whose rule is an unknown function.
+# Those that take integers, whose rule is an unknown function, or is of the field: no number in it is NaN.
 NOT_FORMULAS = {name for name in pointwise.RULES if name.startswith(("logical", "bitwise"))}
+NOT_FORMULAS |= {"isnan", "isinf", "isfinite", "frac", "fmod", "remainder"}
 NOT_FORMULAS |= {"floor", "ceil", "round", "trunc", "atan2", "logaddexp", "where", "masked_fill", "lerp", "digamma"}
 NOT_FORMULAS |= {
     "elu_backward",

@@ -10,6 +10,7 @@ from tests.compiled.zoo import ZOO, graphs
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchguard.compiled.certify import ALGEBRAIC_OPS, TYPED_OPS, Verdict, check_types
+from torchguard.compiled.certify.types._check import RULES
 from torchguard.compiled.certify.types._types import Type, broadcast, promoted
 
 aten = torch.ops.aten
@@ -132,3 +133,36 @@ def test_promotion_and_broadcasting_are_torchs(first, second):
 
 def test_the_typed_layer_covers_the_operators_of_the_algebraic_one():
     assert {"matmul"} == ALGEBRAIC_OPS - TYPED_OPS
+
+
+OPERATIONS = {
+    "trace": lambda op: op(torch.ones(3, 4)),
+    "addr": lambda op: op(torch.ones(3, 1), torch.ones(3), torch.ones(4)),
+    "linalg_cross": lambda op: op(torch.ones(2, 3, 1), torch.ones(1, 3, 5), dim=1),
+    "pixel_shuffle": lambda op: op(torch.ones(2, 8, 3, 5), 2),
+    "pixel_unshuffle": lambda op: op(torch.ones(2, 2, 6, 4), 2),
+    "rot90": lambda op: op(torch.ones(2, 3, 4), 3, [0, 2]),
+    "median": lambda op: op(torch.ones(2, 3, 4), 1, True),
+    "kthvalue": lambda op: op(torch.ones(2, 3, 4), 2, 1),
+    "cummax": lambda op: op(torch.ones(2, 3), 1),
+    "logcumsumexp": lambda op: op(torch.ones(2, 3), 1),
+    "_linalg_slogdet": lambda op: op(torch.eye(3).expand(2, 3, 3)),
+    "hypot": lambda op: op(torch.ones(3, 1), torch.ones(4, dtype=torch.float64)),
+    "fmod": lambda op: op(torch.ones(3), 2.0),
+    "isnan": lambda op: op(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rule_gives_the_type_that_torch_gives(name):
+    def as_type(value):
+        return Type(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+    def typed(*args, **options):
+        return RULES[name](*map(as_type, args), **options)
+
+    expected = OPERATIONS[name](getattr(torch.ops.aten, name))
+    found = OPERATIONS[name](typed)
+    if isinstance(expected, torch.Tensor):
+        expected, found = [expected], [found]
+    assert [*found] == [as_type(one) for one in expected]

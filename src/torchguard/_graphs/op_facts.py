@@ -74,7 +74,7 @@ _ACCUMULATES, _LOSS = OpFacts(accumulates="always"), OpFacts(accumulates="if red
 FACTS: dict[str, OpFacts] = {
     # Arithmetic
     **dict.fromkeys(("neg", "square"), _UNARY),
-    **dict.fromkeys(("add", "sub", "rsub", "mul", "pow", "atan2", "logaddexp"), _BINARY),
+    **dict.fromkeys(("add", "sub", "rsub", "mul", "pow", "atan2", "logaddexp", "hypot"), _BINARY),
     **dict.fromkeys(("lerp", "addcmul", "addcdiv"), _TERNARY),
     "div": OpFacts(pointwise=2, result="float"),
     "abs": OpFacts(nonsmooth="abs'(0) = 0"),
@@ -89,8 +89,11 @@ FACTS: dict[str, OpFacts] = {
     # Steps
     **dict.fromkeys(("sign", "sgn", "floor", "ceil", "round", "trunc"), _STEPPED),
     "heaviside": OpFacts(nonsmooth=_STEPS),
-    "frac": OpFacts(nonsmooth="1, also at the steps"),
-    **dict.fromkeys(("remainder", "fmod"), OpFacts(nonsmooth="1 in the first argument, also at the steps")),
+    "frac": OpFacts(pointwise=1, nonsmooth="1, also at the steps"),
+    **dict.fromkeys(
+        ("remainder", "fmod"), OpFacts(pointwise=2, nonsmooth="1 in the first argument, also at the steps")
+    ),
+    **dict.fromkeys(("isnan", "isinf", "isfinite"), OpFacts(pointwise=1, result="bool")),
     # Comparisons, logic and choices
     **dict.fromkeys(("gt", "lt", "ge", "le", "eq", "ne"), _COMPARISON),
     **dict.fromkeys(("logical_and", "logical_or", "logical_xor"), _LOGICAL),

@@ -4,7 +4,8 @@ A training closure is `lambda b: F.cross_entropy(model(b["x"]), b["y"], reductio
 a cell or a global, and often more: a teacher, a queue of keys, a hidden state that one step leaves to the next. All of
 it is found by following references: cells, defaults, the globals that its code names, attributes, items, and the same
 for functions that it calls and for the methods of the user's own classes. Code of torch, NumPy and the standard library
-is not entered, and the classes of installed packages are not searched for globals that their methods assign.
+is not entered. Functions and classes of installed packages are not searched for globals, and of their objects, three
+are followed one behind the other: a trainer leads to everything.
 """
 
 import abc
@@ -34,7 +35,12 @@ _FOREIGN = ("torch", "numpy", "builtins", "torchguard", *sys.stdlib_module_names
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONTAINERS = (dict, list, set, collections.deque)
 _PLAIN = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)  # entered as a user's
+_ENTERED = (
+    *(Tensor, nn.Module, type, np.ndarray, types.FunctionType, types.MethodType, types.CellType, tuple, frozenset),
+    *(functools.partial, weakref.ref, *_CONTAINERS, *_GENERATORS),
+)
 _MAX_OBJECTS = 50_000  # that are followed, the nearest first
+_MAX_DEPTH = 3  # objects of installed packages that are followed one behind the other
 _MAX_ITEMS = 4096  # of a container that is entered; a larger one is data, not state
 _MAX_ARRAYS = 2**22  # bytes of all NumPy arrays that are state, the nearest first; more are data
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
@@ -149,15 +155,24 @@ def reach(roots: dict[str, Any]) -> Reached:
     """Everything mutable that can be reached from these objects."""
     found = Reached()
     seen: set[int] = set()
-    waiting = collections.deque(roots.items())
+    waiting = collections.deque((name, value, 0) for name, value in roots.items())
     while waiting and found.is_complete:
-        name, value = waiting.popleft()
+        name, value, depth = waiting.popleft()
         if isinstance(value, SIMPLE) or id(value) in seen:
             continue
+        if _is_of_package(value):
+            depth += 1
+            if depth > _MAX_DEPTH:
+                continue
         seen.add(id(value))
-        waiting += _enter(name, value, found)
+        waiting += [(child, item, depth) for child, item in _enter(name, value, found)]
         found.is_complete = len(seen) < _MAX_OBJECTS
     return found
+
+
+def _is_of_package(value: Any) -> bool:
+    """Whether this is a plain object of an installed package: a trainer's, say, which leads to all that there is."""
+    return not isinstance(value, _ENTERED) and not _is_own(type(value).__module__)
 
 
 def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
@@ -238,6 +253,8 @@ def _enter_function(name: str, function: types.FunctionType, found: Reached) -> 
         yield variable, cell
     yield from (("a default", value) for value in function.__defaults__ or ())
     yield from (function.__kwdefaults__ or {}).items()
+    if not _is_own(function.__module__ or ""):
+        return
     names = _names_of(function.__code__)
     namespace = function.__globals__
     if assigned := tuple(sorted(names & _assigned_globals(function.__code__))):

@@ -70,6 +70,52 @@ def _topk(x: Type, k: int, dim: int = -1, *_: Any, **__: Any) -> tuple[Type, Typ
     return Type(shape, x.dtype), Type(shape, torch.int64)
 
 
+def _kth_value(x: Type, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Type, Type]:
+    return _reduce(x, dim, keepdim), _argmax(x, dim, keepdim)
+
+
+def _running_largest(x: Type, dim: int) -> tuple[Type, Type]:
+    wrapped(dim, x.rank)
+    return x, Type(x.shape, torch.int64)
+
+
+def _trace(x: Type) -> Type:
+    require(x.rank == 2, f"the trace of {x}")
+    return Type((), x.dtype if category(x.dtype) == 2 else torch.int64)
+
+
+def _outer_sum(x: Type, a: Type, b: Type, **_: Any) -> Type:
+    require(a.rank == b.rank == 1, f"the outer product of {a} and {b}")
+    return Type(broadcast(x.shape, (*a.shape, *b.shape)), promoted(x, a, b))
+
+
+def _cross(a: Type, b: Type, *, dim: int = -1) -> Type:
+    shape = broadcast(a.shape, b.shape)
+    require(a.rank == b.rank and shape[wrapped(dim, len(shape))] == 3, f"the cross product of {a} and {b}")
+    return Type(shape, promoted(a, b))
+
+
+def _pixel_shuffle(x: Type, factor: int) -> Type:
+    require(x.rank >= 3 and x.shape[-3] % factor**2 == 0, f"pixels of {x} shuffled by {factor}")
+    *batch, channels, height, width = x.shape
+    return Type((*batch, channels // factor**2, height * factor, width * factor), x.dtype)
+
+
+def _pixel_unshuffle(x: Type, factor: int) -> Type:
+    require(x.rank >= 3 and x.shape[-2] % factor == x.shape[-1] % factor == 0, f"pixels of {x} split by {factor}")
+    *batch, channels, height, width = x.shape
+    return Type((*batch, channels * factor**2, height // factor, width // factor), x.dtype)
+
+
+def _rotate(x: Type, k: int = 1, dims: Sequence[int] = (0, 1)) -> Type:
+    first, second = (wrapped(dim, x.rank) for dim in dims)
+    require(first != second, f"a rotation of {x} in the dimensions {dims}")
+    shape = list(x.shape)
+    if k % 2:
+        shape[first], shape[second] = shape[second], shape[first]
+    return Type(tuple(shape), x.dtype)
+
+
 def _matmul(a: Type, b: Type) -> Type:
     require(a.rank == b.rank >= 2 and a.shape[-1] == b.shape[-2], f"{a} times {b}")
     require(a.shape[:-2] == b.shape[:-2] and a.dtype == b.dtype, f"{a} times {b}")
@@ -266,6 +312,16 @@ RULES: dict[str, Callable[..., Any]] = {
     "argmin": _argmax,
     "max": _max,
     "min": _max,
+    "median": _max,
+    "kthvalue": _kth_value,
+    **dict.fromkeys(("cummax", "cummin"), _running_largest),
+    "logcumsumexp": _cumulative,
+    "trace": _trace,
+    "addr": _outer_sum,
+    "linalg_cross": _cross,
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_unshuffle,
+    "rot90": _rotate,
     "linalg_vector_norm": _norm,
     "cumsum": _cumulative,
     "cumprod": _cumulative,
@@ -285,6 +341,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "linalg_lu_solve": lambda lu, pivots, b, **options: _solve(lu, b),
     "linalg_solve_triangular": _solve,
     "_linalg_det": lambda a: (Type(a.shape[:-2], a.dtype), a, _pivots(a)),
+    "_linalg_slogdet": lambda a: (Type(a.shape[:-2], a.dtype), real(Type(a.shape[:-2], a.dtype)), a, _pivots(a)),
     "linalg_cholesky_ex": lambda a, **_: (a, _info(a)),
     "_linalg_eigh": _eigh,
     "_linalg_svd": _svd,
