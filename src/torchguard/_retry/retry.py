@@ -122,7 +122,10 @@ class Retry:
         Clears the gradients before. If all samples are bad, or it cannot be told which, nothing is changed.
 
         Args:
-            closure, batch, scaler, window: as for `backward`.
+            closure: as for `backward`.
+            batch: as for `backward`.
+            scaler: as for `backward`; it steps the optimizers and is updated.
+            window: as for `backward`.
             clip: the largest norm of all gradients together.
         """
         if not self.optimizers:
