@@ -32,14 +32,6 @@ def decomposition_of(operation: Any) -> Any:
     return get_decompositions([operation])[operation]
 
 
-def decompositions_without(names: frozenset[str]) -> dict[Any, Any]:
-    """Torch's decompositions (`torch._decomp`) of the ATen ops that have none of these names."""
-    from torch._decomp import decomposition_table
-
-    is_wanted = lambda op: isinstance(op, torch._ops.OpOverload) and op._schema.name.partition("::")[2] not in names  # noqa: E731
-    return {op: function for op, function in decomposition_table.items() if is_wanted(op)}
-
-
 def sets_grad_mode(function: Any) -> bool:
     """Whether this is the function that `no_grad` and `enable_grad` call, as a torch function mode receives it."""
     return function is torch._C._set_grad_enabled

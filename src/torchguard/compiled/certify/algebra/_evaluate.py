@@ -1,19 +1,16 @@
 """Evaluate a graph of ATen operators in exact arithmetic, and in real numbers."""
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchguard._graphs.op_facts import facts_of
-from torchguard._torch import fakes, ops
 from torchguard.compiled._nodes import attribute, op_name
 from torchguard.compiled.certify.algebra._field import (
     EvaluationError,
@@ -23,10 +20,7 @@ from torchguard.compiled.certify.algebra._field import (
     UnsupportedError,
 )
 from torchguard.compiled.certify.algebra._rules import ALGEBRAIC_OPS, CREATION_RULES, NEEDS_LAYOUT, RULES
-from torchguard.compiled.certify.algebra._rules.pointwise import power_of_number
 from torchguard.compiled.certify.algebra._values import UnknownDerivativeError, Value, integers
-
-_log = logging.getLogger("torchguard.compiled")
 
 
 def unsupported_ops(*graphs: GraphModule) -> list[str]:
@@ -38,27 +32,6 @@ def unsupported_ops(*graphs: GraphModule) -> list[str]:
         if node.op not in ("placeholder", "output", "get_attr") and not _has_rule(node)
     }
     return sorted(names)
-
-
-def with_rules(gm: GraphModule) -> GraphModule:
-    """The same graph, with torch's decompositions in place of operators that have no rule, as far as there are any."""
-    table = _decompositions()
-    if not any(node.target in table for node in gm.graph.nodes):
-        return gm
-    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    try:
-        made = fakes.trace(lambda *values: Interpreter(gm).run(*values), inputs, table)
-    except Exception as error:  # a decomposition may fail on any call: the operator stays, and is named as unsupported
-        _log.debug("%s cannot be decomposed: %s", gm, error)
-        return gm
-    is_pure = not any((schema := ops.schema_of(node.target)) and schema.is_mutable for node in made.graph.nodes)
-    # Some decompose to primitives of torch, which have no rules either: the operator's own name says more.
-    return made if is_pure and not any(name.startswith("prims.") for name in unsupported_ops(made)) else gm
-
-
-@cache
-def _decompositions() -> dict[Any, Any]:
-    return ops.decompositions_without(ALGEBRAIC_OPS)
 
 
 def _has_rule(node: Node) -> bool:
@@ -85,8 +58,6 @@ def _input_dependent_nodes(gm: GraphModule) -> frozenset[Node]:
 
 
 def _tests_finiteness(node: Node) -> bool:
-    if op_name(node) in ("isnan", "isinf", "isfinite"):
-        return True
     if op_name(node) not in ("eq", "ne"):
         return False
     a, b = node.args
@@ -159,14 +130,12 @@ class _Run:
                 return args[0][args[1]]
             if name in CREATION_RULES:
                 return self._converted(node, CREATION_RULES[name](self.field, *args, **options))
-            if name == "pow" and isinstance(args[0], bool | int | float) and isinstance(args[1], Value):
-                return self._converted(node, power_of_number(args[0], args[1]))
             if name in NEEDS_LAYOUT:
                 options = {**options, "is_contiguous": _is_contiguous(node)}
             return self._converted(node, RULES[name](*self._with_field(args), **options))
         except UnknownDerivativeError as error:
             raise UnsupportedError(f"the derivative of {error}") from error
-        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise EvaluationError(f"{node.name}: {node.target}: {error}") from error
 
     def _with_field(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ ranges until the graph can be evaluated.
 """
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +41,6 @@ _TIED_VALUES = 3
 # A real number is a multiple of 1 / _UNIT, so that it is an element of the field as well.
 _UNIT, _SCALE = 2**24, 2**4
 _SMALL, _WIDE, _WIDEST = 8, 300, 2**40
-# Numbers from here on, such as the largest of a dtype, are no thresholds.
-_FAR = 1e30
 # How much higher a peak is than the rest.
 _PEAK = 2**8
 
@@ -80,7 +79,7 @@ def find_targets(*graphs: GraphModule) -> Targets:
     thresholds, equalities, limits = {0.0}, set(), set()
     for gm in graphs:
         for node in gm.graph.nodes:
-            numbers = [n for n in _compared_numbers(gm, node) if abs(n) < _FAR]
+            numbers = [n for n in _compared_numbers(gm, node) if math.isfinite(n)]
             thresholds.update(sign * n for n in numbers for sign in (1.0, -1.0))
             if op_name(node) in ("eq", "ne"):
                 equalities.update(numbers)

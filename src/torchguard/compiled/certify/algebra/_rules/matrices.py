@@ -112,13 +112,9 @@ def _pivots(a: Value) -> Value:
 
 
 def _solve_ex(a: Value, b: Value, *, left: bool = True, check_errors: bool = False) -> tuple[Value, ...]:
-    if b.element.dim() == a.element.dim() - 1 and b.shape == a.shape[:-1]:
-        solved = _solve(a, _column(b)).rearranged(lambda t: t.squeeze(-1))
-    elif left:
-        solved = _solve(a, b)
-    else:
-        solved = _transposed(_solve(_transposed(a), _transposed(b)))
-    return solved, _factors(a.field, a.element, a.tangent), _pivots(a), _info(a)
+    if not left or b.element.dim() < 2:
+        raise UnsupportedError("linalg_solve from the right, or of one vector")
+    return _solve(a, b), _factors(a.field, a.element, a.tangent), _pivots(a), _info(a)
 
 
 def _lu_solve(lu: Value, pivots: Value, b: Value, *, left: bool = True, adjoint: bool = False) -> Value:
@@ -159,23 +155,6 @@ def _determinant(a: Value, *, is_contiguous: bool) -> tuple[Value, Value, Value]
     return Value(f, det, tangent), _factors(f, factored.element, factored.tangent), _pivots(a)
 
 
-def _log_determinant(a: Value, *, is_contiguous: bool) -> tuple[Value, Value, Value, Value]:
-    """The sign of the determinant and the logarithm of its absolute value: d log|det| = trace(a⁻¹ da)."""
-    det, factors, pivots = _determinant(a, is_contiguous=is_contiguous)
-    sign = det.without_tangent().sgn()
-    return sign, (det * sign).log(), factors, pivots
-
-
-def _cross(a: Value, b: Value, *, dim: int = -1) -> Value:
-    turned = lambda v, by: v.rearranged(lambda t: t.roll(by, dim))  # noqa: E731
-    return turned(a, -1) * turned(b, 1) - turned(a, 1) * turned(b, -1)
-
-
-def _addr(c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
-    product = _column(a) * b
-    return (c if beta == 1 else c * beta) + (product if alpha == 1 else product * alpha)
-
-
 def _triangular(a: Value, b: Value, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Value:
     """x with ax = b, or with xa = b; only one triangle of a and da is read."""
     if not left:
@@ -210,7 +189,7 @@ def _cholesky(a: Value, *, upper: bool = False, check_errors: bool = False) -> t
 
 
 # The rules of these take an argument `is_contiguous`: whether their first operand is.
-NEEDS_LAYOUT = frozenset({"_linalg_det", "_linalg_slogdet"})
+NEEDS_LAYOUT = frozenset({"_linalg_det"})
 RULES: dict[str, Callable[..., Any]] = {
     "mm": lambda a, b: a.matmul(b),
     "bmm": lambda a, b: a.matmul(b),
@@ -223,10 +202,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "_linalg_solve_ex": _solve_ex,
     "linalg_lu_solve": _lu_solve,
     "_linalg_det": _determinant,
-    "_linalg_slogdet": _log_determinant,
-    "linalg_cross": _cross,
-    "addr": _addr,
-    "trace": lambda a: a.rearranged(lambda t: t.diagonal()).total([0]),
     "linalg_solve_triangular": _triangular,
     "linalg_cholesky_ex": _cholesky,
     "_linalg_check_errors": lambda *_, **__: None,

@@ -28,10 +28,9 @@ def _sub(a: Any, b: Any, *, alpha: float = 1) -> Any:
 
 
 def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
-    if rounding_mode is None:
-        return a / b
-    quotient = stepped(a.without_tangent() / b, torch.floor if rounding_mode == "floor" else torch.trunc)
-    return quotient if a.is_integer and getattr(b, "is_integer", isinstance(b, int)) else quotient.as_elements()
+    if rounding_mode is not None:
+        raise UnsupportedError(f"div with rounding_mode={rounding_mode!r}")
+    return a / b
 
 
 def _pow(x: Any, e: Any) -> Any:
@@ -62,6 +61,8 @@ def _fractional_power(x: Value, q: Fraction) -> Value:
 
 
 def _power_of_tensors(x: Value, e: Value) -> Value:
+    if not x.element.dim() and x.tangent is None:
+        raise UnsupportedError("pow of a number to a tensor")
     a, b = x.as_elements(), e.as_elements()
     plain_a, plain_b = a.without_tangent(), b.without_tangent()
     y = _unknown_power(plain_a, plain_b)
@@ -70,25 +71,6 @@ def _power_of_tensors(x: Value, e: Value) -> Value:
     logarithm = is_zero.where(0, is_zero.where(1, plain_a).log())
     slopes = plain_b * _unknown_power(plain_a, plain_b - 1), y * logarithm
     return _with_slopes(y, (a, slopes[0]), (b, slopes[1]))
-
-
-def power_of_number(base: float, e: Value) -> Value:
-    """`base ** e` of a positive number, whose logarithm is one as well."""
-    if not 0 < base < math.inf:
-        raise UnsupportedError(f"pow of {base} to a tensor")
-    b = e.as_elements()
-    constant = Value(b.field, b.field.constant(float(base)))
-    y = _unknown_power(constant, b.without_tangent())
-    return _with_slopes(y, (b, y * math.log(base)))
-
-
-def _hypot(a: Value, b: Value) -> Value:
-    return (a * a + b * b).sqrt()
-
-
-def _never(x: Value) -> Value:
-    """All numbers of a point are finite."""
-    return integers(x.field, torch.zeros(x.shape, dtype=torch.bool))
 
 
 def _unknown_power(a: Value, b: Value) -> Value:
@@ -134,22 +116,6 @@ def stepped(x: Value, function: Callable[[torch.Tensor], torch.Tensor]) -> Value
 
 def _step_function(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
     return lambda x: x if x.is_integer else stepped(x, function).as_elements()
-
-
-def _remainder(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Value]:
-    """x - y * n, where the integer n is a quotient rounded: the derivative of n is zero."""
-
-    def rule(x: Value, y: Any) -> Value:
-        x = x if isinstance(x, Value) else y._other(x)
-        divisor = x._other(y)
-        if x.is_integer and divisor.is_integer:
-            function = torch.remainder if rounding is torch.floor else torch.fmod
-            return integers(x.field, function(x.element.to(torch.int64), divisor.element.to(torch.int64)))
-        x, divisor = x.as_elements(), divisor.as_elements()
-        quotient = stepped(x.without_tangent() / divisor.without_tangent(), rounding)
-        return x - divisor * quotient.as_elements()
-
-    return rule
 
 
 def _logical(operation: Callable[..., torch.Tensor]) -> Callable[..., Value]:
@@ -332,12 +298,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "ceil": _step_function(torch.ceil),
     "round": _step_function(torch.round),
     "trunc": _step_function(torch.trunc),
-    "hypot": _hypot,
-    **dict.fromkeys(("isnan", "isinf"), _never),
-    "isfinite": lambda x: _never(x).inverted(),
-    "remainder": _remainder(torch.floor),
-    "fmod": _remainder(torch.trunc),
-    "frac": lambda x: x - stepped(x, torch.trunc).as_elements(),
     "maximum": _maximum,
     "minimum": _minimum,
     "clamp": _clamp,
