@@ -35,6 +35,7 @@ NOT_DECLARED = {
     "sympy": "torch requires it: symbolic sizes are expressions of the sympy that torch uses",
     "triton": "comes with the GPU builds of torch, and is only imported for tensors on a GPU",
     "pytest": "only pytest itself loads torchguard_pytest",
+    "libcst": "the extra `lint`, for fixes alone",
 }
 
 TRAIN = '''
@@ -169,7 +170,12 @@ def test_the_commands_of_the_readme_work(installed, tmp_path):
     assert commands
     (tmp_path / "train.py").write_text(TRAIN)
     for command in commands:  # in one folder: the later ones show what the first one saved
-        result = succeeded(installed.run("bash", "-c", command, cwd=tmp_path))
+        result = installed.run("bash", "-c", command, cwd=tmp_path)
+        if "--fix" in command:  # needs an extra, which this environment does not have
+            assert result.returncode == 2
+            assert "pip install 'torchguard[lint]'" in result.stderr
+        elif not command.startswith("torchguard lint") or result.returncode != 1:  # 1: it found something
+            succeeded(result)
         assert "Warning" not in result.stderr
 
 
@@ -208,6 +214,11 @@ def test_torch_itself_requires_sympy(installed, tmp_path):
 
 def test_only_the_pytest_plugin_imports_pytest(installed):
     assert imports_of(installed.site_packages)["pytest"] == {"torchguard_pytest.py"}
+
+
+def test_only_fixes_import_libcst(installed):
+    assert imports_of(installed.site_packages)["libcst"] == {"torchguard/lint/_fixes.py"}
+    assert any(line.startswith("libcst") and "extra == 'lint'" in line for line in requirements(installed.wheel))
 
 
 def test_every_module_but_the_kernels_imports_without_triton(installed, tmp_path):

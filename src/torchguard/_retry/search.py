@@ -182,6 +182,15 @@ class Search:
         good = [row for row in self._without(accused) if row not in left_out]
         if not self._is_finite(good):
             return self._no_finite_part()
+        # A group that was found later may have made an earlier sample bad: each has to be bad without it, too.
+        for row in _sorted(accused.difference(self.certain(), *groups)):
+            if self._is_finite([*good, row]):
+                good.append(row)
+            elif self._is_finite([*good, row, row]):
+                left_out.append(row)
+            else:
+                continue
+            accused.discard(row)
         return Finding(_sorted(good), _sorted(accused), tuple(groups), _sorted(left_out))
 
     def _without_partner(self, rows: list[int], accused: Collection[int]) -> list[int]:
