@@ -422,13 +422,13 @@ class TestSettings:
                 return checkpoint(self.inner, x, use_reentrant=False)
 
         monkeypatch.setattr("torchguard._watch.allow_side_effects_under_checkpoint", lambda holder: None)
-        # A watched model of another test may still be alive, and the setting with it.
-        monkeypatch.setattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", False)
         guarded, x = watch(Checkpointed()), torch.tensor([[1.0, 2.0], [float("nan"), 1.0]])
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            torch.compile(guarded, backend="eager", fullgraph=True)(x)
-        torch._dynamo.reset()
-        _, f = torch.compile(guarded, backend="eager")(x)
+        # A watched model of another test may still be alive, and the setting with it.
+        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=False):
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                torch.compile(guarded, backend="eager", fullgraph=True)(x)
+            torch._dynamo.reset()
+            _, f = torch.compile(guarded, backend="eager")(x)
         assert flags.repr(f) == "ErrorFlags(2 samples, 1 errors: 1xNAN @ input)"
 
     def test_a_setting_that_is_stored_elsewhere_is_counted_per_process(self):
