@@ -65,6 +65,7 @@ def test_the_zoo_is_as_large_as_promised():
     assert len(conclusive) >= 68
 
 
+@pytest.mark.long
 def test_an_attention_block_passes():
     g = graphs_of(attention_block, attention_block_inputs(2, 16, 64))
     assert {c.verdict for c in claims(g).values()} == {Verdict.PASS}
