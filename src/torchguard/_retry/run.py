@@ -273,7 +273,7 @@ class Step:
             )
         except Exception as exception:
             raised = exception
-        # An exception of the closure makes this part unknown. One of ours ends the step, on every rank.
+        # An exception of the closure makes this part unknown. A RetryError ends the step, on every rank.
         outcome = self.ranks.largest(0 if raised is None else 2 if isinstance(raised, RetryError) else 1)
         if outcome == 2:
             raise raised if isinstance(raised, RetryError) else RetryError("Retry: another rank cannot go on.")

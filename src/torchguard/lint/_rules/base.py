@@ -1,5 +1,6 @@
 """The base class of rules, and the questions that several of them ask."""
 
+import abc
 import ast
 import re
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ class Problem(NamedTuple):
     message: str
 
 
-class Rule:
+class Rule(abc.ABC):
     """A rule. `check` is called for every node of the types in `nodes`.
 
     The text is the page of the rule. The tests hold that `wrong` is reported by this rule and that `right` is not.
@@ -32,8 +33,8 @@ class Rule:
     right: str
     silence: str  # when it is right to
 
-    def check(self, node: ast.AST, module: Module) -> Iterable[Problem]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def check(self, node: ast.AST, module: Module) -> Iterable[Problem]: ...
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
