@@ -232,3 +232,49 @@ class TestLocations:
         nn.init.ones_(net.layer.weight)
         _, f = run(net)(x)
         assert flags.summary(f) == {"layer": {"NAN": 1, "OVERFLOW": 1}}
+
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+
+
+@pytest.mark.parametrize("size", [100, 127, 128, 255, 256, 32_767, 50_257, 2**31, 2**32, 2**40, 2**63 - 1])
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_the_number_of_embeddings_need_not_fit_the_dtype_of_the_ids(dtype, size):
+    most = torch.iinfo(dtype).max
+    ids = torch.tensor([[0, 1], [99, 3], [0, min(most, 2**63 - 1)]]).to(dtype)
+    want = [size > 99, min(most, 2**63 - 1) < size]
+    assert err.is_ok(flag_oob_indices(ids, size, 1))[1:].tolist() == want
+
+
+@pytest.mark.inductor
+def test_ids_of_every_integer_dtype(run):
+    def fn(ids):
+        return [flag_oob_indices(ids, size, 1, err.new(ids)) for size in (3, 256, 50_257)]
+
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        found = run(fn)(torch.tensor([[0, 1], [2, 3]]).to(dtype))
+        assert [err.is_ok(f).tolist() for f in found] == [[True, False], [True, True], [True, True]]
+
+
+def test_negative_ids_of_every_signed_dtype():
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        assert err.is_err(flag_oob_indices(torch.tensor([-1, 0], dtype=dtype), 2**20, 1)).tolist() == [True, False]
+    assert err.is_err(flag_oob_indices(torch.tensor([2**64 - 1], dtype=torch.uint64), 2**62, 1)).all()
+
+
+@pytest.mark.compiled
+def test_the_number_of_embeddings_may_be_dynamic():
+    def fn(ids, weight):
+        return flag_oob_indices(ids, weight.shape[0], 1)
+
+    fn = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+    for size in (200, 256, 300):
+        f = fn(torch.tensor([0, 199, 255], dtype=torch.uint8), torch.zeros(size, 2))
+        assert err.is_ok(f).tolist() == [True, True, size > 255]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32], ids=str)
+def test_locations_of_every_integer_dtype(run_light, dtype):
+    locations = torch.tensor([3, 120], dtype=dtype)
+    f = run_light(lambda locations: err.push(err.new(locations), err.NAN, locations))(locations)
+    assert err.get_first_location(f).tolist() == [3, 120]

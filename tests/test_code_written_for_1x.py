@@ -39,7 +39,7 @@ from torchguard import (
     typing,
     unwrap,
 )
-from torchguard.exceptions import GivenTwiceError, NotFlagsError, TorchGuardError
+from torchguard.exceptions import GivenTwiceError, TorchGuardError
 from torchguard.typing import Tensor, float32_t
 
 NAN, INF = float("nan"), float("inf")
@@ -469,9 +469,55 @@ def test_a_path_set_by_hand_is_a_location(compile):
     assert errors_of(f) == [[], [(err.NAN, "legacy.encoder.0")], []]
 
 
-def test_a_mask_in_the_position_of_the_config_raises():
-    with pytest.raises(NotFlagsError, match=r"config is a Tensor\..*where=mask"):
-        err.push(err.new_t(1), err.NAN, 1, err.WARN, torch.tensor([False]))
+@pytest.mark.parametrize("compile", [lambda fn: fn, traced], ids=["plain", "aot_eager"])
+@pytest.mark.parametrize(
+    "push_masked",
+    [
+        lambda f, mask: err.push(f, err.NAN, 1, err.WARN, mask),  # the order of the specification's table
+        lambda f, mask: err.push(f, err.NAN, 1, None, mask),
+        lambda f, mask: err.push(f, code=err.NAN, location=1, severity=err.WARN, where=mask),
+        lambda f, mask: err.push(f, err.NAN, 1, err.WARN, DEFAULTS, where=mask),
+        lambda f, mask: err.push(f, err.NAN, 1, where=mask, config=DEFAULTS),
+        lambda f, mask: err.push(f, torch.tensor([1, 1, 1]), torch.tensor(4), err.WARN, mask),
+        lambda f, mask: experimental.err.push(f, err.NAN, 1, err.WARN, mask),
+        lambda f, mask: push(f, err.NAN, 1, err.WARN, where=mask),
+        lambda f, mask: err.push_many(f, [(err.NAN, 1, mask, err.WARN)], DEFAULTS),
+    ],
+)
+def test_push_records_what_the_mask_includes_in_every_form(push_masked, compile):
+    mask = torch.tensor([True, False, True])
+    assert codes_of(compile(push_masked)(err.new_t(3), mask)) == [[err.NAN], [], [err.NAN]]
+
+
+def test_a_mask_given_twice_raises():
+    mask = torch.tensor([False])
+    with pytest.raises(GivenTwiceError, match="the fifth argument is a mask, and where is given"):
+        err.push(err.new_t(1), err.NAN, 1, err.WARN, mask, where=mask)
+
+
+@pytest.mark.parametrize("compile", [lambda fn: fn, traced], ids=["plain", "aot_eager"])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f, mask: err.push_scalar(f, err.NAN, 1, err.WARN, mask), "config is of type .*Tensor.*where=mask"),
+        (lambda f, mask: err.push_many(f, [(err.NAN, 1, mask)], mask), "config is of type .*Tensor"),
+        (lambda f, mask: err.from_code(err.NAN, 1, 1, None, None, mask), "config is of type .*Tensor"),
+        (lambda f, mask: err.merge(f, f, config=mask), "config is of type .*Tensor"),
+        (lambda f, mask: err.new(f, mask), "config is of type .*Tensor"),
+        (lambda f, mask: experimental.err.new(f, mask), "config is of type .*Tensor"),
+        (lambda f, mask: err.ensure_mask(f, mask, err.NAN, 1, None, mask), "config is of type .*Tensor"),
+        (lambda f, mask: err.push(f, err.NAN, 1, mask), "severity is a torch.bool tensor.*where=mask"),
+        (lambda f, mask: err.push(f, err.NAN, 1, mask.to(torch.int64)), "severity is a torch.int64 tensor"),
+        (lambda f, mask: err.push_scalar(f, err.NAN, 1, mask), "severity is a torch.bool tensor"),
+        (lambda f, mask: err.push_many(f, [(err.NAN, 1, mask, mask)]), "severity is a torch.bool tensor"),
+        (lambda f, mask: err.push(f, err.NAN, 1, err.WARN, [False]), "config is of type list"),
+        (lambda f, mask: err.push(f, err.NAN, 1, err.WARN, False), "config is of type bool"),
+        (lambda f, mask: err.push(f, err.NAN, 1, err.WARN, mask.float()), "where must be a bool tensor"),
+    ],
+)
+def test_a_mask_in_another_position_raises(call, message, compile):
+    with pytest.raises(Exception, match=message):
+        compile(call)(err.new_t(1), torch.tensor([False]))
 
 
 def test_queries_of_the_first_slot_return_int32():

@@ -9,12 +9,15 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from torchguard import err
-from torchguard._channel.combine import fallback_like, mask_nonfinite_gradients, over_rows
+from torchguard._casts import Number
+from torchguard._channel import record
+from torchguard._channel.combine import mask_nonfinite_gradients, over_rows, push_lost
 from torchguard._channel.config import ErrorConfig
+from torchguard._channel.fill import fallback_like
 from torchguard._channel.policy import RowStatus, rows
 from torchguard._channel.record import push_findings
 from torchguard._channel.slots import Flags
-from torchguard._channel.validate import require_batch, require_flags, require_location
+from torchguard._channel.validate import require_batch, require_flags, require_location, require_size
 from torchguard._renamed import renamed
 from torchguard._torch.tracing import can_read
 from torchguard.exceptions import NotFlagsError
@@ -87,11 +90,20 @@ def flag_oob_indices(
     f: Flags | None = None,
     config: ErrorConfig | None = None,
 ) -> Flags:
-    """Record `OUT_OF_BOUNDS` for each sample with an index that is negative, or `num_embeddings` or more."""
+    """Record `OUT_OF_BOUNDS` for each sample with an index that is negative, or `num_embeddings` or more.
+
+    >>> ids = torch.tensor([[0, 255], [7, 8]], dtype=torch.uint8)
+    >>> err.is_ok(flag_oob_indices(ids, 255, "tokens")), err.is_ok(flag_oob_indices(ids, 256, "tokens"))
+    (tensor([False,  True]), tensor([True, True]))
+    """
     f, location = _prepared("flag_oob_indices", ids, module, f, config)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise NotFlagsError(f"flag_oob_indices: ids are {ids.dtype}. Give integers.")
-    return err.push(f, err.OOB, location, config=config, where=(ids < 0) | (ids >= num_embeddings))
+    require_size("flag_oob_indices", "num_embeddings", num_embeddings)
+    # In the dtype of the ids, `num_embeddings` could wrap around (256 is 0 in uint8). A uint64 id beyond int64 becomes
+    # negative, which is out of bounds as well.
+    ids = ids.to(torch.int64)
+    return record.push(f, err.OOB, location, config=config, where=(ids < 0) | (ids >= num_embeddings))
 
 
 @renamed(tensor="z", flags="f")
@@ -99,13 +111,16 @@ def fix(
     z: Values,
     f: Flags,
     module: LocationLike,
-    fallback: float | Tensor | Callable[[], Tensor] = 0.0,
+    fallback: Number | Tensor | Callable[[], Tensor] = 0.0,
     config: ErrorConfig | None = None,
 ) -> tuple[Values, Flags]:
     """Replace every bad row of `z` by `fallback`, and record `FALLBACK_VALUE` for it.
 
     A row is bad if `f` holds an error for its sample or if it is not finite. It gets no gradient. Gradients that
     arrive here as NaN or Inf, such as the 0 * Inf of an overflowing step after this one, are zeroed for their row.
+
+    A fallback that the dtype of `z` cannot hold is an error. Where its values cannot be read, in a graph or on a GPU,
+    `OVERFLOW` is recorded for the replaced rows instead.
 
     >>> x = torch.tensor([[1.0, float("nan")], [1.0, 2.0]])
     >>> x, f = fix(x, err.new(x), "input")
@@ -116,11 +131,12 @@ def fix(
     f, location = _prepared("fix", z, module, f, config)
     flagged = err.is_err(f)
     broken = rows(~torch.isfinite(floats_of(z))) if _can_be_bad(z) else torch.zeros_like(flagged)
-    value = fallback_like("fix", z, fallback() if callable(fallback) else fallback)
+    value, missing = fallback_like("fix", z, fallback() if callable(fallback) else fallback)
     fixed = torch.where(over_rows(flagged | broken, z), value, mask_nonfinite_gradients(z))
     # A row that already holds a fallback is replaced again but not recorded again.
     is_new = broken | (flagged & ~err.has_fallback(f))
-    return fixed, err.push(f, err.FALLBACK_VALUE, location, config=config, where=is_new)
+    f = record.push(f, err.FALLBACK_VALUE, location, config=config, where=is_new)
+    return fixed, push_lost(f, z, missing, flagged | broken, location, config)
 
 
 def _flagged(

@@ -49,6 +49,7 @@ from torchguard._channel.query import (
 from torchguard._channel.record import Mask, clear, from_code, merge, new, new_t, push_many, push_scalar
 from torchguard._channel.slots import Flags
 from torchguard._renamed import renamed
+from torchguard.exceptions import GivenTwiceError
 from torchguard.locations._tracked import LocationLike, location_id
 
 OK = ErrorCode.OK
@@ -76,11 +77,14 @@ def push(
     code: int | Tensor,
     location: LocationLike | Tensor,
     severity: int | None = None,
-    config: ErrorConfig | None = None,
+    config: ErrorConfig | Mask | None = None,
     *,
     where: Mask | None = None,
 ) -> Flags:
     """Record an error for each sample where `where` is True.
+
+    The fifth argument is the mask as well, as in `err.push(f, code, location, severity, mask)`: a tensor is taken for
+    `where`, an `ErrorConfig` for `config`.
 
     Args:
         code: one code, or a `(batch,)` tensor of them in which 0 records nothing.
@@ -92,6 +96,10 @@ def push(
     >>> err.is_ok(f)
     tensor([ True, False,  True])
     """
+    if isinstance(config, Tensor):
+        if where is not None:
+            raise GivenTwiceError("err.push: the fifth argument is a mask, and where is given. Give one mask.")
+        config, where = None, config
     where_in_model = location if isinstance(location, (int, Tensor)) else location_id(location)
     return record.push(f, code, where_in_model, severity, config, where=where)
 

@@ -13,8 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from torchguard._casts import Number
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.config import ErrorConfig
+from torchguard._channel.fill import Lost, fallback_like, fill_like, matches
+from torchguard._channel.policy import rows
 from torchguard._channel.query import is_err, is_ok
 from torchguard._channel.record import merge, push
 from torchguard._channel.slots import Flags
@@ -111,8 +114,8 @@ def get_err(f: Flags) -> Shaped[Tensor, "bad words"]:
 
 
 @renamed(flags="f", tensor="z")
-def take_ok_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
-    """`z` with the rows of bad samples filled.
+def take_ok_p(f: Flags, z: Values, fill: Number | Tensor = 0.0) -> Values:
+    """`z` with the rows of bad samples filled with a number that its dtype holds.
 
     >>> f = err.push(err.new_t(2), err.NAN, location=1, where=torch.tensor([False, True]))
     >>> err.take_ok_p(f, torch.tensor([[1.0], [float("nan")]]))
@@ -120,26 +123,26 @@ def take_ok_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
             [0.]])
     """
     require_batch("err.take_ok_p", f, z, "z")
-    return torch.where(over_rows(is_ok(f), z), z, _scalar_like(z, fill))
+    return torch.where(over_rows(is_ok(f), z), z, fill_like("err.take_ok_p", z, fill))
 
 
 @renamed(flags="f", tensor="z")
-def take_err_p(f: Flags, z: Values, fill: float = 0.0) -> Values:
+def take_err_p(f: Flags, z: Values, fill: Number | Tensor = 0.0) -> Values:
     """`z` with the rows of good samples filled."""
     require_batch("err.take_err_p", f, z, "z")
-    return torch.where(over_rows(is_err(f), z), z, _scalar_like(z, fill))
+    return torch.where(over_rows(is_err(f), z), z, fill_like("err.take_err_p", z, fill))
 
 
 # Transforms.
 
 
-def _chosen(who: str, rows: Bool[Tensor, " batch"], value: Tensor, otherwise: Values) -> Values:
+def _chosen(who: str, chosen: Bool[Tensor, " batch"], value: Tensor, otherwise: Values) -> Values:
     if value.shape != otherwise.shape:
         made, of = tuple(value.shape), tuple(otherwise.shape)
         raise BatchMismatchError(
             f"{who}: expected shape {of} from the function, got {made}. Return that, or use err.and_then."
         )
-    return torch.where(over_rows(rows, value), value, otherwise)
+    return torch.where(over_rows(chosen, value), value, otherwise)
 
 
 @renamed(flags="f", tensor="z")
@@ -165,13 +168,14 @@ def map_err_flags(f: Flags, fn: Callable[[Flags], Flags]) -> Flags:
 
 
 def replace(
-    t: Tensor, value: float = 0.0, targets: Sequence[float | int | str] = (ErrorCode.NAN, ErrorCode.INF)
+    t: Tensor, value: Number | Tensor = 0.0, targets: Sequence[Number | str] = (ErrorCode.NAN, ErrorCode.INF)
 ) -> Tensor:
     """`t` with some values replaced; a replaced element gets no gradient.
 
     Args:
-        targets: `err.NAN` (or "nan"), `err.INF` (or "inf"), "posinf", "neginf", or a number to look for. As 1
-            and 2 are the codes of NaN and Inf, write the numbers 1.0 and 2.0 as floats.
+        value: a number that the dtype of `t` holds.
+        targets: `err.NAN` (or "nan"), `err.INF` (or "inf"), "posinf", "neginf", or a number to look for that the dtype
+            of `t` holds. As 1 and 2 are the codes of NaN and Inf, write the numbers 1.0 and 2.0 as floats.
 
     >>> err.replace(torch.tensor([1.0, float("inf"), 999.0]), value=-1.0, targets=[err.INF, 999])
     tensor([ 1., -1., -1.])
@@ -181,23 +185,28 @@ def replace(
     found = torch.zeros_like(t, dtype=torch.bool)
     for target in targets:
         found = found | _matches(t, target)
-    return torch.where(found, _scalar_like(t, value), t)
+    return torch.where(found, fill_like("err.replace", t, value, "value"), t)
 
 
-def _matches(t: Tensor, target: float | int | str) -> Bool[Tensor, "..."]:
+def _matches(t: Tensor, target: Number | str) -> Bool[Tensor, "..."]:
     if target == "nan" or target != target or _is_code(target, ErrorCode.NAN):
-        return torch.isnan(t)
+        return torch.isnan(_readable(t))
     if target == "inf" or _is_code(target, ErrorCode.INF):
-        return torch.isinf(t)
+        return torch.isinf(_readable(t))
     if isinstance(target, str):
         if target not in ("posinf", "neginf"):
             raise OutOfRangeError(f'err.replace: unknown target {target!r}. Use "nan", "inf", "posinf" or "neginf".')
         target = float("inf") if target == "posinf" else float("-inf")
-    return t == target
+    return matches("err.replace", t, target)
+
+
+def _readable(t: Tensor) -> Tensor:
+    """`t` in a dtype that torch can test for NaN and Inf: not one of 8 bits."""
+    return t.to(torch.float32) if t.is_floating_point() and t.element_size() == 1 else t
 
 
 def _is_code(target: Any, code: int) -> bool:
-    return isinstance(target, int) and target == code
+    return isinstance(target, int) and not isinstance(target, bool) and target == code
 
 
 # Chains.
@@ -260,16 +269,32 @@ def guard(
 def recover_with_fallback(
     f: Flags,
     z: Values,
-    fallback: float | Tensor,
+    fallback: Number | Tensor,
     location: int,
     severity: int | None = None,
     config: ErrorConfig | None = None,
 ) -> tuple[Values, Flags]:
-    """`z` with the rows of bad samples replaced, and `FALLBACK_VALUE` recorded for them."""
+    """`z` with the rows of bad samples replaced, and `FALLBACK_VALUE` recorded for them.
+
+    A fallback that the dtype of `z` cannot hold is an error. Where its values cannot be read, in a graph or on a GPU,
+    `OVERFLOW` is recorded for the replaced rows instead.
+    """
     require_batch("err.recover_with_fallback", f, z, "z")
     bad = is_err(f)
-    recovered = torch.where(over_rows(bad, z), fallback_like("err.recover_with_fallback", z, fallback), z)
-    return recovered, push(f, ErrorCode.FALLBACK_VALUE, location, severity, config, where=bad)
+    value, missing = fallback_like("err.recover_with_fallback", z, fallback)
+    recovered = torch.where(over_rows(bad, z), value, z)
+    f = push(f, ErrorCode.FALLBACK_VALUE, location, severity, config, where=bad)
+    return recovered, push_lost(f, z, missing, bad, location, config)
+
+
+def push_lost(
+    f: Flags, z: Tensor, missing: Lost, replaced: Bool[Tensor, " batch"], location: int, config: ErrorConfig | None
+) -> Flags:
+    """Record `OVERFLOW` for the replaced rows whose fallback has values that the dtype of `z` cannot hold."""
+    if missing is None:
+        return f
+    where = rows(missing.expand(z.shape)) & replaced
+    return push(f, ErrorCode.OVERFLOW, location, config=config, where=where)
 
 
 def mean_ok(f: Flags, per_sample_loss: Float[Tensor, "batch *rest"]) -> Float[Tensor, ""]:
@@ -285,21 +310,3 @@ def mean_ok(f: Flags, per_sample_loss: Float[Tensor, "batch *rest"]) -> Float[Te
     wide = torch.float32 if per_sample_loss.element_size() < 4 else per_sample_loss.dtype
     total = torch.where(ok, per_sample_loss, 0).sum(dtype=wide)
     return (total / ok.sum().clamp(min=1)).to(per_sample_loss.dtype)
-
-
-def fallback_like(who: str, z: Tensor, fallback: float | Tensor) -> Tensor:
-    """`fallback` in the dtype of `z`, checked to broadcast to its shape."""
-    if not isinstance(fallback, Tensor):
-        return _scalar_like(z, fallback)
-    sizes = zip(reversed(fallback.shape), reversed(z.shape), strict=False)
-    if fallback.ndim > z.ndim or any(size not in (1, wanted) for size, wanted in sizes):
-        got, wanted = tuple(fallback.shape), tuple(z.shape)
-        raise BatchMismatchError(
-            f"{who}: expected a fallback of shape {wanted}, got {got}. Give one that broadcasts to it."
-        )
-    return fallback.to(z.dtype)
-
-
-def _scalar_like(z: Tensor, value: float) -> Tensor:
-    """`value` as a 0-d tensor in the dtype of `z`."""
-    return torch.full((), value, dtype=z.dtype, device=z.device)

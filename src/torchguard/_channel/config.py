@@ -160,6 +160,16 @@ def get_config() -> ErrorConfig:
     return CONFIG
 
 
+def config_of(who: str, config: ErrorConfig | None) -> ErrorConfig:
+    """The settings of a call with `config=config`: those of every call if it is None."""
+    if config is None:
+        return CONFIG
+    if not isinstance(config, ErrorConfig) and not _is_a(ErrorConfig, config):
+        hint = " A mask is where=mask." if isinstance(config, torch.Tensor) else ""
+        raise ConfigError(f"{who}: config is of type {type(config).__name__}. Give an ErrorConfig(...).{hint}")
+    return config
+
+
 def set_config(config: ErrorConfig) -> None:
     """Make `config` the settings of every call without `config=`."""
     global CONFIG

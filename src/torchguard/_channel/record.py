@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchguard._channel import deferred
 from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode
-from torchguard._channel.config import AccumulationConfig, ErrorConfig, get_config
+from torchguard._channel.config import AccumulationConfig, ErrorConfig, config_of
 from torchguard._channel.layout import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_MASK, pack_slot, slot_code
 from torchguard._channel.policy import RowStatus, add, arrival_order, rows, write
 from torchguard._channel.slots import Flags, bits, capacity, pack, unpack
@@ -38,7 +38,7 @@ def new(x: Shaped[Tensor, "batch *rest"], config: ErrorConfig | None = None) -> 
 @renamed(batch_size="n")
 def new_t(n: int, device: torch.device | str | None = None, config: ErrorConfig | None = None) -> Flags:
     """Empty flags for `n` samples."""
-    config = config or get_config()
+    config = config_of("err.new", config)
     return deferred.empty(n, device, config.flag_dtype, config)
 
 
@@ -65,12 +65,9 @@ def push(
     where: Mask | None = None,
 ) -> Flags:
     """`err.push` at an id, or at a tensor of ids."""
-    if config is None:
-        config = get_config()
-    elif isinstance(config, Tensor):
-        raise NotFlagsError("err.push: config is a Tensor. Give a mask by its name: where=mask.")
+    config = config_of("err.push", config)
     require_flags("err.push", f)
-    require_in_range("err.push", code=code, location=location, severity=severity or 0)
+    require_in_range("err.push", code=code, location=location, severity=severity)
     if where is None:
         where = torch.ones(f.shape[0], dtype=torch.bool, device=f.device)
     require_mask("err.push", f, where, "where")
@@ -94,7 +91,7 @@ def push_findings(
         findings: `(code, location, status)`.
         is_known: False if `f` may be another tensor of the same dtype and rank, see `deferred.record`.
     """
-    config = config or get_config()
+    config = config_of("push_findings", config)
     slots = [pack_slot(code, location, _severity(code, None, config)) for code, location, _ in findings]
     return deferred.record(f, [status for _, _, status in findings], slots, config, is_known)
 
@@ -116,12 +113,12 @@ def push_many(f: Flags, records: Iterable[Record], config: ErrorConfig | None = 
     >>> err.count_errors(err.push_many(err.new_t(2), [(err.NAN, 1, nan), (err.INF, 2, inf)]))
     tensor([2, 1], dtype=torch.int32)
     """
-    config = config or get_config()
+    config = config_of("err.push_many", config)
     require_flags("err.push_many", f)
     masks, slots = [], []
     for code, location, mask, *rest in records:
         severity = rest[0] if rest else None
-        require_in_range("err.push_many", code=code, location=location, severity=severity or 0)
+        require_in_range("err.push_many", code=code, location=location, severity=severity)
         require_mask("err.push_many", f, mask, "mask")
         if code != ErrorCode.OK:
             masks.append(mask)
@@ -131,7 +128,7 @@ def push_many(f: Flags, records: Iterable[Record], config: ErrorConfig | None = 
 
 def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
     """One flags tensor with the errors of all; those of the first count as the oldest."""
-    config = config or get_config()
+    config = config_of("err.merge", config)
     if not flags:
         raise NotFlagsError("err.merge: no flags were given. Pass at least one flags tensor.")
     first = flags[0]
@@ -196,8 +193,9 @@ def _per_sample(f: Flags, value: int | Tensor, name: str, most: int) -> Tensor:
     if value.ndim == 0:
         value = value.expand(f.shape[0])
     require_batch("err.push", f, value, name)
+    value = value.to(torch.int64)  # in int8, the largest location would wrap around
     # Values that could not be read, and are out of range, become 0 (unknown) rather than the id of another location.
-    return torch.where((value < 0) | (value > most), 0, value).to(torch.int64)
+    return torch.where((value < 0) | (value > most), 0, value)
 
 
 def _severity(code: int, severity: int | None, config: ErrorConfig) -> int:

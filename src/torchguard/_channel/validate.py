@@ -11,6 +11,8 @@ from torchguard._channel.layout import CODE_MASK, LOCATION_MASK, SEVERITY_MASK, 
 from torchguard._torch.tracing import can_read
 from torchguard.exceptions import BatchMismatchError, CorruptFlagsError, NotFlagsError, OutOfRangeError
 
+_INT64 = torch.iinfo(torch.int64)
+
 
 def require_flags(who: str, f: Any) -> None:
     if not isinstance(f, Tensor):
@@ -47,10 +49,22 @@ def require_domain(who: str, domain: Any) -> None:
     _require(who, "domain", domain, 3, "Use ErrorDomain.NUMERIC, INDEX, QUALITY or RUNTIME.")
 
 
-def require_in_range(who: str, *, code: Any = 0, location: Any = 0, severity: Any = 0) -> None:
+def require_size(who: str, name: str, size: Any) -> None:
+    """Raise unless `size` is a whole number that an int64 index can be compared with."""
+    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+        raise NotFlagsError(f"{who}: {name} is {size!r}, it must be an integer.")
+    if isinstance(size, int) and not 0 <= size <= _INT64.max:
+        raise OutOfRangeError(f"{who}: {name} is {size}, it must lie in 0 to {_INT64.max}.")
+
+
+def require_in_range(who: str, *, code: Any = 0, location: Any = 0, severity: Any = None) -> None:
     """Raise for integers outside of their bit field; tensors are read only where that costs no device sync."""
     _require(who, "code", code, CODE_MASK, "Use one of err.NAN, err.INF, ...")
     require_location(who, location)
+    if severity is None:
+        return
+    if isinstance(severity, Tensor):
+        raise NotFlagsError(f"{who}: severity is a {severity.dtype} tensor. Give one integer; a mask is where=mask.")
     _require(who, "severity", severity, SEVERITY_MASK, "Use err.WARN, err.ERROR or err.CRITICAL.")
 
 
@@ -64,7 +78,7 @@ def _require(who: str, name: str, value: Any, most: int, advice: str) -> None:
             raise NotFlagsError(f"{who}: {name} is a {value.dtype} tensor. Give integers.")
         if not can_read(value) or value.numel() == 0:
             return
-        low, high = (int(end) for end in value.aminmax())
+        low, high = (int(end) for end in value.to(torch.int64).aminmax())
         if low < 0 or high > most:
             raise OutOfRangeError(f"{who}: {name} ranges from {low} to {high}, expected 0 to {most}. {advice}")
     elif isinstance(value, bool) or not isinstance(value, int):

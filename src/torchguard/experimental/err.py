@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchguard._channel import record
-from torchguard._channel.config import ErrorConfig, get_config
+from torchguard._channel.config import ErrorConfig, config_of
 from torchguard._channel.slots import Flags
 from torchguard._renamed import renamed
 from torchguard.checks import find
@@ -42,5 +42,5 @@ def from_code(
 
 
 def _in_floats(config: ErrorConfig | None) -> ErrorConfig:
-    config = config or get_config()
+    config = config_of("err.new", config)
     return config if config.flag_dtype.is_floating_point else _replace(config, flag_dtype=torch.float32)

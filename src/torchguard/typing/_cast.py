@@ -3,15 +3,14 @@
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
+from torchguard._casts import Where, range_of, to_floats, to_integers
 from torchguard.exceptions import AnnotationError, CastError, CastOverflowError, LossyCastError
 from torchguard.flags import require_boundary
 from torchguard.result import Err, Ok, Result
 from torchguard.typing._dtypes import DTYPES, ERROR, DType, dtype_of
 
-Where = Bool[Tensor, "..."]
 _QUANTIZED = (torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4)
 
 
@@ -49,9 +48,9 @@ class Cast:
             tensor, values = tensor.real, values.real
         parts = torch.view_as_real(values) if values.is_complex() else values
         kind = self.dtype.to_real() if self.dtype.is_complex else self.dtype
-        outside, changed = _to_floats(parts, kind) if kind.is_floating_point else _to_integers(parts, kind)
+        outside, changed = to_floats(parts, kind) if kind.is_floating_point else to_integers(parts, kind)
         if outside.any():
-            return Err(CastOverflowError(self._message(parts, outside, f"are outside of {_range(kind)}")))
+            return Err(CastOverflowError(self._message(parts, outside, f"are outside of {range_of(kind)}")))
         if changed.any() and not (rounding and kind.is_floating_point):
             return Err(LossyCastError(self._message(parts, changed, "cannot be represented exactly")))
         return Ok(tensor.to(self.dtype))
@@ -80,42 +79,3 @@ class _Casts:
 
 
 type_cast = _Casts()
-
-
-def _range(dtype: torch.dtype) -> str:
-    if dtype == torch.bool:
-        return "0 to 1"
-    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return f"{limits.min} to {limits.max}"
-
-
-def _bounds(dtype: torch.dtype) -> tuple[int, int]:
-    """The smallest integer, and the largest plus one: a power of two, which a float represents exactly."""
-    return (0, 2) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
-
-
-def _to_integers(values: Tensor, dtype: torch.dtype) -> tuple[Where, Where]:
-    """Masks of values outside of the range of an integer dtype, and of values that are not integers."""
-    low, end = _bounds(dtype)
-    if values.is_floating_point():
-        exact = values.to(torch.float64)
-        return ~((exact >= low) & (exact.ceil() < float(end))), exact != exact.trunc()
-    whole = values.to(torch.int64)
-    outside = (whole < low) | (whole > min(end - 1, torch.iinfo(torch.int64).max))
-    if values.dtype == torch.uint64:  # values from 2**63 up are negative as int64
-        outside |= whole < 0
-    return outside, torch.zeros_like(outside)
-
-
-def _to_floats(values: Tensor, dtype: torch.dtype) -> tuple[Where, Where]:
-    """Masks of values outside of the range of a float dtype, and of values that it cannot represent."""
-    cast = values.to(dtype).to(torch.float64)
-    largest = torch.finfo(dtype).max
-    if values.is_floating_point():
-        exact = values.to(torch.float64)
-        changed = (cast != exact) & ~exact.isnan()
-        return changed & (exact.abs() > largest), changed
-    low, end = _bounds(values.dtype)
-    held = (cast >= low) & (cast < float(end))
-    back = torch.where(held, cast, 0).to(values.dtype).to(torch.int64)
-    return values.to(torch.float64).abs() > largest, ~held | (back != values.to(torch.int64))
