@@ -74,5 +74,6 @@ def carrier(request):
 def pytest_collection_modifyitems(items):
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if "compiled" in item.fixturenames or parameters.get("run", "plain") != "plain":
+        backends = {parameters.get(name, "plain") for name in ("run", "run_light")}
+        if "compiled" in item.fixturenames or backends != {"plain"}:
             item.add_marker(pytest.mark.compiled)

@@ -58,10 +58,10 @@ def test_branches_return_pytrees(run):
     assert run(fn)(torch.tensor([-1.0]))["a"][0].tolist() == [1.0]
 
 
-def test_only_the_chosen_branch_runs_in_eager_mode():
+def test_every_branch_runs():
     ran = []
     IF(torch.tensor(True), lambda: ran.append("then")).ELSE(lambda: ran.append("else"))
-    assert ran == ["then"]
+    assert ran == ["then", "else"]
 
 
 def test_gradients_reach_the_chosen_rows_only(run):
@@ -114,13 +114,52 @@ def test_conditions_are_bool_tensors_of_rank_0_or_1(cond):
         IF(cond, lambda: None)
 
 
-def test_branches_must_have_equal_shapes():
-    rows = torch.tensor([True, False])
-    with pytest.raises(BranchError, match=r"shapes \(2, 1\) and \(2, 2\)"):
-        IF(rows, lambda: torch.zeros(2, 1)).ELSE(lambda: torch.zeros(2, 2))
-    with pytest.raises(BranchError, match="tuple and Tensor"):
-        IF(rows, lambda: (torch.zeros(2),)).ELSE(lambda: torch.zeros(2))
-    with pytest.raises(BranchError, match="over 2 rows cannot choose within a value of"):
-        IF(rows, lambda: torch.zeros(3)).ELSE(lambda: torch.zeros(3))
+@pytest.mark.parametrize(
+    ("cond", "one", "two", "message"),
+    [
+        ([True, False], (2, 1), (2, 2), r"shapes \(2, 1\) and \(2, 2\)"),
+        (True, (2, 1), (2, 2), r"shapes \(2, 1\) and \(2, 2\)"),
+        (False, (2,), (3,), r"shapes \(2,\) and \(3,\)"),
+        (True, (1, 2), (3, 2), r"shapes \(1, 2\) and \(3, 2\)"),
+        ([True, False], (3,), (3,), "over 2 rows cannot choose within a value of"),
+    ],
+)
+def test_branches_must_have_equal_shapes(run_light, cond, one, two, message):
+    cond = torch.tensor(cond)
+    with pytest.raises(Exception, match=message):
+        run_light(lambda cond: IF(cond, lambda: torch.zeros(one)).ELSE(lambda: torch.zeros(two)))(cond)
+    with pytest.raises(Exception, match=message):
+        run_light(lambda cond: IF(cond, lambda: [torch.zeros(one)]).ELSE(lambda: [torch.zeros(two)]))(cond)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    "other",
+    [lambda z: z, lambda z: (z, z), lambda z: {"a": z}, lambda z: 1.0, lambda z: None],
+    ids=["tensor", "longer", "dict", "number", "none"],
+)
+def test_branches_must_have_equal_structures(run_light, whole, other):
+    cond = torch.tensor(True) if whole else torch.tensor([True, False])
+    with pytest.raises(Exception, match="which do not match"):
+        run_light(lambda cond, z: IF(cond, lambda: (z,)).ELSE(lambda: other(z)))(cond, torch.zeros(2))
+
+
+def test_an_elif_of_another_shape_raises_whatever_is_chosen(run_light):
+    def fn(x):
+        return IF(x.sum() > 0, lambda: x).ELIF(x.sum() > 1, lambda: x[:1]).ELSE(lambda: -x)
+
+    for x in (torch.ones(2), -torch.ones(2)):
+        with pytest.raises(Exception, match=r"branches return shapes"):
+            run_light(fn)(x)
+
+
+def test_branches_of_two_dtypes_are_promoted(run_light):
+    def fn(x):
+        return IF(x.sum() > 0, lambda: x).ELSE(lambda: x.double())
+
+    assert run_light(fn)(torch.ones(2)).dtype == torch.float64
+
+
+def test_predicates_need_a_condition():
     with pytest.raises(BranchError, match="no condition"):
         OR()

@@ -168,6 +168,27 @@ class TestOwnOps:
         assert torch.isfinite(layer.weight.grad).all()
 
 
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_bind_after_fix(run_light, value):
+    """`bind` gives its function bad rows as they are: what the docs advise for training."""
+    layer, x = nn.Linear(3, 3), torch.randn(6, 3)
+
+    def step(z):
+        z = layer(z)
+        return z, flag_nan_and_inf(z, 2, err.new(z))
+
+    def fn(x):
+        f = flag_nan_and_inf(x, 1, err.new(x))
+        x, f = fix(x, f, "input")
+        z, f = err.bind(f, x, step)
+        return err.mean_ok(f, z.square().sum(-1))
+
+    layer(x[GOOD]).square().sum(-1).mean().backward()
+    want = take_gradients(layer)
+    run_light(fn)(plant(x, value)).backward()
+    assert_same_gradients(take_gradients(layer), want)
+
+
 def test_map_err_receives_no_good_value(run):
     """Its result for good rows is not used, so it must not run on them: the root of -4 is NaN."""
     z = torch.tensor([[-4.0], [9.0]], requires_grad=True)

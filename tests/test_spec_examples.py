@@ -1102,6 +1102,18 @@ class TestExperimental:
         torch.testing.assert_close(x.grad, model.linear.weight.sum(0).expand(8, 32))
         torch.testing.assert_close(model.linear.weight.grad, x.detach().sum(0).expand(16, 32))
 
+        for run in (model, safe):
+            model.zero_grad()
+            x = torch.randn(8, 32)
+            x[3, 5] = NAN
+            x.requires_grad_()
+            out, f = run(x)
+            assert torch.equal(out, torch.zeros(8, 16))
+            assert codes_of(f) == [[]] * 3 + [[err.NAN]] + [[]] * 4
+            out.sum().backward()
+            for grad in (x.grad, model.linear.weight.grad, model.linear.bias.grad):
+                assert torch.equal(grad, torch.zeros_like(grad))
+
 
 def test_result_quick_reference():
     success = Ok(42)

@@ -5,15 +5,16 @@ from collections.abc import Callable, Set
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Bool, Integer, Shaped
 from torch import Tensor
 
 from torchguard import err
 from torchguard._casts import Number
 from torchguard._channel import record
-from torchguard._channel.combine import mask_nonfinite_gradients, over_rows, push_lost
+from torchguard._channel.combine import push_lost
 from torchguard._channel.config import ErrorConfig
 from torchguard._channel.fill import fallback_like
+from torchguard._channel.gradients import mask_nonfinite_gradients, over_rows
 from torchguard._channel.policy import RowStatus, rows
 from torchguard._channel.record import push_findings
 from torchguard._channel.slots import Flags
@@ -38,8 +39,8 @@ def has_err(f: Flags) -> bool:
 
 @renamed(flags="f")
 def find(code: int, f: Flags, config: ErrorConfig | None = None) -> Bool[Tensor, " batch"]:
-    """True where a sample holds that code."""
-    return err.has_code(f, code)
+    """True where a sample holds that code: `err.has_code`."""
+    return err.has_code(f, code, config)
 
 
 @renamed(flags="f")
@@ -84,7 +85,7 @@ def flag_nan_and_inf(
 
 @renamed(indices="ids", flags="f")
 def flag_oob_indices(
-    ids: Int[Tensor, "batch *rest"],
+    ids: Integer[Tensor, "batch *rest"],
     num_embeddings: int,
     module: LocationLike,
     f: Flags | None = None,

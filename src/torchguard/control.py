@@ -11,11 +11,10 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from torchguard import err
-from torchguard._channel.combine import over_rows
 from torchguard._channel.config import ErrorConfig
+from torchguard._channel.gradients import choose, over_rows
 from torchguard._channel.slots import Flags
 from torchguard._renamed import renamed
-from torchguard._torch.tracing import can_read
 from torchguard.exceptions import BranchError
 
 __all__ = ["AND", "HAS", "IF", "IS", "NOT", "OR", "BranchError", "IfChain"]
@@ -33,7 +32,7 @@ def HAS(f: Flags) -> Bool[Tensor, ""]:
 @renamed(flags="f")
 def IS(code: int, f: Flags, *, config: ErrorConfig | None = None) -> Bool[Tensor, ""]:
     """Does any sample hold that code? Row by row: `err.has_code(f, code)`."""
-    return err.has_code(f, code).any()
+    return err.has_code(f, code, config).any()
 
 
 def OR(*conds: Condition) -> Condition:
@@ -55,8 +54,9 @@ def NOT(cond: Condition) -> Condition:
 def IF(cond: Condition, then: Callable[[], T]) -> "IfChain[T]":
     """Start a choice; nothing is computed before `ELSE`.
 
-    In eager mode on the CPU only the chosen branch runs, if the conditions are for the whole batch. Otherwise every
-    branch runs and `torch.where` selects, which never waits for a device; keep branches free of side effects.
+    Every branch runs, in eager mode as in a graph, and `torch.where` selects, which never waits for a device. So
+    branches return tensors of equal shapes in equal structures, and should have no side effects. What is not chosen
+    gets a gradient of zero; if the condition is for the whole batch, also where its computation was not finite.
 
     >>> z = torch.tensor([[1.0], [2.0]])
     >>> IF(torch.tensor([True, False]), lambda: -z).ELSE(lambda: z)
@@ -80,8 +80,6 @@ class IfChain(Generic[T]):
     @renamed(else_fn="otherwise")
     def ELSE(self, otherwise: Callable[[], T]) -> T:
         """The value of the first branch whose condition holds, else of this one."""
-        if all(cond.ndim == 0 and can_read(cond) for cond, _ in self._branches):
-            return next((then for cond, then in self._branches if cond), otherwise)()
         values = [then() for _, then in self._branches]
         chosen: Any = otherwise()
         for (cond, _), value in zip(reversed(self._branches), reversed(values), strict=True):
@@ -100,7 +98,7 @@ def _select(cond: Tensor, value: Any, other: Any) -> Any:
                 f"IF: a condition over {cond.shape[0]} rows cannot choose within a value of {tuple(value.shape)}. "
                 "Reduce it with .any(), or return values with that many rows."
             )
-        return torch.where(over_rows(cond, value) if cond.ndim else cond, value, other)
+        return torch.where(over_rows(cond, value), value, other) if cond.ndim else choose(cond, value, other)
     if isinstance(value, (tuple, list)) and isinstance(other, (tuple, list)) and len(value) == len(other):
         parts = [_select(cond, one, two) for one, two in zip(value, other, strict=True)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -1,7 +1,8 @@
 """The namespace `flags`: the content of a flags tensor as Python values, outside of compiled regions.
 
 Each call copies the flags from device to host once, and loops over errors, never over slots. Several functions take a
-`config`, as they do in 1.x. It is accepted and not used: flags contain all that is needed to read them.
+`config`, as they do in 1.x: they read the first `config.num_slots` slots, and raise if the flags have another width.
+Flags contain all else that is needed to read them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from torchguard._channel.layout import (
     slot_severity,
 )
 from torchguard._channel.record import merge
-from torchguard._channel.slots import Flags
+from torchguard._channel.slots import Flags, readable
 from torchguard._channel.slots import unpack as flags_to_slots
 from torchguard._channel.validate import require_flags, require_intact
 from torchguard._renamed import renamed
@@ -71,14 +72,14 @@ def unpack(f: Flags, sample_idx: int = 0, config: ErrorConfig | None = None) -> 
     if not -count <= sample_idx < count:
         raise SampleIndexError(f"flags.unpack: sample_idx is {sample_idx} but flags hold {count} samples.")
     row = sample_idx % count
-    return _unpacked("flags.unpack", f[row : row + 1])[0]
+    return _unpacked("flags.unpack", f[row : row + 1], config)[0]
 
 
 @renamed(flags="f", flags_tensor="f")
 def unpack_all(f: Flags, config: ErrorConfig | None = None) -> list[list[UnpackedError]]:
     """The errors of every sample."""
     _require_boundary("unpack_all", f, "err.is_err(f) or err.has_code(f, code)")
-    return _unpacked("flags.unpack_all", f)
+    return _unpacked("flags.unpack_all", f, config)
 
 
 @renamed(flags="f", flags_tensor="f")
@@ -90,7 +91,7 @@ def summary(f: Flags, config: ErrorConfig | None = None) -> dict[str, dict[str, 
     """
     _require_boundary("summary", f, "err.has_code(f, code)")
     found: dict[str, dict[str, int]] = {}
-    for location, code, count in _counted("flags.summary", f):
+    for location, code, count in _counted("flags.summary", f, config):
         codes = found.setdefault(location, {})
         codes[code] = codes.get(code, 0) + count
     return found
@@ -104,7 +105,7 @@ def repr(f: Flags, config: ErrorConfig | None = None) -> str:
     'ErrorFlags(32 samples, no errors)'
     """
     _require_boundary("repr", f, "nothing: print at the Python boundary")
-    counted = sorted(_counted("flags.repr", f), key=lambda entry: -entry[2])
+    counted = sorted(_counted("flags.repr", f, config), key=lambda entry: -entry[2])
     if not counted:
         return f"ErrorFlags({f.shape[0]} samples, no errors)"
     total = sum(count for _, _, count in counted)
@@ -134,7 +135,7 @@ class ErrorFlags:
         Found 1 error(s):
           [0] ERROR | INDEX.OUT_OF_BOUNDS | @ embedding
         """
-        errors = unpack(f, sample_idx)
+        errors = unpack(f, sample_idx, config)
         lines = [
             f"  [{slot}] {error.severity_name} | {ErrorCode.domain_name(error.code)}.{error.code_name} | "
             f"@ {error.location_name}"
@@ -162,16 +163,17 @@ def _require_boundary(name: str, f: Any, instead: str) -> None:
     require_flags(f"flags.{name}", f)
 
 
-def _host_slots(who: str, f: Flags) -> tuple[Tensor, Tensor]:
-    """All slots on the host, and which of them are used."""
+def _host_slots(who: str, f: Flags, config: ErrorConfig | None) -> tuple[Tensor, Tensor]:
+    """The slots that a call with this config reads, on the host, and which of them are used."""
+    room = readable(who, f, config)
     slots = flags_to_slots(f.detach().cpu())
     used = slots != 0
     require_intact(who, slots, used)
-    return slots, used
+    return slots[:, :room], used[:, :room]
 
 
-def _unpacked(who: str, f: Flags) -> list[list[UnpackedError]]:
-    slots, used = _host_slots(who, f)
+def _unpacked(who: str, f: Flags, config: ErrorConfig | None) -> list[list[UnpackedError]]:
+    slots, used = _host_slots(who, f, config)
     rows = used.nonzero()[:, 0].tolist()
     held = (slots[used].to(torch.int32) & SLOT_MASK).tolist()
     names = names_of({slot_location(slot) for slot in held})
@@ -187,9 +189,9 @@ def _unpacked_error(slot: int, names: dict[int, str]) -> UnpackedError:
     return UnpackedError(severity, code, location, Severity.name(severity), ErrorCode.name(code), names[location])
 
 
-def _counted(who: str, f: Flags) -> list[tuple[str, str, int]]:
+def _counted(who: str, f: Flags, config: ErrorConfig | None) -> list[tuple[str, str, int]]:
     """`(location, code, count)`, ordered by location id."""
-    slots, used = _host_slots(who, f)
+    slots, used = _host_slots(who, f, config)
     counts = ((slots[used].to(torch.int64) & SLOT_MASK) >> CODE_SHIFT).bincount()
     keys = counts.nonzero().flatten()
     names = names_of({key >> CODE_BITS for key in keys.tolist()})

@@ -140,6 +140,7 @@ def test_a_bool_is_a_value_and_no_code():
     assert err.replace(torch.tensor([True, False]), False, targets=[True]).tolist() == [False, False]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["fix", "recover_with_fallback"])
 @pytest.mark.parametrize(
     ("dtype", "fallback"),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchguard import ErrorCode, ErrorConfig, ErrorDomain, Severity, err, flags
+from torchguard import IS, ErrorCode, ErrorConfig, ErrorDomain, ErrorFlags, Severity, err, find, flags
+from torchguard.exceptions import ConfigError
 
 BAD = torch.tensor([False, True, False, True])
 
@@ -151,6 +152,64 @@ def test_queries(run, f):
     }
     assert answers["count"].dtype == torch.int32
     assert answers["worst"].dtype == torch.int64
+
+
+# Each query that takes a config, and its answer for two errors of which the config excludes the second.
+LIMITED = {
+    "has_code": (lambda f, config: err.has_code(f, err.INF, config), False, True),
+    "has_nan": (lambda f, config: err.has_nan(f, config), True, True),
+    "has_inf": (lambda f, config: err.has_inf(f, config), False, True),
+    "has_fallback": (lambda f, config: err.has_fallback(f, config), False, False),
+    "has_domain": (lambda f, config: err.has_domain(f, ErrorDomain.NUMERIC, config), True, True),
+    "has_critical": (lambda f, config: err.has_critical(f, config), False, True),
+    "count_errors": (lambda f, config: err.count_errors(f, config), 1, 2),
+    "max_severity": (lambda f, config: err.max_severity(f, config), 1, 3),
+    "find": (lambda f, config: find(err.INF, f, config), False, True),
+    "IS": (lambda f, config: IS(err.INF, f, config=config), False, True),
+}
+BOUNDARY = {
+    "unpack": lambda f, config: len(flags.unpack(f, 0, config)),
+    "unpack_all": lambda f, config: len(flags.unpack_all(f, config)[0]),
+    "summary": lambda f, config: len(flags.summary(f, config)),
+    "repr": lambda f, config: flags.repr(f, config).count("x"),
+    "pretty_print": lambda f, config: ErrorFlags.pretty_print(f, 0, config).count("@"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_query_reads_the_slots_of_its_config(run_light, carrier, name):
+    query, limited, whole = LIMITED[name]
+    f = err.push(err.new_t(1, config=ErrorConfig(num_slots=2, flag_dtype=carrier)), err.NAN, 1, err.WARN)
+    f = err.push(f, err.INF, 2)
+    one, two = ErrorConfig(num_slots=1), ErrorConfig(num_slots=2)
+    answers = run_light(lambda f: [query(f, config) for config in (one, two, None)])(f)
+    assert [answer.flatten().tolist() for answer in answers] == [[limited], [whole], [whole]]
+
+
+@pytest.mark.parametrize("name", BOUNDARY)
+def test_reports_read_the_slots_of_their_config(carrier, name):
+    f = err.push(err.new_t(1, config=ErrorConfig(num_slots=2, flag_dtype=carrier)), err.NAN, 1)
+    f = err.push(f, err.INF, 2)
+    configs = ErrorConfig(num_slots=1), ErrorConfig(num_slots=2), None
+    assert [BOUNDARY[name](f, config) for config in configs] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("name", [*LIMITED, *BOUNDARY])
+def test_a_config_of_another_width_is_an_error(name):
+    """Its slots would be others than those of the flags: nothing that is passed is ignored."""
+    query = BOUNDARY[name] if name in BOUNDARY else LIMITED[name][0]
+    with pytest.raises(
+        ConfigError, match=r"config has 40 slots but the flags have room for 16\. Give the config they were"
+    ):
+        query(err.new_t(1), ErrorConfig(num_slots=40))
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("name", [*LIMITED, *BOUNDARY])
+def test_a_config_of_another_type_is_an_error(name):
+    query = BOUNDARY[name] if name in BOUNDARY else LIMITED[name][0]
+    with pytest.raises(ConfigError, match="config is of type int"):
+        query(err.new_t(1), 3)
 
 
 def test_clear_removes_a_code_and_closes_the_gap(run, f):

@@ -17,6 +17,7 @@ from torchguard._casts import Number
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.config import ErrorConfig
 from torchguard._channel.fill import Lost, fallback_like, fill_like, matches
+from torchguard._channel.gradients import over_rows
 from torchguard._channel.policy import rows
 from torchguard._channel.query import is_err, is_ok
 from torchguard._channel.record import merge, push
@@ -26,11 +27,6 @@ from torchguard._renamed import renamed
 from torchguard.exceptions import BatchMismatchError, OutOfRangeError
 
 
-def over_rows(mask: Bool[Tensor, " batch"], z: Tensor) -> Tensor:
-    """`mask` with trailing dimensions of size 1, so that it broadcasts over the rows of `z`."""
-    return mask.reshape(-1, *(1,) * (z.ndim - 1))
-
-
 def substituted(keep: Bool[Tensor, " batch"], z: Shaped[Tensor, "batch *rest"]) -> Shaped[Tensor, "batch *rest"]:
     """`z` with every row outside of `keep` replaced by a copy of a row inside it; by zeros if there is none.
 
@@ -38,33 +34,13 @@ def substituted(keep: Bool[Tensor, " batch"], z: Shaped[Tensor, "batch *rest"]) 
     """
     if z.shape[0] == 0:
         return z
-    chosen = z.detach().index_select(0, keep.to(torch.uint8).argmax(0, keepdim=True))
+    # The first row to keep, or the last row: in range whatever `keep` holds. Not by argmax: the code that Inductor
+    # generated for it crashed once, in a large graph, where no row was to be kept.
+    last = z.shape[0] - 1
+    index = torch.where(keep, torch.arange(z.shape[0], device=z.device), last).amin(0, keepdim=True)
+    chosen = z.detach().index_select(0, index)
     chosen = torch.where(over_rows(keep.any().reshape(1), z), chosen, torch.zeros_like(chosen))
     return torch.where(over_rows(keep, z), z, chosen)
-
-
-class _GradientMask(torch.autograd.Function):
-    """The identity; its backward zeroes the gradient of each row in which any element is not finite."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(z: Tensor) -> Tensor:
-        return z.view_as(z)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing is saved for backward."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        finite = torch.isfinite(grad)
-        return torch.where(over_rows(finite.flatten(1).all(-1) if grad.ndim > 1 else finite, grad), grad, 0)
-
-
-def mask_nonfinite_gradients(z: Tensor) -> Tensor:
-    """`z`, such that gradients through it are zeroed for every row in which they are not finite."""
-    return _GradientMask.apply(z) if z.requires_grad else z
 
 
 Values = Shaped[Tensor, "batch *rest"]
@@ -230,7 +206,11 @@ def and_then(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -
 
 @renamed(flags="f", tensor="z")
 def bind(f: Flags, z: Values, fn: Step, config: ErrorConfig | None = None) -> tuple[Tensor, Flags]:
-    """Apply `fn(z) -> (z, f)` to every row, and merge the errors of both."""
+    """Apply `fn(z) -> (z, f)` to every row, and merge the errors of both.
+
+    `fn` gets bad rows as they are, and saves them for the backward pass: a weight that it multiplies a NaN with gets a
+    NaN gradient. To train, `fix` the rows before, or use `and_then`.
+    """
     require_batch("err.bind", f, z, "z")
     out, found = fn(z)
     return out, merge(f, found, config=config)

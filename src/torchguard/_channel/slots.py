@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from torchguard._channel.config import CARRIERS, Carrier, ErrorConfig
+from torchguard._channel.config import CARRIERS, Carrier, ErrorConfig, config_of
 from torchguard._channel.layout import SLOT_BITS, SLOT_MASK
 from torchguard._torch.tracing import can_read, is_plain, is_traced
+from torchguard.exceptions import ConfigError
 
 Flags = Shaped[Tensor, "batch words"]
 Slots = Int[Tensor, "batch slots"]
@@ -29,6 +30,20 @@ def capacity(f: Flags, config: ErrorConfig) -> int:
     """The number of slots of `f` in use: the configured number if `f` has that many words, else all of its slots."""
     words = f.shape[1]
     return config.num_slots if words == config.words_for(f.dtype) else words * carrier_of(f).slots_per_word
+
+
+def readable(who: str, f: Flags, config: ErrorConfig | None) -> int | None:
+    """The number of slots that a query of `f` with this config reads; None for all of them."""
+    if config is None:
+        return None
+    num_slots = config_of(who, config).num_slots
+    if f.shape[1] != config.words_for(f.dtype):
+        all_slots = f.shape[1] * carrier_of(f).slots_per_word
+        raise ConfigError(
+            f"{who}: config has {num_slots} slots but the flags have room for {all_slots}. "
+            "Give the config they were made with, or none."
+        )
+    return None if num_slots == f.shape[1] * carrier_of(f).slots_per_word else num_slots
 
 
 def bits(f: Flags) -> Int[Tensor, "batch words"]:
