@@ -9,6 +9,10 @@ Two rules decide, for every combination of `Priority`, `Order` and `Dedupe`:
 The rank of an error never changes, so the result does not depend on how pushes are grouped: one push of ten errors
 and ten pushes of one error give the same flags. So does a merge of two halves, unless the later half had already
 dropped errors for lack of slots.
+
+Flags may have been written under another policy. A write changes no sample that gains no error. Of a sample that does,
+CHRONO-FIRST leaves the errors that it holds where they are, even if `Dedupe` now calls two of them the same (a new one
+joins the first of these); every other policy ranks them anew.
 """
 
 from collections.abc import Sequence
@@ -71,7 +75,12 @@ def add(held: Slots, arrived: Sequence[Int[Tensor, "batch _"]], room: int, polic
         for column in arrived:
             slots = append(slots, column, policy.dedupe)
         return slots
-    return select(torch.cat([arrival_order(held, policy), *arrived], dim=-1), policy, room)
+    return select(torch.cat([arrival_order(held, policy), *arrived], dim=-1), policy, room, held.shape[1])
+
+
+def leaves_others_alone(lanes: int, room: int, policy: AccumulationConfig) -> bool:
+    """Whether `add` returns rows that gain no error as they were, whatever policy they were written under."""
+    return is_first_in(policy) and room >= lanes
 
 
 def append(slots: Slots, new: Shaped[Tensor, "..."], dedupe: Dedupe) -> Slots:
@@ -91,18 +100,18 @@ def append(slots: Slots, new: Shaped[Tensor, "..."], dedupe: Dedupe) -> Slots:
     return torch.where(first & (free | worse), new, slots)
 
 
-def select(arrived: Int[Tensor, "batch errors"], policy: AccumulationConfig, room: int) -> Stored:
+def select(arrived: Int[Tensor, "batch errors"], policy: AccumulationConfig, room: int, held: int = 0) -> Stored:
     """The errors that stay under any policy, by rank. `arrived` is oldest first; 0 stands for none.
 
-    Each sorted integer holds rank and slot together, so no index, stable sort or pairwise comparison is needed: the
-    cost is one sort, for 16 slots as for 32,768.
+    The first `held` columns are those that the flags hold already. Each sorted integer holds rank and slot together, so
+    no index, stable sort or pairwise comparison is needed: the cost is one sort, for 16 slots as for 32,768.
     """
     arrived = arrived.to(torch.int64) & SLOT_MASK
     rank, width = _rank(arrived, policy)
     if policy.dedupe == Dedupe.NONE:
         candidates = torch.where(arrived != 0, (rank << SLOT_BITS) | arrived, _EMPTY)
     else:
-        candidates = _deduplicated(arrived, rank, width, policy)
+        candidates = _deduplicated(arrived, rank, width, policy, held)
     best = candidates.sort(-1).values[:, :room]
     return torch.where(best == _EMPTY, 0, best & SLOT_MASK)
 
@@ -129,24 +138,27 @@ def _rank(arrived: Tensor, policy: AccumulationConfig) -> _Ranks:
     return _Ranks(((axis | mildness) << age_bits) | age, age_bits + SEVERITY_BITS + LOCATION_BITS)
 
 
-def _deduplicated(arrived: Tensor, rank: Tensor, width: int, policy: AccumulationConfig) -> Tensor:
+def _deduplicated(arrived: Tensor, rank: Tensor, width: int, policy: AccumulationConfig, held: int) -> Tensor:
     """Rank and slot of the first-ranked error of each group of equal errors; `_EMPTY` for the others."""
     group = arrived & same_bits(policy.dedupe)
-
-    def sorted_by_group(rank: Tensor, width: int) -> Tensor:
-        keyed = (((group << width) | rank) << SLOT_BITS) | arrived
-        return torch.where(arrived != 0, keyed, _EMPTY).sort(-1).values
-
-    ordered = sorted_by_group(rank, width)
+    keyed = (((group << width) | rank) << SLOT_BITS) | arrived
+    ordered = torch.where(arrived != 0, keyed, _EMPTY).sort(-1).values
+    used = ordered != _EMPTY
     group_of = ordered >> (SLOT_BITS + width)
-    is_first = torch.nn.functional.pad(group_of[:, 1:] != group_of[:, :-1], (1, 0), value=True) & (ordered != _EMPTY)
+    is_first = torch.nn.functional.pad(group_of[:, 1:] != group_of[:, :-1], (1, 0), value=True) & used
     best = ordered & ((1 << (SLOT_BITS + width)) - 1)
-    if is_first_in(policy):
-        # Sorted by severity within each group, each group still starts at the same column, which then holds the worst.
-        mildness = (SEVERITY_MASK - slot_severity(arrived)) << width
-        worst = sorted_by_group(mildness | rank, width + SEVERITY_BITS)
-        best = (best & ~SLOT_MASK) | (worst & SLOT_MASK)
-    return torch.where(is_first, best, _EMPTY)
+    if not is_first_in(policy):
+        return torch.where(is_first, best, _EMPTY)
+    # What is held stays, even if it is the same as another, its twin. Here, rank is age, and the oldest are held.
+    is_held = best < (held << SLOT_BITS)
+    is_twin = is_held > is_first
+    # Sorted by severity within each group, twins last, each group still starts at the same column, which then holds the
+    # worst.
+    order = torch.add((ordered & SEVERITY_MASK) ^ SEVERITY_MASK, is_twin, alpha=SEVERITY_MASK + 1)
+    keyed = (((group_of << (SEVERITY_BITS + 1)) | order) << (SLOT_BITS + width)) | best
+    worst = torch.where(used, keyed, _EMPTY).sort(-1).values
+    best = torch.where(is_first, (best & ~SLOT_MASK) | (worst & SLOT_MASK), best)
+    return torch.where(is_first | is_twin, best, _EMPTY)
 
 
 # The status that a check gives each row: True, or NaN, for a bad one. In a graph, storing the floats that a reduction
@@ -170,7 +182,11 @@ def write(
     if f.is_floating_point() and can_read(f):
         require_intact("err.push", held, held != 0)
     arrived = [_where(mask, slot, held) for mask, slot in zip(masks, slots, strict=True)]
-    return pack(add(held, arrived, room, policy), f)
+    packed = pack(add(held, arrived, room, policy), f)
+    if leaves_others_alone(held.shape[1], room, policy):
+        return packed
+    gained = masks[0] if len(masks) == 1 else torch.stack(list(masks)).any(0)
+    return torch.where(gained.unsqueeze(-1), packed, f)
 
 
 def rows(mask: RowStatus) -> Bool[Tensor, " batch"]:

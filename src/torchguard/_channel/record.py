@@ -10,7 +10,7 @@ from torchguard._channel import deferred
 from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode
 from torchguard._channel.config import AccumulationConfig, ErrorConfig, config_of
 from torchguard._channel.layout import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_MASK, pack_slot, slot_code
-from torchguard._channel.policy import RowStatus, add, arrival_order, rows, write
+from torchguard._channel.policy import RowStatus, add, arrival_order, leaves_others_alone, rows, write
 from torchguard._channel.slots import Flags, bits, capacity, pack, unpack
 from torchguard._channel.validate import require_batch, require_flags, require_in_range, require_mask
 from torchguard._renamed import renamed
@@ -127,7 +127,11 @@ def push_many(f: Flags, records: Iterable[Record], config: ErrorConfig | None = 
 
 
 def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
-    """One flags tensor with the errors of all; those of the first count as the oldest."""
+    """One flags tensor with the errors of all; those of the first count as the oldest.
+
+    A sample with errors in one of them alone has these in the result, as they are. Where several have errors, those of
+    the later ones are pushed onto those of the first.
+    """
     config = config_of("err.merge", config)
     if not flags:
         raise NotFlagsError("err.merge: no flags were given. Pass at least one flags tensor.")
@@ -137,25 +141,51 @@ def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
         require_batch("err.merge", first, f, "one of them")
         if f.dtype != first.dtype:
             raise NotFlagsError(f"err.merge: cannot merge {f.dtype} flags into {first.dtype} flags. Use one carrier.")
-    merged, policy = first, config.accumulation
-    room = capacity(first, config)
-    if not can_read(first):
-        later = [arrival_order(unpack(f), policy) for f in flags[1:]]
-        return pack(add(unpack(first), later, room, policy), first) if later else first
-    for f in flags[1:]:
-        theirs = bits(f)[:, 0].to(torch.bool)
-        if not theirs.any():
-            continue
-        if f.shape == first.shape and not (theirs & bits(merged)[:, 0].to(torch.bool)).any():
-            merged = torch.where(theirs.unsqueeze(-1), f, merged)
-        else:
-            merged = pack(add(unpack(merged), _used_columns(f, policy), room, policy), first)
-    return merged
+    may_read = can_read(first)
+    holders = ((f, _has_errors(f)) for f in flags[1:])
+    later = [(f, theirs) for f, theirs in holders if not may_read or theirs.any()]
+    if not later:
+        return first
+    shared = _in_several([_has_errors(first), *(theirs for _, theirs in later)])
+    ranked = None
+    if not may_read or shared.any():
+        held, policy, room = unpack(first), config.accumulation, capacity(first, config)
+        columns = _used_columns if may_read else _all_columns
+        arrived = [column for f, _ in later for column in columns(f, policy)]
+        ranked = pack(add(held, arrived, room, policy), first)
+        # A single error is ranked as it is. If each of them holds one, a sample in one of them alone is right already.
+        if may_read and len(arrived) == len(later) and leaves_others_alone(held.shape[1], room, policy):
+            return ranked
+    merged = first
+    for f, theirs in later:
+        merged = torch.where(theirs.unsqueeze(-1), _resized(f, first), merged)
+    return merged if ranked is None else torch.where(shared.unsqueeze(-1), ranked, merged)
+
+
+def _in_several(holders: Sequence[Bool[Tensor, " batch"]]) -> Bool[Tensor, " batch"]:
+    """True for the samples that have errors in more than one of them."""
+    if len(holders) == 2:
+        return holders[0] & holders[1]
+    return torch.stack(holders).sum(0) > 1
+
+
+def _has_errors(f: Flags) -> Bool[Tensor, " batch"]:
+    """Whether the first word is used: slots have no gap between them."""
+    return bits(f)[:, 0].to(torch.bool)
+
+
+def _resized(f: Flags, like: Flags) -> Flags:
+    """`f` in the width of `like`: a narrower one gets empty slots, of a wider one the first slots stay."""
+    missing = like.shape[1] - f.shape[1]
+    return torch.nn.functional.pad(f, (0, missing)) if missing > 0 else f if missing == 0 else f[:, :missing]
 
 
 @renamed(flags="f")
 def clear(f: Flags, code: int, config: ErrorConfig | None = None) -> Flags:
-    """Remove every error of that code; the others move up."""
+    """Remove every error of that code; the others move up.
+
+    With a config of the same width but fewer slots, a sample that loses an error retains as many as it has slots for.
+    """
     require_flags("err.clear", f)
     require_in_range("err.clear", code=code)
     slots = unpack(f).to(torch.int64) & SLOT_MASK
@@ -163,7 +193,15 @@ def clear(f: Flags, code: int, config: ErrorConfig | None = None) -> Flags:
     column = torch.arange(slots.shape[1], device=f.device) << SLOT_BITS
     gone = (slot_code(slots) == code) | (slots == 0)
     kept = torch.where(gone, _REMOVED, column | slots).sort(-1).values
-    return pack(torch.where(kept == _REMOVED, 0, kept & SLOT_MASK), f)
+    kept = torch.where(kept == _REMOVED, 0, kept & SLOT_MASK)
+    if config is None:
+        return pack(kept, f)
+    cleared = pack(kept[:, : capacity(f, config_of("err.clear", config))], f)
+    return torch.where((slot_code(slots) == code).any(-1, keepdim=True), cleared, f)
+
+
+def _all_columns(f: Flags, policy: AccumulationConfig) -> Sequence[Int[Tensor, "batch _"]]:
+    return [arrival_order(unpack(f), policy)]
 
 
 def _used_columns(f: Flags, policy: AccumulationConfig) -> Sequence[Int[Tensor, "batch _"]]:
