@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchguard import ErrorLocation, err, flag_nan, flags, tracked
+from torchguard import ErrorLocation, err, flag_nan, flags, push, tracked
 from torchguard.exceptions import LocationWarning, TorchGuardError
 from torchguard.locations import IdsGivenError, WeightedLocationTree, _tracked
 from torchguard.locations._registry import registry
@@ -82,7 +82,7 @@ def test_ids_are_the_same_in_every_run():
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
         for _ in range(2)
     }
-    assert runs == {"[1, 2, 3, 4, 5]\n"}
+    assert runs == {"[128, 129, 130, 131, 132]\n"}
 
 
 def test_names_survive_compilation(compiled):
@@ -171,7 +171,7 @@ def test_a_tracked_part_has_paths_relative_to_the_whole():
 
     whole = Whole()
     assert whole.blocks[1].ffn[0]._fx_path == "blocks.1.ffn.0"
-    assert ids(whole) == list(range(1, 20))
+    assert ids(whole) == list(range(128, 147))
     assert ErrorLocation.count() == 21  # the model and the unknown location
 
 
@@ -311,11 +311,10 @@ class TestManyModules:
 class TestErrorLocation:
     def test_registered_names(self):
         location = ErrorLocation.register("encoder.0")
-        assert location == 1
         assert ErrorLocation.register("encoder.0") == location
-        assert ErrorLocation.register("encoder.1") == 2
-        assert (ErrorLocation.get("encoder.0"), ErrorLocation.get("nowhere")) == (1, ErrorLocation.UNKNOWN)
-        assert (ErrorLocation.name(1), ErrorLocation.path(1)) == ("encoder.0", "encoder.0")
+        assert ErrorLocation.register("encoder.1") == location + 1
+        assert (ErrorLocation.get("encoder.0"), ErrorLocation.get("nowhere")) == (location, ErrorLocation.UNKNOWN)
+        assert (ErrorLocation.name(location), ErrorLocation.path(location)) == ("encoder.0", "encoder.0")
         assert ErrorLocation.is_registered("encoder.0")
         assert not ErrorLocation.is_registered("nowhere")
         assert ErrorLocation.count() == 3
@@ -392,8 +391,8 @@ class TestTree:
         tree = WeightedLocationTree()
         for path in ["a.b", "c"]:
             tree.add_path(path)
-        assert tree.register_all() == {"a.b": 1, "c": 2}
-        assert ErrorLocation.name(1) == "a.b"
+        assert tree.register_all() == {"a.b": 128, "c": 129}
+        assert ErrorLocation.name(128) == "a.b"
 
     def test_no_path_can_be_added_after_build_ids(self):
         tree = WeightedLocationTree()
@@ -407,3 +406,77 @@ class TestTree:
     def test_too_few_ids(self):
         with pytest.raises(TorchGuardError, match="max_locations: expected 2 or more, got 1"):
             WeightedLocationTree(max_locations=1)
+
+
+class TestNumbers:
+    """Locations that are given as a number, `location=42`, beside those of models and names."""
+
+    def chain(self, count):
+        return tracked(nn.Sequential(*(nn.Linear(1, 1) for _ in range(count))))
+
+    @pytest.mark.parametrize("count", [50, 800, 2000])
+    @pytest.mark.parametrize("number", [1, 42, 127])
+    def test_a_number_is_no_module(self, count, number):
+        model = self.chain(count)
+        f = err.push(err.new_t(1), err.NAN, location=number)
+        assert flags.summary(f) == {f"Location_{number}": {"NAN": 1}}
+        assert number not in ids(model)
+
+    def test_both_are_reported(self, run_light):
+        model = self.chain(60)
+
+        def fn(x):
+            f = push(err.new(x), err.NAN, location=42, where=x.isnan())
+            return flag_nan(x, model[41], f)
+
+        summary = flags.summary(run_light(fn)(torch.full((1, 1), float("nan"))))
+        assert summary["Location_42"] == summary["41"] == {"NAN": 1}
+
+    def test_a_number_that_was_used_is_given_to_no_model(self):
+        for number in (128, 130, 500):
+            err.push(err.new_t(1), err.NAN, number)
+        model = self.chain(600)
+        name = ErrorLocation.register("by.name")
+        assert not {128, 130, 500} & {*ids(model), name}
+        assert ids(model) == sorted(ids(model))
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda number: err.push(err.new_t(1), err.NAN, number),
+            lambda number: push(err.new_t(1), err.NAN, location=number),
+            lambda number: flag_nan(X, number),
+        ],
+    )
+    def test_a_number_of_a_module_warns_once(self, use):
+        model = self.chain(5)
+        with pytest.warns(LocationWarning, match=r"location=130 is the id of Sequential:2: .* a number below 128"):
+            use(model[2]._fx_location.id)
+        use(model[2]._fx_location.id)
+
+    def test_numbers_that_torchguard_returned_are_no_mistake(self):
+        model = self.chain(5)
+        err.push(err.new_t(1), err.NAN, ErrorLocation.get("1"))
+        errors = flags.unpack(flag_nan(torch.full((1, 1), float("nan")), model[3], err.new_t(1)))
+        err.push(err.new_t(1), err.NAN, errors[0].location)
+        err.push(err.new_t(1), err.NAN, ErrorLocation.register("by.name"))
+        err.push(err.new_t(1), err.NAN, next(reversed(ErrorLocation.get_all_ids())))
+
+    def test_a_model_that_needs_every_id_gets_ascending_ones(self):
+        model = self.chain(1000)
+        assert ids(model) == list(range(1, 1001))
+
+    def test_names_take_small_numbers_last(self):
+        err.push(err.new_t(1), err.NAN, 127)
+        names = [ErrorLocation.register(f"name.{number}") for number in range(900)]
+        assert names == [*range(128, 1024), 126, 125, 124, 123]
+
+    def test_a_number_may_be_dynamic(self):
+        fn = torch.compile(lambda f, at: err.push(f, err.NAN, at), backend="aot_eager", fullgraph=True, dynamic=True)
+        for number in (3, 4, 5):
+            assert err.get_first_location(fn(err.new_t(1), number)).tolist() == [number]
+
+    def test_reset_frees_numbers(self):
+        err.push(err.new_t(1), err.NAN, 128)
+        ErrorLocation.reset()
+        assert ErrorLocation.register("encoder") == 128

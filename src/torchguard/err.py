@@ -100,7 +100,7 @@ def push(
         if where is not None:
             raise GivenTwiceError("err.push: the fifth argument is a mask, and where is given. Give one mask.")
         config, where = None, config
-    where_in_model = location if isinstance(location, (int, Tensor)) else location_id(location)
+    where_in_model = location if isinstance(location, Tensor) else location_id(location)
     return record.push(f, code, where_in_model, severity, config, where=where)
 
 

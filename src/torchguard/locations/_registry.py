@@ -3,6 +3,9 @@
 Ten bits hold 1,023 locations, and 0 for unknown. Each live model has ids of its own, so errors of two models in one
 flags tensor can be distinguished. An id is reused only when all ids are taken and the model that owned it is gone, so
 flags retain their names after their model was deleted.
+
+Ids can also be numbers that the user made up: `location=42`. So models and names get ids from 128 up, and smaller ones
+only when these run out. A number that was used outside of a graph is given to nobody else.
 """
 
 import threading
@@ -16,6 +19,8 @@ from torchguard._channel.layout import LOCATION_MASK
 from torchguard._renamed import renamed
 from torchguard._torch.process import process_state
 from torchguard.exceptions import LocationWarning, OutOfRangeError
+
+FIRST_ASSIGNED = 128  # smaller ids are left to numbers given by hand
 
 
 class _Entry:
@@ -48,7 +53,9 @@ class _Registry:
         self._lock = threading.RLock()
         self._entries: dict[int, _Entry] = {}
         self._by_hand: dict[str, int] = {}
-        self._next = 1
+        self._numbers: set[int] = set()  # ids that were made up
+        self._shown: set[int] = set()  # ids of modules that the user has got from us
+        self._next = {1: 1, FIRST_ASSIGNED: FIRST_ASSIGNED}
         self._models: Counter[str] = Counter()
 
     def register(self, path: str) -> int:
@@ -62,10 +69,10 @@ class _Registry:
                 self._by_hand[path] = location
             return self._by_hand[path]
 
-    def claim(self, owner: Any, model: str, number: int, path: str) -> int:
-        """A new id for a location of a model, 0 if none is left."""
+    def claim(self, owner: Any, model: str, number: int, path: str, lowest: int) -> int:
+        """A new id for a location of a model, `lowest` or more if there is one; 0 if none is left."""
         with self._lock:
-            location = self._take()
+            location = self._take(lowest)
             if location:
                 self._entries[location] = _Entry(path, model, number, weakref.ref(owner))
             return location
@@ -76,27 +83,55 @@ class _Registry:
             self._models[model] += 1
             return self._models[model]
 
-    def _take(self) -> int:
-        while self._next in self._entries:
-            self._next += 1
-        if self._next <= LOCATION_MASK:
-            return self._next
+    def _take(self, lowest: int = FIRST_ASSIGNED) -> int:
+        while not self._is_unused(self._next[lowest]):
+            self._next[lowest] += 1
+        if self._next[lowest] <= LOCATION_MASK:
+            return self._next[lowest]
+        left = next(filter(self._is_unused, range(FIRST_ASSIGNED - 1, 0, -1)), 0)
+        if left:
+            return left
         location = next((location for location, entry in self._entries.items() if entry.is_free), 0)
         self._entries.pop(location, None)  # so that the newest entry is last
         return location
 
+    def _is_unused(self, location: int) -> bool:
+        return location not in self._entries and location not in self._numbers
+
     def free_ids(self) -> list[int]:
         """Unused ids first, then those of models that are gone, the oldest first."""
         with self._lock:
-            unused = [location for location in range(1, LOCATION_MASK + 1) if location not in self._entries]
+            unused = list(filter(self._is_unused, range(1, LOCATION_MASK + 1)))
             return unused + [location for location, entry in self._entries.items() if entry.is_free]
+
+    def lowest_for(self, count: int) -> int:
+        """The lowest id for a model of `count` locations, which get ascending ids: 1 if it needs the smallest, too."""
+        with self._lock:
+            unused = sum(map(self._is_unused, range(FIRST_ASSIGNED, LOCATION_MASK + 1)))
+        return FIRST_ASSIGNED if count <= unused else 1
+
+    def use_number(self, location: int) -> str:
+        """Reserve an id that a user gave as a number. Returns the name of the module that it belongs to, if any."""
+        with self._lock:
+            if location in self._numbers or location in self._shown:
+                return ""
+            self._numbers.add(location)
+            entry = self._entries.get(location)
+            return entry.full_name if entry and entry.owner and not entry.is_free else ""
+
+    def show(self, locations: Iterable[int]) -> None:
+        """Note ids that the user gets to see, and may use as numbers."""
+        with self._lock:
+            self._shown.update(locations)
 
     def find(self, path: str) -> int:
         with self._lock:
             if path in self._by_hand:
                 return self._by_hand[path]
             owned = (location for location, entry in self._entries.items() if entry.path == path and not entry.is_free)
-            return max(owned, default=0)
+            found = max(owned, default=0)
+            self._shown.add(found)
+            return found
 
     def entry(self, location: int) -> _Entry | None:
         return self._entries.get(location)
@@ -119,7 +154,9 @@ class _Registry:
         with self._lock:
             self._by_hand.clear()
             self._models.clear()
-            self._next = 1
+            self._numbers.clear()
+            self._shown.clear()
+            self._next = {1: 1, FIRST_ASSIGNED: FIRST_ASSIGNED}
             self._entries = {key: entry for key, entry in self._entries.items() if entry.owner and not entry.is_free}
 
 
@@ -134,6 +171,15 @@ def warn_full(path: str) -> None:
         "Drop models you no longer need, or call ErrorLocation.reset().",
         LocationWarning,
         stacklevel=4,
+    )
+
+
+def warn_of_number(location: int, name: str) -> None:
+    warnings.warn(
+        f"location={location} is the id of {name}: its errors will be reported there. "
+        f"Give a name, such as location='my check', or a number below {FIRST_ASSIGNED}.",
+        LocationWarning,
+        stacklevel=5,
     )
 
 
@@ -190,7 +236,9 @@ class ErrorLocation:
     @staticmethod
     def get_all_ids() -> dict[int, str]:
         """The name of each known id, including the unknown one."""
-        return {location: ErrorLocation.name(location) for location in (ErrorLocation.UNKNOWN, *registry.entries())}
+        ids = ErrorLocation.UNKNOWN, *registry.entries()
+        registry.show(ids)
+        return {location: ErrorLocation.name(location) for location in ids}
 
     @staticmethod
     def get_all_paths() -> dict[str, int]:
@@ -210,6 +258,7 @@ class ErrorLocation:
 def names_of(locations: Iterable[int]) -> dict[int, str]:
     """Names for the locations of one report; names that occur twice are qualified by their model."""
     names = {location: ErrorLocation.name(location) for location in locations}
+    registry.show(names)
     shared = {name for name, count in Counter(names.values()).items() if count > 1}
     for location in names:
         entry = registry.entry(location)

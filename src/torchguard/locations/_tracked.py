@@ -7,13 +7,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 
 from torchguard._torch.modules import child_names
 from torchguard._torch.process import process_state
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard.exceptions import LocationWarning, NotFlagsError
-from torchguard.locations._registry import ErrorLocation, registry, warn_full
+from torchguard.locations._registry import ErrorLocation, registry, warn_full, warn_of_number
 from torchguard.locations._tree import WeightedLocationTree, nearest
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class LocationTable:
             if self.same_structure
             else _chosen(paths, weights, free if is_enough else free - free // 8)
         )
+        self.lowest = registry.lowest_for(len(self.own))
         _tables.add(self)
 
     def locate(self, path: str) -> "Location":
@@ -53,7 +55,7 @@ class LocationTable:
         return Location(self, path, self.ids[owner_path])
 
     def _claim(self, owner_path: str) -> int:
-        granted = registry.claim(self, self.model, self.number, owner_path)
+        granted = registry.claim(self, self.model, self.number, owner_path, self.lowest)
         if not granted and self.same_structure:
             granted = self.same_structure.ids.get(owner_path, 0)
         if not granted:
@@ -141,7 +143,14 @@ def location_id(module: LocationLike) -> int:
             return location.id
         path = getattr(module, _PATH, None)  # set by hand on an untracked module
         return _untracked(type(module).__name__) if path is None else _registered(path)
-    return _registered(module) if isinstance(module, str) else module
+    if isinstance(module, str):
+        return _registered(module)
+    # Not while Dynamo traces: the number may be a symbol.
+    if isinstance(module, int) and not torch.compiler.is_dynamo_compiling():
+        name = registry.use_number(module)
+        if name:
+            warn_of_number(module, name)
+    return module
 
 
 @constant_in_graphs
