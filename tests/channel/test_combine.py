@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchguard import err, flag_nan, flags
+from torchguard import err, experimental, flag_nan, flags
 
 NAN, INF = float("nan"), float("inf")
 Z = torch.tensor([[1.0, 2.0], [NAN, 3.0], [4.0, 5.0]])
@@ -59,6 +59,41 @@ def test_mapping(run, f):
     assert ok[[0, 2]].tolist() == [[10.0, 20.0], [40.0, 50.0]]
     assert torch.isnan(ok[1, 0])
     assert bad.tolist() == [[1.0, 2.0], [0.0, 0.0], [4.0, 5.0]]
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+@pytest.mark.parametrize("batch", [1, 3, 33])
+@pytest.mark.parametrize("good", ["none", "last", "all"])
+def test_mapping_in_a_large_graph(batch, good):
+    """Half-precision values, float32 flags and 44 outputs on Inductor; also where no row is good."""
+    layer = torch.nn.Linear(8, 8).half()
+
+    def fn(x):
+        f, z, outputs = flag_nan(x, 1, experimental.err.new(x)), x, []
+        for number in range(11):
+            mapped = err.map_ok(f, z, layer)
+            scaled = err.map_ok(f, z, lambda z: z / z.norm(dim=-1, keepdim=True))
+            z, f = err.and_then(f, mapped, lambda z, at=number: (z * 2, flag_nan(z, 2 + at, experimental.err.new(z))))
+            outputs += [mapped, scaled, err.take_ok_p(f, mapped), z]
+        return outputs, f
+
+    x = torch.randn(batch, 8).half()
+    if good != "all":
+        x[: batch if good == "none" else -1] = NAN
+    (want, want_f), (got, f) = fn(x), torch.compile(fn, fullgraph=True)(x)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert torch.equal(err.is_ok(f), err.is_ok(want_f))
+
+
+@pytest.mark.parametrize("keep", [[False, False], [False, True], [True, True]])
+def test_a_stand_in_is_a_good_row_or_zeros(run_light, keep):
+    seen = []
+    f = err.push(err.new_t(2), err.NAN, 1, where=~torch.tensor(keep))
+    z = torch.tensor([[1.0], [2.0]])
+    err.map_ok(f, z, lambda z: seen.append(z) or z)
+    assert seen[0].flatten().tolist() == {(0, 0): [0.0, 0.0], (0, 1): [2.0, 2.0], (1, 1): [1.0, 2.0]}[tuple(keep)]
+    assert torch.equal(run_light(lambda z: err.map_ok(f, z, torch.neg))(z)[:, 0] < 0, torch.tensor(keep))
 
 
 def test_mapping_flags(run, f):

@@ -78,9 +78,12 @@ def _keep_zeros(last: Node | None) -> None:
     pending = [last]
     while pending:
         node = pending.pop()
-        if node is None or _HOOKED in node.metadata:
+        if node is None:
             continue
-        node.metadata[_HOOKED] = True  # then those before it are hooked, too
+        notes: Any = node.metadata  # a dict; torch's stubs call it a method
+        if _HOOKED in notes:  # then those before it are hooked, too
+            continue
+        notes[_HOOKED] = True
         if node.next_functions:  # a leaf has none
             node.register_hook(_zeros_for_zeros)
         pending += [before for before, _ in node.next_functions]

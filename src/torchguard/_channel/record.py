@@ -162,7 +162,7 @@ def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
     return merged if ranked is None else torch.where(shared.unsqueeze(-1), ranked, merged)
 
 
-def _in_several(holders: Sequence[Bool[Tensor, " batch"]]) -> Bool[Tensor, " batch"]:
+def _in_several(holders: list[Bool[Tensor, " batch"]]) -> Bool[Tensor, " batch"]:
     """True for the samples that have errors in more than one of them."""
     if len(holders) == 2:
         return holders[0] & holders[1]
