@@ -11,7 +11,7 @@ before the first pass makes those of its whole batch instead. After an exception
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -110,10 +110,11 @@ class Wrappers:
             if parameter.requires_grad
         ]
 
-    def keep(self, gradient: Tensor | None) -> Tensor | None:
-        """A gradient that no later run overwrites. DDP may keep gradients in its buckets."""
-        is_view = any(module.gradient_as_bucket_view for module in self.replicated)
-        return gradient.clone() if is_view and gradient is not None else gradient
+    def keep(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients that no later run overwrites. DDP may keep gradients in its buckets."""
+        if not any(module.gradient_as_bucket_view for module in self.replicated):
+            return [*gradients]
+        return [None if one is None else one.clone() for one in gradients]
 
     @contextlib.contextmanager
     def reducing(self, is_reduced: bool) -> Iterator[None]:

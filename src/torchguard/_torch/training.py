@@ -1,7 +1,8 @@
 """Training steps: many tensors in one kernel, and what a step leaves on parameters, optimizers and DDP.
 
-Everything here is required but `steps_in_backward`, `communication_hooks`, `skips_on_device` and `reset_sharded`, whose
-docstrings say what happens where torch lacks a name. torch 2.11 to 2.15 have all of the others.
+Everything here is required but `steps_in_backward`, `communication_hooks`, `skips_on_device`, `has_step_hooks`,
+`has_step_of_its_own` and `reset_sharded`, whose docstrings say what happens where torch lacks a name. torch 2.11 to
+2.15 have all of the others.
 """
 
 import itertools
@@ -41,6 +42,11 @@ def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = N
         for place, norm in zip(chosen, found_norms, strict=True):
             found[place] = norm
     return [norm for norm in found if norm is not None]
+
+
+def norms_of_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each dense tensor, all of them on one device."""
+    return [*torch._foreach_norm(tensors, 2.0)]  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _by_kind(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
@@ -108,6 +114,37 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     Degraded where torch renames `_step_supports_amp_scaling`: no optimizer does.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run before or after each step of an optimizer, of its own or of all optimizers.
+
+    Hooks are registered publicly; there is no public way to ask for them. Degraded where torch renames the attributes:
+    none are seen.
+    """
+    from torch.optim import optimizer as of_all
+
+    return bool(
+        getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        or getattr(optimizer, "_optimizer_step_post_hooks", None)
+        or getattr(of_all, "_global_optimizer_pre_hooks", None)
+        or getattr(of_all, "_global_optimizer_post_hooks", None)
+    )
+
+
+def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody replaced the `step` of one of torch's optimizers, on the object or in a subclass.
+
+    Schedulers of learning rates replace it by one that only notes the call, marked `_wrapped_by_lr_sched`. Degraded
+    where torch renames that: an optimizer with a scheduler counts as one with a step of its own.
+    """
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        return True
+    classes = [one for one in type(optimizer).__mro__ if one is not torch.optim.Optimizer]
+    definer = next((one for one in classes if "step" in vars(one)), None)
+    of_torch = [one for one in classes if one.__module__.startswith("torch.optim")]
+    return bool(of_torch) and definer not in of_torch
 
 
 def module_dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
