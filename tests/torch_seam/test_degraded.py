@@ -478,6 +478,12 @@ class TestTraining:
         monkeypatch.delattr(vars(optimizer)["step"], "_wrapped_by_lr_sched")
         assert training.has_step_of_its_own(optimizer)
 
+    def test_without_its_name_the_set_of_unsaved_buffers_is_not_known(self, monkeypatch):
+        model = nn.Linear(2, 1)
+        assert training.names_of_unsaved_buffers(model) == set()
+        monkeypatch.delattr(model, "_non_persistent_buffers_set")
+        assert training.names_of_unsaved_buffers(model) is None
+
 
 def test_every_degraded_mode_is_tested_here():
     tests, modules = Path(__file__).read_text(), Path(process.__file__).parent.glob("*.py")

@@ -14,7 +14,7 @@ from torch import nn
 from torchguard._pytrees import tensors_in
 from torchguard._retry.reach import SIMPLE, Names, Reached, is_filled
 from torchguard._retry.tensor_state import Replaced
-from torchguard._torch.training import module_dicts
+from torchguard._torch.training import module_dicts, names_of_unsaved_buffers
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
@@ -34,7 +34,7 @@ class PythonState:
             self._states.append((name, vars(module)))
             self._states += [(name, one) for one in module_dicts(module) if isinstance(one, dict)]
             self._buffers.add(id(module_dicts(module)[1]))
-            implied.add(id(vars(module).get("_non_persistent_buffers_set")))
+            implied.add(id(names_of_unsaved_buffers(module)))
         of_modules = len(self._states)
         self._states += reached.states
         self._arrays = [number for number, (_, state) in enumerate(self._states) if isinstance(state, np.ndarray)]

@@ -1,8 +1,8 @@
 """Training steps: many tensors in one kernel, and what a step leaves on parameters, optimizers and DDP.
 
 Everything here is required but `steps_in_backward`, `communication_hooks`, `skips_on_device`, `has_step_hooks`,
-`has_step_of_its_own` and `reset_sharded`, whose docstrings say what happens where torch lacks a name. torch 2.11 to
-2.15 have all of the others.
+`has_step_of_its_own`, `names_of_unsaved_buffers` and `reset_sharded`, whose docstrings say what happens where torch
+lacks a name. torch 2.11 to 2.15 have all of the others.
 """
 
 import itertools
@@ -150,6 +150,14 @@ def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
 def module_dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The parameters, buffers and children of a module, as the module itself stores them."""
     return module._parameters, module._buffers, module._modules
+
+
+def names_of_unsaved_buffers(module: nn.Module) -> set[str] | None:
+    """The set in which a module has the names of buffers that are not in its state dict. It changes with these alone.
+
+    Degraded where torch renames it: None, and `Retry` looks at the set in every step.
+    """
+    return getattr(module, "_non_persistent_buffers_set", None)
 
 
 def tracing_errors() -> tuple[type[Exception], ...]:
