@@ -18,7 +18,7 @@ from torchguard._retry.python_state import PythonState
 from torchguard._retry.run import Closure, Losses, Result, Step
 from torchguard._retry.search import Rows
 from torchguard._retry.tensor_state import TensorState
-from torchguard._torch.training import add_all, multiply_all
+from torchguard._torch.training import add_all, multiply_all, next_hook, remove_hooks
 from torchguard.exceptions import RetryError
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Attempt:
     def _save(self) -> None:
         self.guard.tensors.save(self.plan.buffers, self.plan.others, self.trained)
         self.random = self.plan.random_state()
+        self.first_hook = next_hook()
         self._reduce_accumulated()
         self.accumulated = self.plan.wrappers.keep([*map(_gradient_of, self.plan.leaves)])
         self.inputs = [
@@ -111,6 +112,7 @@ class Attempt:
         self.plan.wrappers.reset()
         self.guard.tensors.restore()
         self.plan.python.restore()
+        _remove_hooks(self.plan, self.first_hook)
         self.random.restore(stream)
         self._clear()
         for tensor, grad in self.inputs:
@@ -233,8 +235,19 @@ _gradient_of = operator.attrgetter("grad")
 @contextlib.contextmanager
 def _aside(plan: Plan, tensors: TensorState) -> Iterator[None]:
     """Put back all that is changed in this context, but gradients."""
-    python, random = PythonState(plan.reached), plan.random_state()
+    python, random, first_hook = PythonState(plan.reached), plan.random_state(), next_hook()
     with tensors.aside():
         yield
     python.restore()
+    _remove_hooks(plan, first_hook)
     random.restore()
+
+
+def _remove_hooks(plan: Plan, first: int) -> None:
+    """Remove hooks that were registered in a run. Some models do so in their first call, and note it as an attribute.
+
+    Restoring that attribute alone would have them register the hooks once more.
+    """
+    if next_hook() != first:
+        for _, module in plan.reached.modules:
+            remove_hooks(module, first, but=plan.wrappers.own_hooks)

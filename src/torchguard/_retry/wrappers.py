@@ -44,6 +44,7 @@ class Wrappers:
             for name, parameter in module.named_parameters(recurse=False):
                 if (mesh := getattr(parameter, "device_mesh", None)) is not None:
                     self._meshes[mesh] = f"{path}.{name}"
+        self.own_hooks: set[int] = set()  # ids of hooks that are registered here
         self._passes = [0, 0]  # forward passes of FSDP2 modules in this call of the closure: begun, finished
         self._expected: int | None = None  # forward passes in a call that did not raise
 
@@ -137,6 +138,7 @@ class Wrappers:
             for _, module in self._sharded:
                 hooks.append(module.register_forward_pre_hook(lambda *_: self._count(0), prepend=True))
                 hooks.append(module.register_forward_hook(lambda *_: self._count(1)))
+            self.own_hooks = {hook.id for hook in hooks}
             yield
         finally:
             for hook in hooks:

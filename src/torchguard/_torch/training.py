@@ -6,11 +6,12 @@ lacks a name. torch 2.11 to 2.15 have all of the others.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -150,6 +151,23 @@ def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
 def module_dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The parameters, buffers and children of a module, as the module itself stores them."""
     return module._parameters, module._buffers, module._modules
+
+
+def next_hook() -> int:
+    """The id of the next hook that somebody registers on a module. Ids are counted up in each process."""
+    return RemovableHandle.next_id
+
+
+def remove_hooks(module: nn.Module, first: int, but: Collection[int]) -> None:
+    """Remove the hooks of a module that were registered since `next_hook` returned `first`, but some.
+
+    A module has a dict by id for each kind of hook, in attributes of its own. torch can remove a hook only by its
+    handle, which whoever registered it has.
+    """
+    for name, hooks in vars(module).items():
+        if "hooks" in name and isinstance(hooks, dict):
+            for key in [key for key in hooks if isinstance(key, int) and key >= first and key not in but]:
+                del hooks[key]
 
 
 def names_of_unsaved_buffers(module: nn.Module) -> set[str] | None:
