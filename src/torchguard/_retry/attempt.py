@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torchguard._retry.plan import Plan
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.run import Closure, Losses, Result, Step
 from torchguard._retry.search import Rows
-from torchguard._retry.tensor_state import TensorState
+from torchguard._retry.tensor_state import Replaced, TensorState
 from torchguard._torch.training import add_all, multiply_all, next_hook, remove_hooks
 from torchguard.exceptions import RetryError
 
@@ -56,7 +56,7 @@ class Attempt:
                     "Retry: with wait=False a step must not change Python state, since later steps start before it can "
                     f"be restored. The closure changed {', '.join(changed[:5])}. Use wait=True."
                 )
-            status = self._status(self._found(result))
+            status = self._status(self._found(result, replaced=()))
             if not decides_on_host(status):
                 self.guard.tensors.restore_where(status[2] != 0)
             elif bool(status[2]):
@@ -179,10 +179,15 @@ class Attempt:
             norm = wide_norm(self._gradients())
         return loss, norm, not self.run.ranks.any(not is_finite)
 
-    def _found(self, result: Result, is_scaled: bool = False) -> Tensor:
+    def _found(self, result: Result, is_scaled: bool = False, replaced: Sequence[Replaced] | None = None) -> Tensor:
         """On the device: the loss, the norm of the gradients, and numbers for other tensors that the run changed.
 
         All are finite only if the run is.
+
+        Args:
+            result: of the run.
+            is_scaled: whether its gradients are scaled.
+            replaced: the tensors that were put in the place of others, if these are known.
         """
         loss = result.loss
         with torch.no_grad():
@@ -192,7 +197,8 @@ class Attempt:
             if self.scaler is not None and is_scaled:
                 norm = norm / self._scale(torch.ones((), dtype=norm.dtype, device=norm.device))
             values = [loss, norm, *self.guard.tensors.finiteness()]
-            values += [torch.where(one.has_fault(), torch.inf, 0.0) for one in self.plan.python.replaced()]
+            replaced = self.plan.python.replaced() if replaced is None else replaced
+            values += [torch.where(one.has_fault(), torch.inf, 0.0) for one in replaced]
             if any(one.dtype is not torch.float32 or one.device != loss.device for one in values):
                 dtype = torch.float64 if any(one.dtype is torch.float64 for one in values) else torch.float32
                 values = [one.to(loss.device, dtype) for one in values]

@@ -74,6 +74,7 @@ class TensorState:
         self._watched: list[Tensor] = []  # those that are no buffers
         self._watched_names: list[str] = []
         self._versions: list[int] = []  # of the watched ones, before the step
+        self._changed: list[Tensor] = []  # the watched ones whose versions the first run moved
         self._frozen: tuple[list[Tensor], list[int]] = [], []  # constant ones that nobody trains, their data pointers
         self._masks: set[int] = set()  # ids of those with NaN or Inf that no step put there
         self._trained: set[int] = set()
@@ -141,17 +142,15 @@ class TensorState:
         self._copies = Copies([tensor for _, tensor in wanted])
         self._source = buffers, others
 
-    def changed(self) -> list[tuple[str, Tensor]]:
-        """The tensors that are no buffers and that were changed in place since `save`, each with its name."""
-        now = versions(self._watched)
+    def changed_trained(self) -> list[str]:
+        """After a run: the names of the tensors that it changed although an optimizer trains them."""
+        now, self._changed = versions(self._watched), []
         if now == self._versions:
             return []
         pairs = zip(self._watched_names, self._watched, now, self._versions, strict=True)
-        return [(name, tensor) for name, tensor, version, before in pairs if version != before]
-
-    def changed_trained(self) -> list[str]:
-        """The names of those that an optimizer trains. A step must not change these."""
-        return [name for name, tensor in self.changed() if id(tensor) in self._trained]
+        changed = [(name, tensor) for name, tensor, version, before in pairs if version != before]
+        self._changed = [tensor for _, tensor in changed]
+        return [name for name, tensor in changed if id(tensor) in self._trained]
 
     def learn(self) -> list[str]:
         """After a finite step: which of the tensors that are no buffers did it change?
@@ -160,7 +159,7 @@ class TensorState:
             The names of those that an optimizer trains.
         """
         self.has_learned = True
-        for _, tensor in self.changed():  # known by their versions alone
+        for tensor in self._changed:
             if self._constant.pop(id(tensor), None) is not None:
                 self._changing.add(id(tensor))
                 self._source = None
