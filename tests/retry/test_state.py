@@ -437,6 +437,26 @@ def test_what_changed_between_two_steps_stays_as_it_is(before, after):
     assert held["it"] == after
 
 
+def test_hooks_that_a_model_registers_in_its_first_call_are_registered_once():
+    class Capturing(nn.Linear):
+        captures = False
+
+        def forward(self, x):
+            if not self.captures:  # as models of transformers do to return router logits
+                self.register_forward_hook(lambda module, args, output: captured.append(output.detach()))
+                self.captures = True
+            return super().forward(x)
+
+    model, captured = Capturing(4, 1), []
+    model.register_forward_hook(lambda *_: None)
+    guard = Retry(model)
+    assert guard.backward(lambda x: model(x)[:, 0], bad_batch()).bad == [2]
+    assert (len(model._forward_hooks), len(captured)) == (2, 1)
+    model.register_forward_hook(lambda *_: None)  # between two steps: it stays
+    assert guard.backward(lambda x: model(x)[:, 0], bad_batch()).bad == [2]
+    assert len(model._forward_hooks) == 3
+
+
 class Stop(BaseException):
     pass
 

@@ -461,8 +461,28 @@ class TestTraining:
         assert training.skips_on_device(optimizer)
         monkeypatch.delattr(optimizer, "_step_supports_amp_scaling")
         assert not training.skips_on_device(optimizer)
-        with pytest.raises(RetryError, match="AdamW does not"):
+        with pytest.raises(RetryError, match="AdamW is not fused"):
             Retry(model, optimizer, wait=False).step(lambda x: model(x).squeeze(1), torch.ones(3, 2))
+
+    def test_without_their_names_no_step_hooks_are_seen(self, monkeypatch):
+        optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), fused=True)
+        optimizer.register_step_post_hook(lambda *_: None)
+        assert training.has_step_hooks(optimizer)
+        monkeypatch.delattr(optimizer, "_optimizer_step_post_hooks")
+        assert not training.has_step_hooks(optimizer)
+
+    def test_without_the_mark_of_schedulers_a_scheduled_step_is_a_step_of_its_own(self, monkeypatch):
+        optimizer = torch.optim.AdamW(nn.Linear(2, 1).parameters(), fused=True)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        assert not training.has_step_of_its_own(optimizer)
+        monkeypatch.delattr(vars(optimizer)["step"], "_wrapped_by_lr_sched")
+        assert training.has_step_of_its_own(optimizer)
+
+    def test_without_its_name_the_set_of_unsaved_buffers_is_not_known(self, monkeypatch):
+        model = nn.Linear(2, 1)
+        assert training.names_of_unsaved_buffers(model) == set()
+        monkeypatch.delattr(model, "_non_persistent_buffers_set")
+        assert training.names_of_unsaved_buffers(model) is None
 
 
 def test_every_degraded_mode_is_tested_here():

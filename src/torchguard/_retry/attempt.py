@@ -1,20 +1,24 @@
 """One guarded step: save what it may change, run it, and run it again without its bad samples if it is not finite."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import math
+import operator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torchguard._retry.batch import Batch, tensors_of
+from torchguard._retry.batch import Batch
+from torchguard._retry.device_step import DeviceStep, decides_on_host
 from torchguard._retry.health import all_finite, total_norm, wide_norm
 from torchguard._retry.plan import Plan
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.run import Closure, Losses, Result, Step
 from torchguard._retry.search import Rows
-from torchguard._torch.tensors import Versions, is_unchanged
-from torchguard._torch.training import add_all, multiply_all
+from torchguard._retry.tensor_state import Replaced, TensorState
+from torchguard._torch.training import add_all, multiply_all, next_hook, remove_hooks
 from torchguard.exceptions import RetryError
 
 if TYPE_CHECKING:
@@ -29,7 +33,8 @@ class Attempt:
     def __init__(self, guard: "Retry", plan: Plan, closure: Closure, batches: list[Batch], scaler: Any) -> None:
         self.guard, self.plan, self.parameters, self.trained = guard, plan, plan.parameters, plan.trained
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.run = Step(closure, batches, plan.ranks, plan.wrappers, self._aside, guard.keep_shapes)
+        aside = functools.partial(_aside, plan, guard.tensors)  # no method of this object, which would keep it alive
+        self.run = Step(closure, batches, plan.ranks, plan.wrappers, aside, guard.keep_shapes)
         self.number = guard.next_number()
         self.runs = 0
         self.last: tuple[Rows, int, bool] | None = None  # of the last run: samples, random stream, whether it is final
@@ -37,44 +42,55 @@ class Attempt:
         self.candidates: set[Rows] = set()  # parts that may turn out to be the good samples
         self.is_random = False
         self.loss = self.norm = float("nan")
+        self.device_norm: Tensor = torch.zeros(())  # of the gradients of the last run, those that are scaled included
 
     # The step.
 
-    def start(self) -> Tensor:
-        """Run the step without waiting, and put its buffers back on the device if it is not finite.
-
-        Returns:
-            On the device: loss, norm of the gradients, and whether anything is not finite.
-        """
+    def start(self, update: DeviceStep) -> None:
+        """Run the step without waiting. If it is not finite, the device skips the optimizers and restores buffers."""
         self._save()
         try:
-            self.runs += 1
-            result = self.run.first_run(self._scale)
-            self._correct(result)
+            result = self._first_run()
             if changed := self.plan.python.changed():
                 raise RetryError(
                     "Retry: with wait=False a step must not change Python state, since later steps start before it can "
                     f"be restored. The closure changed {', '.join(changed[:5])}. Use wait=True."
                 )
-            status = self._status(result)
-            self.guard.tensors.restore_where(status[2] != 0)
+            status = self._status(self._found(result, replaced=()))
+            if not decides_on_host(status):
+                self.guard.tensors.restore_where(status[2] != 0)
+            elif bool(status[2]):
+                self.guard.tensors.restore()
         except BaseException:
             self._undo()
             raise
-        return status
+        update.launch(status, self._norm_to_clip_by())
+
+    def _first_run(self) -> Result:
+        """Run the step as it was given, and refuse what must not change in it. Nothing waits for the device."""
+        inputs = [batch.versions() for batch in self.run.batches]
+        self.runs += 1
+        result = self.run.first_run(self._scale)
+        self._correct(result)
+        self._refuse_change(self.guard.tensors.changed_trained())
+        if inputs != [batch.versions() for batch in self.run.batches]:
+            raise RetryError(
+                "Retry: the closure changes a tensor of the batch in place, so it cannot be run again. Change "
+                "a copy: `x = x / 255` instead of `x.div_(255)`."
+            )
+        return result
 
     def _save(self) -> None:
         self.guard.tensors.save(self.plan.buffers, self.plan.others, self.trained)
         self.random = self.plan.random_state()
+        self.first_hook = next_hook()
         self._reduce_accumulated()
-        self.accumulated = [self.plan.wrappers.keep(parameter.grad) for parameter in self.parameters.values()]
+        self.accumulated = self.plan.wrappers.keep([*map(_gradient_of, self.plan.leaves)])
         self.inputs = [
-            (one, one.grad)
-            for batch in self.run.batches
-            for one in tensors_of(batch.value)
-            if one.is_leaf and one.requires_grad
+            (one, one.grad) for batch in self.run.batches for one in batch.tensors if one.requires_grad and one.is_leaf
         ]
-        self._clear()
+        if any(one is not None for one in self.accumulated):
+            self._clear()
 
     def _reduce_accumulated(self) -> None:
         """The mean over the ranks of gradients that were accumulated in `no_sync()`, as DDP takes it in this step."""
@@ -87,17 +103,8 @@ class Attempt:
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
                 parameter.grad = self.run.ranks.total(own) / self.run.ranks.size
 
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Put back all that is changed in this context, but gradients."""
-        python, random = PythonState(self.plan.reached), self.plan.random_state()
-        with self.guard.tensors.aside():
-            yield
-        python.restore()
-        random.restore()
-
     def _clear(self) -> None:
-        for parameter in self.parameters.values():
+        for parameter in self.plan.leaves:
             parameter.grad = None
 
     def _restore(self, stream: int = 0) -> None:
@@ -105,6 +112,7 @@ class Attempt:
         self.plan.wrappers.reset()
         self.guard.tensors.restore()
         self.plan.python.restore()
+        _remove_hooks(self.plan, self.first_hook)
         self.random.restore(stream)
         self._clear()
         for tensor, grad in self.inputs:
@@ -112,14 +120,14 @@ class Attempt:
 
     def _undo(self) -> None:
         self._restore()
-        for parameter, before in zip(self.parameters.values(), self.accumulated, strict=True):
+        for parameter, before in zip(self.plan.leaves, self.accumulated, strict=True):
             parameter.grad = before
 
     def _accumulate(self) -> None:
         """Add the gradients of this step to those of before."""
         both = [
             (parameter, before)
-            for parameter, before in zip(self.parameters.values(), self.accumulated, strict=True)
+            for parameter, before in zip(self.plan.leaves, self.accumulated, strict=True)
             if before is not None
         ]
         if not both:
@@ -135,7 +143,7 @@ class Attempt:
                 parameter.grad = before
 
     def _gradients(self) -> list[Tensor]:
-        return [one.grad for one in self.parameters.values() if one.grad is not None]
+        return [one for one in map(_gradient_of, self.plan.leaves) if one is not None]
 
     def _correct(self, result: Result) -> None:
         if result.correction is not None:
@@ -150,10 +158,17 @@ class Attempt:
         A finite norm proves that every gradient is finite. An infinite one may be an overflow: then each gradient is
         checked, and likewise each loss and each buffer that the run changed.
         """
-        status = self._status(result, is_scaled)
-        loss, norm, flag = status.tolist()
-        if not flag:
-            return loss, norm, True
+        found = self._found(result, is_scaled)
+        if self.run.ranks.size == 1:
+            loss, norm, *others = found.tolist()
+            is_finite = all(map(math.isfinite, (loss, norm, *others)))
+        else:
+            loss, norm, flag = self._status(found).tolist()
+            is_finite = not flag
+        return (loss, norm, True) if is_finite else self._exactly(result, loss, norm)
+
+    def _exactly(self, result: Result, loss: float, norm: float) -> tuple[float, float, bool]:
+        """Check every loss, gradient and buffer of a run by itself."""
         is_finite = (
             all(bool(one.sums.isfinite().all()) for one in result.losses if one is not None)
             and all_finite(self._gradients())
@@ -164,22 +179,53 @@ class Attempt:
             norm = wide_norm(self._gradients())
         return loss, norm, not self.run.ranks.any(not is_finite)
 
-    def _status(self, result: Result, is_scaled: bool = False) -> Tensor:
+    def _found(self, result: Result, is_scaled: bool = False, replaced: Sequence[Replaced] | None = None) -> Tensor:
+        """On the device: the loss, the norm of the gradients, and numbers for other tensors that the run changed.
+
+        All are finite only if the run is.
+
+        Args:
+            result: of the run.
+            is_scaled: whether its gradients are scaled.
+            replaced: the tensors that were put in the place of others, if these are known.
+        """
+        loss = result.loss
+        with torch.no_grad():
+            gradients = self._gradients()
+            norm = total_norm(gradients, self.plan.has_plain_gradients) if gradients else torch.zeros_like(loss)
+            self.device_norm = norm
+            if self.scaler is not None and is_scaled:
+                norm = norm / self._scale(torch.ones((), dtype=norm.dtype, device=norm.device))
+            values = [loss, norm, *self.guard.tensors.finiteness()]
+            replaced = self.plan.python.replaced() if replaced is None else replaced
+            values += [torch.where(one.has_fault(), torch.inf, 0.0) for one in replaced]
+            if any(one.dtype is not torch.float32 or one.device != loss.device for one in values):
+                dtype = torch.float64 if any(one.dtype is torch.float64 for one in values) else torch.float32
+                values = [one.to(loss.device, dtype) for one in values]
+            return torch.stack(values)
+
+    def _status(self, found: Tensor) -> Tensor:
         """On the device: the loss, the norm of the gradients, and whether anything may be non-finite on any rank."""
-        gradients = self._gradients()
-        norm = total_norm(gradients) if gradients else torch.zeros((), dtype=torch.float32)
-        if self.scaler is not None and is_scaled:
-            norm = norm / self._scale(torch.ones((), dtype=norm.dtype, device=norm.device))
-        buffers = self.guard.tensors.largest()
-        values = [result.loss, norm] if buffers is None else [result.loss, norm, buffers]
-        values += [torch.where(one.has_fault(), torch.inf, 0.0) for one in self.plan.python.replaced()]
-        dtype = torch.float64 if any(one.dtype is torch.float64 for one in values) else torch.float32
-        found = torch.stack([one.detach().to(result.loss.device, dtype) for one in values])
-        flag = (~found.isfinite()).any().to(dtype)
+        if self.run.ranks.size == 1 and decides_on_host(found):
+            loss, norm, *others = found.tolist()
+            flag = not all(map(math.isfinite, (loss, norm, *others)))
+            return torch.tensor([loss, norm, flag], dtype=found.dtype)
+        flag = (~found.isfinite()).any().to(found.dtype)
         if self.run.ranks.size == 1:
-            return torch.stack([found[0], found[1], flag])
+            return torch.cat([found[:2], flag.view(1)])
         loss, flags = self.run.ranks.total(torch.stack([found[0], flag]))
-        return torch.stack([loss, found[1], (flags > 0).to(dtype)])  # optimizers skip a step where this is 1, not 2
+        return torch.stack([loss, found[1], (flags > 0).to(found.dtype)])  # optimizers skip where this is 1, not 2
+
+    def _norm_to_clip_by(self) -> Tensor:
+        """The norm of the gradients of the last run that the optimizers see."""
+        if self.plan.is_all_trained:
+            return self.device_norm
+        gradients = [
+            grad
+            for one, grad in zip(self.plan.leaves, map(_gradient_of, self.plan.leaves), strict=True)
+            if grad is not None and id(one) in self.trained
+        ]
+        return total_norm(gradients) if gradients else torch.zeros_like(self.device_norm)
 
     def _refuse_change(self, names: list[str]) -> None:
         if names:
@@ -188,5 +234,26 @@ class Attempt:
                 "undone. Change trained parameters outside of the closure; a teacher must not require gradients."
             )
 
-    def _is_changed(self, parameter: Tensor, versions: Versions) -> bool:
-        return any(one is parameter and not is_unchanged([(one, before)]) for one, before in versions)
+
+_gradient_of = operator.attrgetter("grad")
+
+
+@contextlib.contextmanager
+def _aside(plan: Plan, tensors: TensorState) -> Iterator[None]:
+    """Put back all that is changed in this context, but gradients."""
+    python, random, first_hook = PythonState(plan.reached), plan.random_state(), next_hook()
+    with tensors.aside():
+        yield
+    python.restore()
+    _remove_hooks(plan, first_hook)
+    random.restore()
+
+
+def _remove_hooks(plan: Plan, first: int) -> None:
+    """Remove hooks that were registered in a run. Some models do so in their first call, and note it as an attribute.
+
+    Restoring that attribute alone would have them register the hooks once more.
+    """
+    if next_hook() != first:
+        for _, module in plan.reached.modules:
+            remove_hooks(module, first, but=plan.wrappers.own_hooks)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from torchguard._pytrees import children, replace_children
-from torchguard._torch.tensors import Versions, mutation_count
+from torchguard._torch.tensors import mutation_count
 from torchguard.exceptions import RetryError
 
 Select = Callable[[Any, list[int]], Any]
@@ -33,15 +33,17 @@ class Batch:
         self, value: Any, shared: Collection[Any] = (), select: Select | None = None, size: int | None = None
     ) -> None:
         self.value, self.shared, self._select = value, shared, select
-        self.size = _count(value, shared, select) if size is None else size
+        self.tensors = tensors_of(value)
+        counted = tensors_of(value, shared) if shared else self.tensors
+        self.size = _count(value, counted, select) if size is None else size
 
     def whole(self) -> Any:
         """The batch in containers of its own: a closure may take things out of them (`batch.pop("labels")`)."""
         return self.value if self._select is not None else _copied(self.value)
 
-    def versions(self) -> Versions:
-        """Its tensors, with how often each was changed in place."""
-        return [(tensor, mutation_count(tensor)) for tensor in tensors_of(self.value)]
+    def versions(self) -> list[int]:
+        """How often each of its tensors was changed in place."""
+        return [*map(mutation_count, self.tensors)]
 
     def part(self, rows: Sequence[int]) -> Any:
         if self._select is not None:
@@ -109,24 +111,20 @@ class Batch:
         return list(found)
 
 
-def _count(value: Any, shared: Collection[Any], select: Select | None) -> int:
-    """The most frequent size of dim 0; of several, the first."""
+def _count(value: Any, tensors: Sequence[Tensor], select: Select | None) -> int:
+    """The most frequent size of dim 0 of the tensors in a value; of several, the first."""
     if select is None and _holds_packed(value):
         raise RetryError(
             "Retry: the batch holds a PackedSequence, whose samples are not along dim 0. Pack the samples in the "
             "closure, or give select=, which returns the batch of some samples, and size=, which counts them."
         )
-    sizes = collections.Counter(
-        tensor.size(0) if not tensor.is_nested else len(tensor.unbind())
-        for tensor in tensors_of(value, shared)
-        if tensor.ndim
-    )
+    sizes = [len(tensor.unbind()) if tensor.is_nested else tensor.size(0) for tensor in tensors if tensor.ndim]
     if not sizes:
         raise RetryError(
             f"Retry: the batch ({type(value).__name__}) holds no tensor with samples along dim 0. "
             "Give select=, which returns the batch of some samples, and size=, which counts them."
         )
-    return sizes.most_common(1)[0][0]
+    return sizes[0] if len({*sizes}) == 1 else collections.Counter(sizes).most_common(1)[0][0]
 
 
 def _holds_packed(value: Any) -> bool:

@@ -1,12 +1,13 @@
 """Whether parameters and gradients are finite, and their norms: `check_params`, `check_grads`."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchguard._torch.training import norms
+from torchguard._torch.training import norms, norms_of_one_device
 
 
 class TensorHealth:
@@ -75,6 +76,9 @@ def health_of(tensors: dict[str, Tensor]) -> TensorHealth:
     return TensorHealth([*tensors], torch.stack([one.to(device, torch.float64) for one in found]))
 
 
+_is_sparse = operator.attrgetter("is_sparse")
+
+
 def values_of(tensor: Tensor) -> Tensor:
     """The values of a sparse tensor, those of one index added; a dense tensor as it is."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
@@ -85,8 +89,15 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients together, as `clip_grad_norm_` computes it. It may overflow."""
+def total_norm(gradients: Sequence[Tensor], is_plain: bool = False) -> Tensor:
+    """The norm of all gradients together, as `clip_grad_norm_` computes it. It may overflow.
+
+    Args:
+        gradients: at least one.
+        is_plain: whether none is a DTensor and all are on one device, which saves to ask each of them.
+    """
+    if is_plain and not any(map(_is_sparse, gradients)):
+        return torch.linalg.vector_norm(torch.stack(norms_of_one_device(gradients)))
     of_meshes: dict[Any, list[Tensor]] = {}  # DTensors of different meshes cannot be added
     for one in gradients:
         of_meshes.setdefault(getattr(one, "device_mesh", None), []).append(values_of(one))

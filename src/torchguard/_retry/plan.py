@@ -31,6 +31,9 @@ class Plan:
 
     Attributes:
         parameters: every leaf that gets a gradient, by name.
+        leaves: the same without names.
+        has_plain_gradients: whether these are on one device, of one dtype, and none is distributed.
+        is_all_trained: whether the optimizers train all of them, and nothing else.
         trained: the ids of those that an optimizer trains, and of their shards.
         buffers, others: the tensors that a step may change, by id: buffers, and all others.
         frozen: the parameters that get no gradient, by name.
@@ -51,6 +54,7 @@ class Plan:
         self.reached = reach({**named, "closure": closure})
         self.wrappers = Wrappers(self.reached.modules)
         self.parameters = self._trained(optimizers)
+        self.leaves = [*self.parameters.values()]
         self._refuse()
         self.devices = {one.device for one in self.parameters.values()}
         device = next(iter(self.devices), torch.device("cpu"))
@@ -63,12 +67,15 @@ class Plan:
         }
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         stepped = {id(one) for group in groups for one in group["params"] if one.requires_grad}
+        self.is_all_trained = stepped == gets_gradient
         stepped = stepped or gets_gradient
+        kinds = {(one.device, one.dtype, type(one) in (Tensor, nn.Parameter)) for one in self.leaves}
+        self.has_plain_gradients = len(kinds) == 1 and next(iter(kinds))[2]
         with torch.no_grad():
             self.trained = stepped | {id(local(one)) for _, one in others.values() if id(one) in stepped}
         self.python = PythonState(self.reached)
-        self._leaves = [tensor for _, tensor in others.values()]
-        self._trainable = [*map(_is_trained, self._leaves)]
+        self._tensors = [tensor for _, tensor in others.values()]
+        self._trainable = [*map(_is_trained, self._tensors)]
         self._sizes = self._group_sizes()
 
     def update(self, closure: Any) -> bool:
@@ -78,7 +85,7 @@ class Plan:
         return (
             len(parts) == len(self._closure)
             and all(map(operator.is_, parts, self._closure))
-            and all(map(operator.eq, map(_is_trained, self._leaves), self._trainable))
+            and [*map(_is_trained, self._tensors)] == self._trainable
             and self._group_sizes() == self._sizes
             and self.python.update()
         )

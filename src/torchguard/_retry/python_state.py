@@ -1,7 +1,9 @@
 """The Python state that a step may change: attributes, containers, cells, globals, NumPy arrays."""
 
+import functools
 import itertools
 import operator
+from collections.abc import Callable, Collection
 from types import CellType
 from typing import Any
 
@@ -12,73 +14,129 @@ from torch import nn
 from torchguard._pytrees import tensors_in
 from torchguard._retry.reach import SIMPLE, Names, Reached, is_filled
 from torchguard._retry.tensor_state import Replaced
-from torchguard._torch.training import module_dicts
+from torchguard._torch.training import module_dicts, names_of_unsaved_buffers
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 class PythonState:
     """Attributes, containers, cells and globals as they are before a step."""
 
     def __init__(self, reached: Reached) -> None:
-        states: list[tuple[str, Any]] = []
+        self._states: list[tuple[str, Any]] = []
         self._buffers: set[int] = set()  # ids of the dicts that hold the buffers of a module
+        attributes: set[int] = set()  # numbers of the dicts of a module's attributes
+        implied: set[int] = set()  # ids of sets that change with the buffers alone
         for name, module in reached.modules:
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 continue  # its attributes follow its communication
-            dicts = (vars(module), *(one for one in module_dicts(module) if isinstance(one, dict)))
-            states += [(name, one) for one in dicts]
+            attributes.add(len(self._states))
+            self._states.append((name, vars(module)))
+            self._states += [(name, one) for one in module_dicts(module) if isinstance(one, dict)]
             self._buffers.add(id(module_dicts(module)[1]))
-        self._states = states + reached.states
-        kinds = [state for _, state in self._states]
-        self._dicts = [state for state in kinds if isinstance(state, dict)]
-        self._keyed = [state for _, state in reached.states if isinstance(state, dict)]  # no module's attributes
-        self._names = [state for state in kinds if isinstance(state, Names)]
-        self._cells = [state for state in kinds if isinstance(state, CellType)]
-        self._arrays = any(isinstance(state, np.ndarray) for state in kinds)
-        special = (dict, Names, CellType, np.ndarray)
-        self._sequences = [state for state in kinds if not isinstance(state, special)]
+            implied.add(id(names_of_unsaved_buffers(module)))
+        of_modules = len(self._states)
+        self._states += reached.states
+        self._arrays = [number for number, (_, state) in enumerate(self._states) if isinstance(state, np.ndarray)]
         self._globals = reached.globals
-        self._save()
+        self._saved = [_copy(state) for _, state in self._states]
+        self._watch(attributes, of_modules, implied)
 
-    def _save(self) -> None:
-        self._saved = [(name, state, _copy(state)) for name, state in self._states]
-        self._lengths, self._values = self._flat()
+    def _watch(self, attributes: set[int], of_modules: int, implied: set[int]) -> None:
+        """Prepare to see whether states change, with as few operations as possible: it happens twice in every step.
 
-    def _flat(self) -> tuple[list[int], list[Any]]:
-        """All lengths, and all values one after the other: to compare them at once takes a tenth of a loop's time."""
-        parts = [*map(dict.values, self._dicts), *self._keyed, *self._sequences, *map(_contents, self._cells)]
-        parts += [state.read().values() for state in self._names]
-        return [*map(len, parts)], [*itertools.chain.from_iterable(parts)]
+        The values of all states are read one after the other into an array of objects. To compare the bytes of two such
+        arrays is to ask whether they hold the same objects. nn.Module's own attributes are hooks and the dicts that are
+        states by themselves: nobody replaces these, so they are not read.
+        """
+        self._sized: list[Any] = []  # whose lengths are compared
+        self._read: list[Callable[[], Collection[Any]]] = []
+        views, getters, viewed, got, read = [], [], [], [], []  # and the number of the state of each of them
+        for number, (_, state) in enumerate(self._states):
+            if isinstance(state, (Names, CellType)):
+                self._read.append(functools.partial(_values, state))
+                read.append(number)
+            elif number in attributes:
+                names = [name for name in state if name not in _OF_EVERY_MODULE]
+                self._sized.append(state)
+                if len(names) > 1:  # an itemgetter of one name returns no tuple
+                    getters.append((operator.itemgetter(*names), state))
+                    got.append(number)
+                elif names:
+                    views.append(dict.values(state))
+                    viewed.append(number)
+            elif not isinstance(state, np.ndarray) and id(state) not in implied:
+                of_state = [dict.values(state)] if isinstance(state, dict) else [state]
+                if isinstance(state, dict) and number >= of_modules:
+                    of_state.append(state)  # other keys may have the same values
+                self._sized.append(state)
+                views += of_state if len(state) else []
+                viewed += [number] * len(of_state) if len(state) else []
+        self._views, self._getters = views, getters
+        self._numbers = viewed + got + read
+        self._lengths = self._read_lengths()
+        self._count = sum(map(len, self._parts()))
+        values = self._read_values()
+        assert values is not None
+        self._values = values
+
+    def _read_lengths(self) -> list[int]:
+        return [*map(len, self._sized), *[len(read()) for read in self._read]]
+
+    def _parts(self) -> list[Collection[Any]]:
+        return [*self._views, *[get(state) for get, state in self._getters], *[read() for read in self._read]]
+
+    def _read_values(self) -> np.ndarray | None:
+        """The values, if the lengths are as they were; None if attributes have other names."""
+        try:
+            return np.fromiter(itertools.chain.from_iterable(self._parts()), object, self._count)
+        except KeyError:
+            return None
+
+    def _different(self) -> list[int]:
+        """The numbers of the states that are not as they were, NumPy arrays aside."""
+        now = self._read_values() if self._read_lengths() == self._lengths else None
+        if now is None:
+            others = set(self._arrays)
+            return [n for n in range(len(self._states)) if n not in others and not self._is_same(n)]
+        return [] if now.tobytes() == self._values.tobytes() else self._owners_of(now)
+
+    def _owners_of(self, now: np.ndarray) -> list[int]:
+        """The numbers of the states whose values are not these."""
+        places = np.frombuffer(now.tobytes(), np.intp) != np.frombuffer(self._values.tobytes(), np.intp)
+        parts = np.searchsorted(np.cumsum([*map(len, self._parts())]), places.nonzero()[0], side="right")
+        return sorted({self._numbers[part] for part in parts})
+
+    def _is_same(self, number: int) -> bool:
+        return _is_same(self._states[number][1], self._saved[number])
 
     def update(self) -> bool:
         """Save the current state. False if it holds other objects than plain values that it did not hold before."""
         if any(namespace.get(name) is not value for namespace, name, value in self._globals):
             return False
-        lengths, now = self._flat()
-        if lengths != self._lengths:
+        now = self._read_values() if self._read_lengths() == self._lengths else None
+        if now is None:
             return False
-        if all(map(operator.is_, now, self._values)):
-            if self._arrays:
-                self._save()
-            return True
-        pairs = zip(now, self._values, strict=True)
-        if not all(isinstance(one, SIMPLE) for one, other in pairs if one is not other):
-            return False
-        self._save()
+        different = []
+        if now.tobytes() != self._values.tobytes():
+            pairs = zip(now, self._values, strict=True)
+            if not all(isinstance(one, SIMPLE) for one, other in pairs if one is not other):
+                return False
+            different = self._owners_of(now)
+            self._values = now
+        for number in [*different, *self._arrays]:
+            self._saved[number] = _copy(self._states[number][1])
         return True
 
-    def is_same(self) -> bool:
-        """Whether all is as it was, NumPy arrays aside."""
-        lengths, now = self._flat()
-        return lengths == self._lengths and all(map(operator.is_, now, self._values))
-
     def restore(self) -> None:
-        for _, state, before in self._saved:
+        for (_, state), before in zip(self._states, self._saved, strict=True):
             if not _is_same(state, before):
                 _put_back(state, before)
 
     def changed(self) -> list[str]:
         """The names of what is not as it was."""
-        return [name for name, state, before in self._saved if not _is_same(state, before)]
+        numbers = self._different() + [number for number in self._arrays if not self._is_same(number)]
+        return [self._states[number][0] for number in numbers]
 
     def replaced(self) -> list[Replaced]:
         """The tensors that were put in the place of others, or where there was none.
@@ -87,8 +145,9 @@ class PythonState:
         in the next step.
         """
         found = []
-        for name, state, before in () if self.is_same() else self._saved:
-            if not isinstance(state, (np.ndarray, set)) and not _is_same(state, before):
+        for number in self._different():
+            (name, state), before = self._states[number], self._saved[number]
+            if not isinstance(state, set) and not _is_same(state, before):
                 now = _copy(state)
                 for key in now if isinstance(now, dict) else range(len(now)):
                     old = before.get(key) if isinstance(before, dict) else before[key] if key < len(before) else None
@@ -110,6 +169,10 @@ def _copy(state: Any) -> Any:
     if isinstance(state, Names):
         return state.read()
     return _contents(state) if isinstance(state, CellType) else [*state]
+
+
+def _values(state: Names | CellType) -> Collection[Any]:
+    return _contents(state) if isinstance(state, CellType) else state.read().values()
 
 
 def _contents(cell: CellType) -> list[Any]:

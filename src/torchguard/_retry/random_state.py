@@ -1,5 +1,6 @@
 """The state of every generator of random numbers that a closure may draw from."""
 
+import ctypes
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +17,7 @@ class RandomState:
 
     def __init__(self, reached: Reached, devices: Iterable[torch.device]) -> None:
         self._python = random.getstate()
-        self._numpy = np.random.get_state()
+        self._numpy = _numpy_state()
         self._torch = torch.get_rng_state()
         self._devices = [(one, _device_state(one)) for one in devices if one.type not in ("cpu", "meta")]
         self._own = [(one, _state_of(one)) for _, one in reached.generators]
@@ -55,6 +56,27 @@ class RandomState:
             and all(torch.equal(_device_state(one), state) for one, state in self._devices)
             and all(_same_state(_state_of(one), state) for one, state in self._own)
         )
+
+
+_KEY_BYTES = 624 * 4 + 4  # of the Mersenne twister's key and position, one behind the other in memory
+_last_numpy: tuple[bytes, Any] = b"", None
+
+
+def _numpy_state() -> Any:
+    """`np.random.get_state()`, but the last one again if nothing was drawn since: NumPy takes 35 us to copy it.
+
+    Nothing was drawn if key and position are the same. One of two normal numbers that NumPy draws at once may be left
+    over, in which case drawing the other changes neither: then the state is always read.
+    """
+    global _last_numpy
+    generator = np.random.get_bit_generator()
+    if not isinstance(generator, np.random.MT19937):
+        return np.random.get_state()
+    raw = ctypes.string_at(generator.ctypes.state_address, _KEY_BYTES)
+    if raw != _last_numpy[0]:
+        state = np.random.get_state()
+        _last_numpy = b"" if state[3] else raw, state
+    return _last_numpy[1]
 
 
 def _device_state(device: torch.device) -> Tensor:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._retry.attempt import Attempt
+from torchguard._retry.device_step import DeviceStep
 from torchguard._retry.health import health_of
 from torchguard._retry.report import RetryReport
 from torchguard._retry.run import Closure, Result
 from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search
-from torchguard._torch.tensors import is_unchanged, mutation_count, versions_of
 from torchguard._torch.training import tracing_errors
 from torchguard.exceptions import RetryError
 
@@ -22,29 +22,31 @@ Gradients = dict[str, Tensor]
 class Recovery(Attempt):
     """One guarded step that is run again without its bad samples, if it is not finite."""
 
-    def report(self) -> RetryReport:
-        versions = versions_of([one for one in self.parameters.values() if id(one) in self.trained])
-        inputs = [version for batch in self.run.batches for version in batch.versions()]
+    def report(self, update: DeviceStep | None = None) -> RetryReport:
+        """Run the step, and run it again if it is not finite.
+
+        Args:
+            update: the step of the optimizers, to be launched before the outcome of the first run is known.
+        """
         self._save()
         try:
-            self.runs += 1
-            result = self.run.first_run(self._scale)
-            self._correct(result)
-            loss, norm, is_finite = self._read(result, is_scaled=True)
-            if not is_unchanged(versions):
-                self._refuse_change([name for name, one in self.parameters.items() if self._is_changed(one, versions)])
-            if any(mutation_count(one) != before for one, before in inputs):
-                raise RetryError(
-                    "Retry: the closure changes a tensor of the batch in place, so it cannot be run again. Change "
-                    "a copy: `x = x / 255` instead of `x.div_(255)`."
-                )
+            result = self._first_run()
+            if update is None or not self.guard.tensors.is_settled:
+                loss, norm, is_finite = self._read(result, is_scaled=True)
+            else:
+                update.launch(self._status(self._found(result)), self._norm_to_clip_by())
+                loss, norm, is_skipped = update.outcome()
+                is_finite = not is_skipped
+                if is_skipped:
+                    loss, norm, is_finite = self._exactly(result, loss, norm)
             if is_finite:
                 self._refuse_change(self.guard.tensors.learn())
                 self._accumulate()
                 return RetryReport(self.number, 1, loss, norm)
             return self._recovered(result)
         except BaseException:
-            self._undo()
+            if update is None or not update.is_done():
+                self._undo()
             raise
 
     # A step that is not finite.
@@ -288,8 +290,8 @@ class Recovery(Attempt):
         return self._of_rank(rows, self.run.ranks.rank)
 
     def _gradients_by_name(self) -> Gradients:
-        kept = {name: self.plan.wrappers.keep(one.grad) for name, one in self.parameters.items()}
-        return {name: one for name, one in kept.items() if one is not None}
+        kept = self.plan.wrappers.keep([one.grad for one in self.parameters.values()])
+        return {name: one for name, one in zip(self.parameters, kept, strict=True) if one is not None}
 
 
 def compiled_apart(closure: Closure) -> Closure:

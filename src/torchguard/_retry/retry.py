@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from torchguard._retry.batch import Batch, Select, micro_batches
+from torchguard._retry.device_step import DeviceStep, has_state, update, why_not
 from torchguard._retry.plan import Plan
 from torchguard._retry.recover import Recovery
 from torchguard._retry.report import PendingReport, RetryReport
 from torchguard._retry.run import Closure
 from torchguard._retry.tensor_state import TensorState
-from torchguard._torch.training import skips_on_device
 from torchguard.exceptions import RetryError
 
 _NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -104,7 +104,7 @@ class Retry:
             window: whether the batch is a list of micro-batches, where that is not clear.
             scaler: a `GradScaler`: the gradients are scaled, and an overflow that the scale causes is left to it.
         """
-        report = self._guarded(closure, batch, window, scaler)
+        report = self._report(self._attempt(closure, batch, window, scaler))
         self._conclude(report)
         return report
 
@@ -146,22 +146,36 @@ class Retry:
     ) -> RetryReport:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        report = self._guarded(closure, batch, window, scaler, late)
-        if not report.skipped:
-            self._update(clip, scaler)
+        attempt = self._attempt(closure, batch, window, scaler)
+        ahead = None if attempt.scaler is not None or late is not None else self._step_ahead(attempt, clip)
+        report = self._report(attempt, late, ahead)
+        if not report.skipped and (ahead is None or not ahead.is_done()):
+            self._update(attempt, clip, scaler)
         self._conclude(report, is_late=late is not None)
         return report
 
-    def _update(self, clip: float | None, scaler: Any) -> None:
-        if scaler is not None:
-            for optimizer in self.optimizers:
-                scaler.unscale_(optimizer)
+    def _step_ahead(self, attempt: Recovery, clip: float | None) -> DeviceStep | None:
+        """The step of the optimizers, if it can be launched before the outcome of the first run is known."""
+        plan = attempt.plan
+        is_possible = (
+            runs_ahead(plan.devices)
+            and not plan.wrappers.is_sharded
+            and all(has_state(optimizer) and not why_not(optimizer) for optimizer in self.optimizers)
+        )
+        return DeviceStep(self.optimizers, clip) if is_possible else None
+
+    def _update(self, attempt: Recovery, clip: float | None, scaler: Any) -> None:
+        if scaler is None:
+            is_known = attempt.plan.is_all_trained and not attempt.plan.wrappers.is_sharded
+            update(self.optimizers, clip, attempt.device_norm if is_known else None)
+            return
+        for optimizer in self.optimizers:
+            scaler.unscale_(optimizer)
         if clip is not None:
             nn.utils.clip_grad_norm_(self._trained(), clip)
         for optimizer in self.optimizers:
-            optimizer.step() if scaler is None else scaler.step(optimizer)
-        if scaler is not None:
-            scaler.update()
+            scaler.step(optimizer)
+        scaler.update()
 
     # wait=False: the optimizer skips a bad step by itself, and its samples are trained one step later.
 
@@ -175,14 +189,13 @@ class Retry:
         if scaler is not None and scaler.is_enabled():
             raise RetryError("Retry: with a GradScaler the host waits for each step anyway. Use wait=True.")
         for optimizer in self.optimizers:
-            if not skips_on_device(optimizer):
+            if reason := why_not(optimizer):
                 raise RetryError(
                     f"Retry: wait=False needs optimizers that skip a step on the device. {type(optimizer).__name__} "
-                    "does not as it is. Give fused=True where the optimizer has it, or use wait=True."
+                    f"{reason}, or use wait=True."
                 )
         # An optimizer makes its state in its first step, from the gradients of that step if these are skipped, too.
-        has_state = all(optimizer.state or not _has_state(optimizer) for optimizer in self.optimizers)
-        return has_state and self.tensors.has_learned
+        return all(map(has_state, self.optimizers)) and self.tensors.has_learned
 
     def _step_without_waiting(
         self, closure: Closure, batch: Any, clip: float | None, window: bool | None
@@ -190,15 +203,9 @@ class Retry:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         attempt = self._attempt(closure, batch, window, None)
-        status = attempt.start()
-        flag = status[2]
-        if clip is not None:
-            nn.utils.clip_grads_with_norm_(self._trained(), clip, status[1])
-        for optimizer in self.optimizers:
-            optimizer.found_inf, optimizer.grad_scale = flag.to(torch.float32), None  # pyright: ignore
-            optimizer.step()
-            del optimizer.found_inf, optimizer.grad_scale  # pyright: ignore
-        previous, self._pending = self._pending, Pending(self, attempt, status, (closure, batch, clip, None, window))
+        step = DeviceStep(self.optimizers, clip)
+        attempt.start(step)
+        previous, self._pending = self._pending, Pending(self, attempt, step, (closure, batch, clip, None, window))
         self.history.append(self._pending.report)
         newest = self._pending.report
         if previous is not None:
@@ -214,13 +221,10 @@ class Retry:
         if self.on_bad is not None and not report.ok:
             self.on_bad(report)
 
-    def _guarded(
-        self, closure: Closure, batch: Any, window: bool | None, scaler: Any, late: int | None = None
-    ) -> RetryReport:
+    def _report(self, attempt: Recovery, late: int | None = None, ahead: DeviceStep | None = None) -> RetryReport:
         """Run a step. `late` is the number of one that was run before without waiting for its outcome."""
-        attempt = self._attempt(closure, batch, window, scaler)
         if late is None:
-            return attempt.report()
+            return attempt.report(ahead)
         self._steps, attempt.number = self._steps - 1, late
         report = attempt.report()
         report.runs += 1
@@ -243,29 +247,21 @@ class Retry:
 class Pending:
     """A step whose outcome is on its way to the host."""
 
-    def __init__(self, guard: Retry, attempt: Recovery, status: torch.Tensor, step: tuple[Any, ...]) -> None:
-        self.guard, self.attempt, self.step = guard, attempt, step
+    def __init__(self, guard: Retry, attempt: Recovery, update: DeviceStep, step: tuple[Any, ...]) -> None:
+        self.guard, self.attempt, self.update, self.step = guard, attempt, update, step
         self.report = PendingReport(self._resolved)
         self._found: RetryReport | None = None
-        self._status, self._event = status, None
-        if status.is_cuda:
-            self._status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
-            self._status.copy_(status, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
 
     def resolve(self) -> RetryReport:
         """Wait for the outcome of this step, not of later ones; train its good samples if it was bad."""
         if self._found is None:
-            if self._event is not None:
-                self._event.synchronize()
-            loss, norm, flag = self._status.tolist()
+            loss, norm, is_skipped = self.update.outcome()
             number = self.attempt.number
-            if not flag:
+            if not is_skipped:
                 self._found = RetryReport(number, 1, loss, norm)
             else:
                 self._found = self.guard._step(*self.step, late=number)
-            del self.attempt, self.step
+            del self.attempt, self.update, self.step
         return self._found
 
     def _resolved(self) -> RetryReport:
@@ -278,6 +274,6 @@ class Pending:
         return self.resolve()
 
 
-def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer keeps something from step to step: all but SGD without momentum do."""
-    return any(group.get("momentum", 1) for group in optimizer.param_groups)
+def runs_ahead(devices: Collection[torch.device]) -> bool:
+    """Whether the host gives work to the device before it is needed: then the optimizers are launched ahead."""
+    return len(devices) == 1 and all(device.type == "cuda" for device in devices)

@@ -84,7 +84,9 @@ def losses_of(returned: Any, size: int) -> Losses:
             "losses per token the sums and the numbers of tokens, (sums, weights). If the batch has another number of "
             "samples, name what belongs to no sample in shared=, or give select= and size=."
         )
-    return Losses(returned.reshape(-1), None if weights is None else weights.detach().reshape(-1))
+    if returned.ndim != 1:  # a view is one more operation in the backward pass
+        returned = returned.reshape(-1)
+    return Losses(returned, None if weights is None else weights.detach().reshape(-1))
 
 
 @dataclass
@@ -244,6 +246,8 @@ class Step:
                     loss = found.sums.sum() / divisor
                 elif found.is_scalar:
                     loss = found.sums if isinstance(samples, int) and size == samples else found.sums * (size / samples)
+                elif isinstance(samples, int) and found.sums.numel() == samples:
+                    loss = found.sums.mean()
                 else:
                     loss = found.sums.sum() / samples
                 if is_own:

@@ -10,22 +10,25 @@ given up. The parameters that an optimizer trains are never copied. A closure th
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torchguard._retry.copies import Copies, alike, elements_of, is_floating, wide
 from torchguard._retry.health import local
 from torchguard._retry.reach import Reached
-from torchguard._torch.tensors import Versions, is_unchanged, versions_of
-from torchguard._torch.training import copy_all, module_dicts, norms
+from torchguard._torch.tensors import versions
+from torchguard._torch.training import module_dicts
 
 _MAX_BYTES = 64 * 2**20  # of a tensor that is no buffer, to be copied in the first step
 _SMALL = 2**18  # bytes of one that is copied before every step
 _MAX_SMALL = 2**25  # bytes of all of these
 
 Named = dict[int, tuple[str, Tensor]]
+_Constant = tuple[str, Callable[[], Tensor | None], int]  # name, weak reference, data pointer
+_UNKNOWN: _Constant = "", lambda: None, 0
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Replaced:
 
         -Inf in a tensor that is no registered buffer, or that is new, is a mask.
         """
-        if self.is_buffer and self.old is not None and _alike(self.old, self.new):
+        if self.is_buffer and self.old is not None and alike(self.old, self.new):
             return _new_faults(self.new, self.old).any()
         return (self.new.isnan() | self.new.isposinf()).any()
 
@@ -63,16 +66,28 @@ class TensorState:
     """The tensors that a step may change, over all steps of a `Retry`."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor, and its value before the step
+        self._copies = Copies([])
+        self._names: list[str] = []  # of the copied ones
         self._checksums: dict[int, tuple[str, Tensor, Tensor]] = {}  # of tensors that are not copied
         self._changing: set[int] = set()
-        self._constant: dict[int, tuple[str, weakref.ref[Tensor], int]] = {}  # by id: seen not to change; data pointer
-        self._versions: Versions = []  # of the constant ones, before the step
-        self._saved: list[tuple[str, Tensor, Tensor]] = []
+        self._constant: dict[int, _Constant] = {}  # by id: seen not to change
+        self._watched: list[Tensor] = []  # those that are no buffers
+        self._watched_names: list[str] = []
+        self._versions: list[int] = []  # of the watched ones, before the step
+        self._changed: list[Tensor] = []  # the watched ones whose versions the first run moved
+        self._frozen: tuple[list[Tensor], list[int]] = [], []  # constant ones that nobody trains, their data pointers
         self._masks: set[int] = set()  # ids of those with NaN or Inf that no step put there
         self._trained: set[int] = set()
-        self._small: set[int] = set()  # ids of those that are copied before every step, whether they change or not
+        self._unknown: list[int] = []  # places of the copied ones of which no step has shown whether they change
+        self._source: tuple[Named, Named] | None = (
+            None  # what the lists above were made for; None if they are not valid
+        )
         self.has_learned = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known of every tensor that is no buffer whether steps change it."""
+        return self.has_learned and not self._unknown and not self._checksums
 
     def save(self, buffers: Named, others: Named, trained: set[int]) -> None:
         """Copy what a step may change.
@@ -82,39 +97,60 @@ class TensorState:
             others: all other tensors, parameters included.
             trained: the ids of those that an optimizer trains. A step must not change these.
         """
-        self._trained = trained
-        self._checksums, constants, self._small, small_bytes = {}, [], set(), 0
+        if not self._is_valid_for(buffers, others):
+            self._sort(buffers, others, trained)
+        self._versions = versions(self._watched)
+        self._copies.save()
+
+    def _is_valid_for(self, buffers: Named, others: Named) -> bool:
+        if self._source is None or self._source[0] is not buffers or self._source[1] is not others or self._checksums:
+            return False  # checksums are those of one step: after it, trained parameters change
+        frozen, pointers = self._frozen
+        return self._copies.fits() and [*map(Tensor.data_ptr, frozen)] == pointers
+
+    def _sort(self, buffers: Named, others: Named, trained: set[int]) -> None:
+        """Decide for each tensor whether it is copied, reduced to a checksum, or left alone: it does not change."""
+        self._trained, self._checksums = trained, {}
         self._constant = {key: known for key, known in self._constant.items() if known[1]() is not None}
+        watched = [(name, tensor) for name, tensor in others.values() if not tensor.is_inference()]
+        self._watched_names, self._watched = [name for name, _ in watched], [tensor for _, tensor in watched]
         wanted: list[tuple[str, Tensor]] = [*buffers.values()]
+        known = {*buffers, *self._changing}
+        frozen, small_bytes = [], 0
         for key, (name, tensor) in others.items():
-            known = self._constant.get(key)
-            if known is not None and known[1]() is tensor and (key in trained or known[2] == tensor.data_ptr()):
-                constants.append(tensor)
+            constant = self._constant.get(key)
+            if (
+                constant is not None
+                and constant[1]() is tensor
+                and (key in trained or constant[2] == tensor.data_ptr())
+            ):
+                frozen += [] if key in trained else [tensor]
             elif key in trained:
                 self._checksums[key] = name, tensor, checksum(tensor)
             elif tensor.nbytes <= _SMALL and not tensor.requires_grad and small_bytes + tensor.nbytes <= _MAX_SMALL:
                 small_bytes += tensor.nbytes
-                self._small.add(key)
+                known.add(key)  # copied before every step, whether it changes or not
                 wanted.append((name, tensor))
             elif key in self._changing or tensor.nbytes <= (_SMALL if tensor.requires_grad else _MAX_BYTES):
                 wanted.append((name, tensor))
             else:
                 self._checksums[key] = name, tensor, checksum(tensor)
-        self._versions = versions_of([one for one in constants if not one.is_inference()])
-        targets, sources, self._saved, copies = [], [], [], {}
-        for name, whole in wanted:
-            tensor = _without_overlap(whole)
-            kept = self._copies.get(id(whole))
-            if kept is None or kept[0] is not whole or not _alike(kept[1], tensor):
-                kept = whole, torch.empty_like(tensor, requires_grad=False)
-            copies[id(whole)] = kept
-            self._saved.append((name, whole, kept[1]))
-            targets.append(kept[1])
-            sources.append(tensor.detach())
-        self._copies = copies
-        with torch.no_grad():
-            copy_all(targets, sources)
-        self._buffers = {*buffers}
+        self._frozen = frozen, [*map(Tensor.data_ptr, frozen)]
+        self._names = [name for name, _ in wanted]
+        self._unknown = [place for place, (_, tensor) in enumerate(wanted) if id(tensor) not in known]
+        self._copies = Copies([])  # which frees the memory of the previous ones
+        self._copies = Copies([tensor for _, tensor in wanted])
+        self._source = buffers, others
+
+    def changed_trained(self) -> list[str]:
+        """After a run: the names of the tensors that it changed although an optimizer trains them."""
+        now, self._changed = versions(self._watched), []
+        if now == self._versions:
+            return []
+        pairs = zip(self._watched_names, self._watched, now, self._versions, strict=True)
+        changed = [(name, tensor) for name, tensor, version, before in pairs if version != before]
+        self._changed = [tensor for _, tensor in changed]
+        return [name for name, tensor in changed if id(tensor) in self._trained]
 
     def learn(self) -> list[str]:
         """After a finite step: which of the tensors that are no buffers did it change?
@@ -123,41 +159,40 @@ class TensorState:
             The names of those that an optimizer trains.
         """
         self.has_learned = True
-        for tensor, before in () if is_unchanged(self._versions) else self._versions:
-            if not is_unchanged([(tensor, before)]):
-                del self._constant[id(tensor)]
+        for tensor in self._changed:
+            if self._constant.pop(id(tensor), None) is not None:
                 self._changing.add(id(tensor))
-        known = self._buffers | self._changing | self._small
-        for name, tensor, copy in self._saved:
-            if id(tensor) in known:
-                continue
-            if _equal(_without_overlap(tensor), copy):
-                self._constant[id(tensor)] = name, weakref.ref(tensor), tensor.data_ptr()
-            else:
-                self._changing.add(id(tensor))
-        for key, (name, tensor, before) in self._checksums.items():
-            if bool((checksum(tensor) == before).all()):
-                self._constant[key] = name, weakref.ref(tensor), tensor.data_ptr()
-            elif key not in self._trained:
-                self._changing.add(key)
+                self._source = None
+        if not self._unknown and not self._checksums:
+            return []
+        for place in self._unknown:
+            tensor = self._copies.tensors[place]
+            self._note(self._names[place], tensor, not _equal(elements_of(tensor), self._copies.value(place)))
+        for name, tensor, before in self._checksums.values():
+            self._note(name, tensor, bool((checksum(tensor) != before).any()))
         return [name for key, (name, _, _) in self._checksums.items() if key in self._trained - self._constant.keys()]
 
+    def _note(self, name: str, tensor: Tensor, is_changed: bool) -> None:
+        self._source = None
+        if not is_changed:
+            self._constant[id(tensor)] = name, weakref.ref(tensor), tensor.data_ptr()
+        elif id(tensor) not in self._trained:
+            self._changing.add(id(tensor))
+
     def restore(self) -> None:
-        _copy_back([(tensor, copy) for _, tensor, copy in self._saved])
+        self._copies.restore()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Put back what is changed in this context."""
-        now = [(tensor, _without_overlap(tensor).detach().clone()) for _, tensor, _ in self._saved]
+        now = Copies(self._copies.tensors)
+        now.save()
         yield
-        _copy_back(now)
+        now.restore()
 
     def restore_where(self, flag: Tensor) -> None:
         """Restore without waiting, where a flag on the device says so."""
-        with torch.no_grad():
-            for _, whole, copy in self._saved:
-                tensor = _without_overlap(whole).detach()
-                tensor.copy_(torch.where(flag.to(tensor.device), copy, tensor))
+        self._copies.restore_where(flag)
 
     def lost(self) -> list[str]:
         """Tensors that were not copied and changed in the first step."""
@@ -174,33 +209,32 @@ class TensorState:
             if name in changed:
                 del self._constant[key]
                 self._changing.add(key)
+                self._source = None
         return changed
 
-    def largest(self) -> Tensor | None:
-        """The sum of the largest magnitudes of the saved tensors: finite only if all of them are. None if none.
+    def finiteness(self) -> list[Tensor]:
+        """On the devices: finite numbers if all copied tensors are finite. NaN and Inf of before do not count.
 
-        What was NaN or Inf before counts as zero where it is known to be.
+        They count where it is not known yet that they were there before.
         """
-        floating = []
-        for _, tensor, copy in self._saved:
-            if tensor.is_floating_point() and tensor.numel():
-                one = _without_overlap(tensor).detach()
-                is_mask = id(tensor) in self._masks and _alike(one, copy)
-                floating.append(torch.where(_new_faults(one, copy), one, 0) if is_mask else one)
-        if not floating:
-            return None
-        device = floating[0].device
-        return torch.stack([norm.to(device, torch.float32) for norm in norms(floating, torch.inf)]).sum()
+        copied = enumerate(self._copies.tensors) if self._masks else ()
+        masks = frozenset(place for place, one in copied if id(one) in self._masks)
+        found = self._copies.finiteness(masks)
+        for place in masks:
+            one, before = elements_of(self._copies.tensors[place]).detach(), self._copies.value(place)
+            is_bad = _new_faults(one, before) if alike(one, before) else ~one.isfinite()
+            found.append(torch.where(is_bad.any(), torch.nan, 0.0))
+        return found
 
     def newly_non_finite(self) -> list[str]:
-        """The saved tensors with NaN or Inf that they did not have before the step."""
+        """The copied tensors with NaN or Inf that they did not have before the step."""
         found = []
-        for name, tensor, copy in self._saved:
-            part = _without_overlap(tensor)
-            if not tensor.is_floating_point() or bool(part.isfinite().all()):
+        for place, tensor in enumerate(self._copies.tensors):
+            part, before = elements_of(tensor).detach(), self._copies.value(place)
+            if not is_floating(tensor) or bool(wide(part).isfinite().all()):
                 continue
-            if not _alike(part, copy) or bool(_new_faults(part, copy).any()):
-                found.append(name)
+            if not alike(part, before) or bool(_new_faults(wide(part), wide(before)).any()):
+                found.append(self._names[place])
             else:
                 self._masks.add(id(tensor))
         return found
@@ -208,18 +242,12 @@ class TensorState:
     def non_finite(self) -> list[str]:
         """The tensors that had NaN before the step. Inf may be a mask."""
         known = [(name, tensor()) for name, tensor, _ in self._constant.values()]
-        named = [*((name, copy) for name, _, copy in self._saved), *known]
-        return [name for name, one in named if one is not None and one.is_floating_point() and bool(one.isnan().any())]
-
-
-def _copy_back(saved: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        pairs = [(_without_overlap(tensor), tensor, copy) for tensor, copy in saved]
-        same = [(part, copy) for part, _, copy in pairs if _alike(part, copy)]
-        copy_all([part.detach() for part, _ in same], [copy for _, copy in same])
-        for part, tensor, copy in pairs:
-            if not _alike(part, copy):  # resized, or moved to another dtype
-                tensor.data = copy.clone()
+        copies = [(name, self._copies.value(place)) for place, name in enumerate(self._names)]
+        return [
+            name
+            for name, one in [*copies, *known]
+            if one is not None and is_floating(one) and bool(wide(one).isnan().any())
+        ]
 
 
 def shards_of(named: Named) -> Named:
@@ -248,19 +276,9 @@ def _can_be_saved(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and (tensor.is_leaf or not tensor.requires_grad)
 
 
-def _without_overlap(tensor: Tensor) -> Tensor:
-    """The elements of a tensor, each once: an expanded tensor has several that are one, and cannot be written to."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor if extent >= tensor.numel() else tensor.detach().as_strided((extent,), (1,))
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-
-
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Bit for bit, so that NaN equals NaN."""
-    return _alike(one, other) and bool((checksum(one) == checksum(other)).all())
+    return alike(one, other) and bool((checksum(one) == checksum(other)).all())
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ before the first pass makes those of its whole batch instead. After an exception
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +44,7 @@ class Wrappers:
             for name, parameter in module.named_parameters(recurse=False):
                 if (mesh := getattr(parameter, "device_mesh", None)) is not None:
                     self._meshes[mesh] = f"{path}.{name}"
+        self.own_hooks: set[int] = set()  # ids of hooks that are registered here
         self._passes = [0, 0]  # forward passes of FSDP2 modules in this call of the closure: begun, finished
         self._expected: int | None = None  # forward passes in a call that did not raise
 
@@ -110,10 +111,11 @@ class Wrappers:
             if parameter.requires_grad
         ]
 
-    def keep(self, gradient: Tensor | None) -> Tensor | None:
-        """A gradient that no later run overwrites. DDP may keep gradients in its buckets."""
-        is_view = any(module.gradient_as_bucket_view for module in self.replicated)
-        return gradient.clone() if is_view and gradient is not None else gradient
+    def keep(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients that no later run overwrites. DDP may keep gradients in its buckets."""
+        if not any(module.gradient_as_bucket_view for module in self.replicated):
+            return [*gradients]
+        return [None if one is None else one.clone() for one in gradients]
 
     @contextlib.contextmanager
     def reducing(self, is_reduced: bool) -> Iterator[None]:
@@ -136,6 +138,7 @@ class Wrappers:
             for _, module in self._sharded:
                 hooks.append(module.register_forward_pre_hook(lambda *_: self._count(0), prepend=True))
                 hooks.append(module.register_forward_hook(lambda *_: self._count(1)))
+            self.own_hooks = {hook.id for hook in hooks}
             yield
         finally:
             for hook in hooks:

@@ -4,7 +4,8 @@ Everything here but `any_autocast` is required: where torch lacks a name, import
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
 grad_mode = torch.is_grad_enabled
 Versions = list[tuple[Tensor, int]]
+_version = operator.attrgetter("_version")
 Structure = pytree.TreeSpec
 
 
@@ -30,17 +32,9 @@ def mutation_count(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def versions_of(tensors: Sequence[Tensor]) -> Versions:
-    """Tensors with how often each was changed in place (`_version`)."""
-    return [(tensor, tensor._version) for tensor in tensors]
-
-
-def is_unchanged(versions: Versions) -> bool:
-    """Whether no tensor was changed in place since `versions_of`."""
-    for tensor, before in versions:  # noqa: SIM110 (a generator takes twice as long, in every call)
-        if tensor._version != before:
-            return False
-    return True
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each of some tensors was changed in place (`_version`)."""
+    return [*map(_version, tensors)]
 
 
 def has_tangent(values: Sequence[Any]) -> bool:

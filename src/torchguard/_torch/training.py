@@ -1,15 +1,17 @@
 """Training steps: many tensors in one kernel, and what a step leaves on parameters, optimizers and DDP.
 
-Everything here is required but `steps_in_backward`, `communication_hooks`, `skips_on_device` and `reset_sharded`, whose
-docstrings say what happens where torch lacks a name. torch 2.11 to 2.15 have all of the others.
+Everything here is required but `steps_in_backward`, `communication_hooks`, `skips_on_device`, `has_step_hooks`,
+`has_step_of_its_own`, `names_of_unsaved_buffers` and `reset_sharded`, whose docstrings say what happens where torch
+lacks a name. torch 2.11 to 2.15 have all of the others.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -41,6 +43,11 @@ def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = N
         for place, norm in zip(chosen, found_norms, strict=True):
             found[place] = norm
     return [norm for norm in found if norm is not None]
+
+
+def norms_of_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each dense tensor, all of them on one device."""
+    return [*torch._foreach_norm(tensors, 2.0)]  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _by_kind(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
@@ -110,9 +117,65 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run before or after each step of an optimizer, of its own or of all optimizers.
+
+    Hooks are registered publicly; there is no public way to ask for them. Degraded where torch renames the attributes:
+    none are seen.
+    """
+    from torch.optim import optimizer as of_all
+
+    return bool(
+        getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        or getattr(optimizer, "_optimizer_step_post_hooks", None)
+        or getattr(of_all, "_global_optimizer_pre_hooks", None)
+        or getattr(of_all, "_global_optimizer_post_hooks", None)
+    )
+
+
+def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody replaced the `step` of one of torch's optimizers, on the object or in a subclass.
+
+    Schedulers of learning rates replace it by one that only notes the call, marked `_wrapped_by_lr_sched`. Degraded
+    where torch renames that: an optimizer with a scheduler counts as one with a step of its own.
+    """
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        return True
+    classes = [one for one in type(optimizer).__mro__ if one is not torch.optim.Optimizer]
+    definer = next((one for one in classes if "step" in vars(one)), None)
+    of_torch = [one for one in classes if one.__module__.startswith("torch.optim")]
+    return bool(of_torch) and definer not in of_torch
+
+
 def module_dicts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The parameters, buffers and children of a module, as the module itself stores them."""
     return module._parameters, module._buffers, module._modules
+
+
+def next_hook() -> int:
+    """The id of the next hook that somebody registers on a module. Ids are counted up in each process."""
+    return RemovableHandle.next_id
+
+
+def remove_hooks(module: nn.Module, first: int, but: Collection[int]) -> None:
+    """Remove the hooks of a module that were registered since `next_hook` returned `first`, but some.
+
+    A module has a dict by id for each kind of hook, in attributes of its own. torch can remove a hook only by its
+    handle, which whoever registered it has.
+    """
+    for name, hooks in vars(module).items():
+        if "hooks" in name and isinstance(hooks, dict):
+            for key in [key for key in hooks if isinstance(key, int) and key >= first and key not in but]:
+                del hooks[key]
+
+
+def names_of_unsaved_buffers(module: nn.Module) -> set[str] | None:
+    """The set in which a module has the names of buffers that are not in its state dict. It changes with these alone.
+
+    Degraded where torch renames it: None, and `Retry` looks at the set in every step.
+    """
+    return getattr(module, "_non_persistent_buffers_set", None)
 
 
 def tracing_errors() -> tuple[type[Exception], ...]:
