@@ -124,6 +124,7 @@ class _State:
         self._roots = tuple(plan.roots.items())
         self._globals, self._names = plan.globals, tuple(plan.global_names)
         self._global_values = tuple(plan.global_names.values())
+        self._globals_version: int | None = None
         self._held = plan.held
         self.words = Words(plan.addresses)
         self._tensors = tuple(plan.tensors.values())
@@ -135,9 +136,18 @@ class _State:
                 return False
         return (
             self.words.are_unchanged()
-            and all(map(operator.is_, map(self._globals.get, self._names), self._global_values))
+            and self._globals_are_unchanged()
             and (not self._tensors or self._check_tensors(*self._tensors))
         )
+
+    def _globals_are_unchanged(self) -> bool:
+        # The globals of a script change all the time, those of a package hardly ever.
+        version = dynamo_guards.dict_version(self._globals)
+        if version != self._globals_version:
+            if not all(map(operator.is_, map(self._globals.get, self._names), self._global_values)):
+                return False
+            self._globals_version = version
+        return True
 
 
 class _Plan:
