@@ -201,7 +201,7 @@ def _device(pairs: Sequence[Pair], device: "Device") -> Analysis:
     at_sizes = f"at sizes {', '.join(f'{name}={size}' for name, size in sizes.items())}"
     verdict, *rest = _views.device_report(report)
     views = [verdict, *([plain(at_sizes, "bold")] if sizes else []), *rest]
-    exit_code = ExitCode.FAILURE if report.violations else ExitCode.OK
+    exit_code = ExitCode.FAILURE if report.violations or report.failures else ExitCode.OK
     return Analysis({**report.to_dict(), "sizes": sizes}, views, exit_code)
 
 

@@ -227,7 +227,9 @@ def _script_violations(violations: Iterable["DeviceViolation"]) -> Iterator["Dev
 
 def device_report(report: "DeviceReport", limit: int = _LIMIT) -> Iterator[RenderableType]:
     """Whether it fits, coverage, violations by rule, op and line, then each violation with what to do about it."""
-    style = "bold red" if report.violations else "bold green"
+    from torchguard.device._violations import distinct
+
+    style = "bold red" if report.violations else "bold yellow" if report.failures else "bold green"
     yield plain(report.verdict, style)
     names = ", ".join(dict.fromkeys(one.device.name for one in report.graphs))
     head = f"{plural(len(report.graphs), 'graph')} on {names}: {report.coverage}"
@@ -238,15 +240,17 @@ def device_report(report: "DeviceReport", limit: int = _LIMIT) -> Iterator[Rende
     for title, counted in (("RULE", report.by_rule()), ("OP", report.by_op()), ("LINE", report.by_line())):
         if counted:
             yield table((title, "NODES"), [*counted.items()][:_COUNTED], right=("NODES",))
-    for one in report.violations[:limit]:
-        yield from _violation(one)
-    yield from truncation(len(report.violations), limit)
+    found = distinct(report.violations)
+    for one, graphs in found[:limit]:
+        yield from _violation(one, graphs)
+    yield from truncation(len(found), limit)
 
 
-def _violation(one: "DeviceViolation") -> Iterator[RenderableType]:
+def _violation(one: "DeviceViolation", graphs: int) -> Iterator[RenderableType]:
     from torchguard.device._violations import abbreviated
 
     times = f" [{len(one.nodes)} times]" if len(one.nodes) > 1 else ""
+    times += f" [in {graphs} graphs]" if graphs > 1 else ""
     tensors = f" ({abbreviated(one.tensors)})" if one.tensors else ""
     line = plain(f"{one.graph}: {one.op}: {one.message}{tensors}{times}", "default")
     yield plain(f"{one.code} ", "red").append_text(line)
