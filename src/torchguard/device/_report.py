@@ -156,9 +156,9 @@ class DeviceReport:
         if refused:
             more = f", and {counted(len(refused) - 1, 'more violation')}" if len(refused) > 1 else ""
             return f"Does not fit {names}, because {refused[0].op}: {refused[0].message} ({refused[0].code}){more}"
-        if self.failures:
-            more = f", and {len(self.failures) - 1} more" if len(self.failures) > 1 else ""
-            return f"Not known whether it fits {names}, because {self.failures[0]}{more}"
+        if failures := [*self.failures]:
+            more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
+            return f"Not known whether it fits {names}, because {failures[0]}{more}"
         if conditions := dict.fromkeys(one.condition for one in self.violations):
             return f"Fits {names} at the sizes of this call, but not at all sizes: it needs {' and '.join(conditions)}"
         most = max((one.with_adam for one in self.training), default=0)
