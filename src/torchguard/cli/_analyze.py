@@ -1,6 +1,7 @@
 """`torchguard analyze`: guards, memory, ops or device support of an artifact, or of a model that a callable builds."""
 
 import itertools
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -142,14 +143,15 @@ def _analyze_artifact(kind: Kind, artifact: "Artifact", device: "Device | None")
     return _analyze_graphs(kind, pairs, [artifact], device)
 
 
-def _guards_of_artifacts(artifacts: Iterable["Artifact"]) -> Analysis:
+def _guards_of_artifacts(artifacts: Sequence["Artifact"]) -> Analysis:
     every = [_views.artifact_compilations(artifact) for artifact in artifacts]
     data: dict[str, Any] = {
         name: [entry for one in every for entry in one[name]] for name in ("frames", "graph_breaks", "not_compiled")
     }
     kinds = sum((Counter(one["guard_kinds"]) for one in every), Counter())
     data["guard_kinds"] = dict(kinds)
-    return Analysis(data, [*_views.compilation_views(data), *_views.guard_kinds(data)])
+    failed = sum(bool(_views.failure_of(one)) for one in artifacts)
+    return Analysis(data, [*_views.compilation_views(data, failed), *_views.guard_kinds(data)])
 
 
 def _pairs_in(artifact: "Artifact") -> list[Pair]:
@@ -157,8 +159,7 @@ def _pairs_in(artifact: "Artifact") -> list[Pair]:
 
     if not (pairs := pairs_in(artifact)):
         manifest = artifact.manifest()
-        failed = [note for note in manifest["notes"] if note.startswith("the backend failed")]
-        why = failed[0] if failed else f"its backend, {manifest['backend']}, made none"
+        why = _views.failure_of(artifact) or f"its backend, {manifest['backend']}, made none"
         raise CommandError(f"{artifact.id} has no graph of AOTAutograd: {one_line(why)}.", ExitCode.NOT_FOUND)
     return pairs
 
@@ -307,7 +308,7 @@ def _graph_views(graph: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _module_of(node: Node) -> str:
     path = node["modules"][-1]["path"] if node.get("modules") else ""
-    return path.removeprefix("L['self']").removeprefix(".")
+    return re.sub(r"^L\['\w+'\]\.?", "", path)  # a method may call `self` by another name
 
 
 def _short_name(node: Node) -> str:
