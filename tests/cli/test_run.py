@@ -248,3 +248,22 @@ def test_a_report_is_printed_on_the_original_stderr(command, script):
     ran = command("run", script("import sys\nsys.stdout.close()\nsys.stderr = None\n"))
     assert ran.returncode == 0
     assert "torch.compile was never called" in ran.stderr
+
+
+def test_a_compilation_that_failed_beside_another_is_counted(command, script, tmp_path):
+    text = """
+import torch
+from torchguard.device import Device, mock_backend
+strict = mock_backend(Device(deny="aten.gelu"), mode="strict")
+torch.compile(torch.nn.ReLU(), backend=strict)(torch.randn(3))
+try:
+    torch.compile(torch.nn.GELU(), backend=strict)(torch.randn(3))
+except Exception as error:
+    print(type(error).__name__)
+"""
+    ran = command("run", "--dir", tmp_path / "artifacts", script(text))
+    assert "BackendCompilerFailed" in ran.stdout
+    assert "1 compilation," in ran.stderr
+    assert "1 compilation failed: torchguard show has the reason." in ran.stderr
+    analyzed = command("analyze", "--type", "guards", "--dir", tmp_path / "artifacts")
+    assert "1 compilation failed" in analyzed.stdout

@@ -1,5 +1,6 @@
 """Custom rules: for which devices they run, their codes, and their errors."""
 
+import json
 import logging
 
 import pytest
@@ -73,6 +74,13 @@ def test_an_error_in_a_rule_names_the_rule():
         device.check(graph, device=Device(constraints=[Raises()]))
     report = device.check(graph, device=Device(constraints=[Raises(), EvenRows()]), strict=False)
     assert codes(report.violations) == ["TGD102"]
+
+
+def test_a_device_with_a_rule_that_fails_is_not_said_to_fit():
+    graph = make_fx(torch.relu, tracing_mode="fake")(x)
+    report = device.check(graph, device=Device(constraints=[Raises()]), strict=False)
+    assert report.verdict.startswith("Not known whether it fits mock, because rule MINE3 (Raises) failed")
+    assert json.loads(report.to_json())["graphs"][0]["failures"] == [*report.failures]
 
 
 def test_only_rules_can_be_registered():

@@ -231,3 +231,14 @@ def test_a_training_step_has_gradients_and_the_state_of_an_optimizer():
     assert backend.report().verdict.startswith("Fits chip, but not with the state of Adam: a training step then needs")
     assert "outputs held to the end" in str(backend.report())
     assert report_of(torch.relu, x).training == ()
+
+
+def test_a_violation_of_a_function_that_recompiles_is_printed_once():
+    backend = mock_backend(Device(deny="aten.gelu"), mode="warning")
+    compiled = torch.compile(nn.GELU(), backend=backend, dynamic=False)
+    for rows in (2, 3):
+        compiled(torch.randn(rows, 4))
+    report = backend.report()
+    assert len(report.violations) == 2
+    assert str(report).count("TGD501 inference: aten.gelu.default") == 1
+    assert "[in 2 graphs]" in str(report)

@@ -4,6 +4,7 @@ import contextlib
 import enum
 import functools
 import gc
+import sys
 import types
 import weakref
 
@@ -224,14 +225,25 @@ def test_what_is_suggested_was_exercised_and_is_clean(monkeypatch):
     assert (compiled(x) == LIMIT).any()  # the zeros of Dropout: it is active
 
 
-def test_progress_is_shown_where_it_is_asked_for(capsys):
-    certify(lambda x: x * LIMIT, torch.randn(3), skip_all(), progress=True)
+def test_progress_on_a_terminal_is_one_line_that_is_erased(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    certify(lambda x: x * LIMIT, torch.randn(3), skip_all(), backend="eager")
     shown = capsys.readouterr().err
     assert "certify: compiling" in shown
     assert "of 8: another batch size" in shown
     assert shown.endswith("\r")
-    certify(lambda x: x * LIMIT, torch.randn(3), skip_all())
+    assert "\n" not in shown
+
+
+def test_progress_in_a_pipe_has_a_line_for_each_change(capsys):
+    certify(lambda x: x * LIMIT, torch.randn(3), skip_all(), backend="eager", progress=True)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[:2] == ["certify: compiling", "certify: change 1 of 8: another batch size"]
+    assert len(shown) == 9
+    certify(lambda x: x * LIMIT, torch.randn(3), skip_all(), backend="eager")
     assert capsys.readouterr().err == ""
+    suggest(lambda x: x * LIMIT, torch.randn(3), backend="eager", progress=True)
+    assert "suggest, trial 2 of 2: compiling" in capsys.readouterr().err
 
 
 def test_what_does_not_save_is_not_suggested(monkeypatch):

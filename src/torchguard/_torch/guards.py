@@ -26,6 +26,11 @@ class Guards:
     def __init__(self, root: Any, scope: dict[str, Any]) -> None:
         self.root, self._scope = root, scope
 
+    @property
+    def globals(self) -> dict[str, Any]:
+        """The globals of the compiled function."""
+        return self._scope["G"]
+
     def has_at_root(self, type: str) -> bool:
         """Whether one of the guards at the root, which have no source, is of that type."""
         return any(leaf.type == type for leaf in leaves_of(self.root))

@@ -1,6 +1,7 @@
 """`torchguard analyze`: guards, memory, ops or device support of an artifact, or of a model that a callable builds."""
 
 import itertools
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -142,14 +143,15 @@ def _analyze_artifact(kind: Kind, artifact: "Artifact", device: "Device | None")
     return _analyze_graphs(kind, pairs, [artifact], device)
 
 
-def _guards_of_artifacts(artifacts: Iterable["Artifact"]) -> Analysis:
+def _guards_of_artifacts(artifacts: Sequence["Artifact"]) -> Analysis:
     every = [_views.artifact_compilations(artifact) for artifact in artifacts]
     data: dict[str, Any] = {
         name: [entry for one in every for entry in one[name]] for name in ("frames", "graph_breaks", "not_compiled")
     }
     kinds = sum((Counter(one["guard_kinds"]) for one in every), Counter())
     data["guard_kinds"] = dict(kinds)
-    return Analysis(data, [*_views.compilation_views(data), *_views.guard_kinds(data)])
+    failed = sum(bool(_views.failure_of(one)) for one in artifacts)
+    return Analysis(data, [*_views.compilation_views(data, failed), *_views.guard_kinds(data)])
 
 
 def _pairs_in(artifact: "Artifact") -> list[Pair]:
@@ -157,8 +159,7 @@ def _pairs_in(artifact: "Artifact") -> list[Pair]:
 
     if not (pairs := pairs_in(artifact)):
         manifest = artifact.manifest()
-        failed = [note for note in manifest["notes"] if note.startswith("the backend failed")]
-        why = failed[0] if failed else f"its backend, {manifest['backend']}, made none"
+        why = _views.failure_of(artifact) or f"its backend, {manifest['backend']}, made none"
         raise CommandError(f"{artifact.id} has no graph of AOTAutograd: {one_line(why)}.", ExitCode.NOT_FOUND)
     return pairs
 
@@ -201,7 +202,7 @@ def _device(pairs: Sequence[Pair], device: "Device") -> Analysis:
     at_sizes = f"at sizes {', '.join(f'{name}={size}' for name, size in sizes.items())}"
     verdict, *rest = _views.device_report(report)
     views = [verdict, *([plain(at_sizes, "bold")] if sizes else []), *rest]
-    exit_code = ExitCode.FAILURE if report.violations else ExitCode.OK
+    exit_code = ExitCode.FAILURE if report.violations or report.failures else ExitCode.OK
     return Analysis({**report.to_dict(), "sizes": sizes}, views, exit_code)
 
 
@@ -307,7 +308,7 @@ def _graph_views(graph: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _module_of(node: Node) -> str:
     path = node["modules"][-1]["path"] if node.get("modules") else ""
-    return path.removeprefix("L['self']").removeprefix(".")
+    return re.sub(r"^L\['\w+'\]\.?", "", path)  # a method may call `self` by another name
 
 
 def _short_name(node: Node) -> str:

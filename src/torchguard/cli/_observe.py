@@ -124,8 +124,9 @@ class Observation:
     @property
     def has_findings(self) -> bool:
         """Whether a rule of the device is broken or a sample went bad: what `--strict` is about."""
-        violations = self.device_report.violations if self.device_report is not None else ()
-        return bool(violations) or any(log.bad_calls for log in (self.watcher.logs if self.watcher else ()))
+        report = self.device_report
+        is_refused = report is not None and bool(report.violations or report.failures)
+        return is_refused or any(log.bad_calls for log in (self.watcher.logs if self.watcher else ()))
 
     def _attach(self) -> None:
         on_first_compile(self._observe)

@@ -185,7 +185,7 @@ def _report_views(observation: Observation) -> Iterator[RenderableType]:
         yield plain("Nothing was compiled: torch.compile was never called.")
     else:
         data = _views.inspection_data(observation.inspection)
-        yield from _views.compilation_views(data, failed=len(artifacts) if not data["frames"] else 0)
+        yield from _views.compilation_views(data, failed=sum(bool(_views.failure_of(one)) for one in artifacts))
     if observation.device_report is not None:
         yield from _views.device_report(observation.device_report, limit=_LIMIT)
         if watcher is not None:

@@ -58,7 +58,8 @@ def artifact_compilations(artifact: "Artifact") -> dict[str, Any]:
 
     manifest = artifact.manifest()
     own = {name for name, entry in manifest["files"].items() if "attached_as" not in entry}
-    guards = artifact.read_json("guards.json") if "guards.json" in own else {"count": 0, "guards": []}
+    # A compilation that failed has no guards, and it is not known how many it would have had.
+    guards = artifact.read_json("guards.json") if "guards.json" in own else {"count": None, "guards": []}
     causes = artifact.read_json("recompiles.json") if "recompiles.json" in own else {}
     misses = causes.get("recompiled_for", ())
     frame = {
@@ -97,12 +98,15 @@ def _advice(failure: Any) -> str:
 
 
 def compilation_views(data: Data, failed: int = 0) -> Iterator[RenderableType]:
-    """What was compiled. `failed` is the number of artifacts of compilations that failed, if none succeeded."""
-    if failed:
-        which = "The only compilation" if failed == 1 else f"All {failed} compilations"
-        yield plain(f"{which} failed: torchguard show has the reason.", "yellow")
-    else:
+    """What was compiled. `failed` is the number of compilations that failed, of which there are artifacts."""
+    compiled = [frame for frame in _script_frames(data["frames"]) if frame["guard_count"] is not None]
+    if compiled or not failed:
         yield compilations(data)
+        which = plural(failed, "compilation") if failed else ""
+    else:
+        which = "The only compilation" if failed == 1 else f"All {failed} compilations"
+    if failed:
+        yield plain(f"{which} failed: torchguard show has the reason.", "yellow")
     yield from graph_breaks(data)
     yield from recompiles(data)
 
@@ -113,7 +117,7 @@ def compilations(data: Data) -> RenderableType:
     if not frames:
         return plain("Nothing was compiled.")
     rows = [
-        (one["compile_id"], model_name(one["function"]), _where(one), one["guard_count"], _seconds([one]))
+        (one["compile_id"], model_name(one["function"]), _where(one), _guard_count(one), _seconds([one]))
         for one in frames[:_LIMIT]
     ]
     total = _seconds(frames)
@@ -193,6 +197,15 @@ def _where(frame: Data) -> str:
     return "watched" if _is_in_package(frame["file"]) else source_line(frame["file"], frame["line"])
 
 
+def _guard_count(frame: Data) -> str:
+    return "" if frame["guard_count"] is None else str(frame["guard_count"])
+
+
+def failure_of(artifact: "Artifact") -> str:
+    """Why the compilation of an artifact failed; empty if it did not."""
+    return next((note for note in artifact.manifest()["notes"] if note.startswith("the backend failed")), "")
+
+
 def _seconds(frames: Sequence[Data]) -> str:
     known = [frame["seconds"] for frame in frames if frame["seconds"] is not None]
     return f"{sum(known):.2f} s" if known else ""  # an artifact may lack it
@@ -227,7 +240,9 @@ def _script_violations(violations: Iterable["DeviceViolation"]) -> Iterator["Dev
 
 def device_report(report: "DeviceReport", limit: int = _LIMIT) -> Iterator[RenderableType]:
     """Whether it fits, coverage, violations by rule, op and line, then each violation with what to do about it."""
-    style = "bold red" if report.violations else "bold green"
+    from torchguard.device._violations import distinct
+
+    style = "bold red" if report.violations else "bold yellow" if report.failures else "bold green"
     yield plain(report.verdict, style)
     names = ", ".join(dict.fromkeys(one.device.name for one in report.graphs))
     head = f"{plural(len(report.graphs), 'graph')} on {names}: {report.coverage}"
@@ -238,15 +253,17 @@ def device_report(report: "DeviceReport", limit: int = _LIMIT) -> Iterator[Rende
     for title, counted in (("RULE", report.by_rule()), ("OP", report.by_op()), ("LINE", report.by_line())):
         if counted:
             yield table((title, "NODES"), [*counted.items()][:_COUNTED], right=("NODES",))
-    for one in report.violations[:limit]:
-        yield from _violation(one)
-    yield from truncation(len(report.violations), limit)
+    found = distinct(report.violations)
+    for one, graphs in found[:limit]:
+        yield from _violation(one, graphs)
+    yield from truncation(len(found), limit)
 
 
-def _violation(one: "DeviceViolation") -> Iterator[RenderableType]:
+def _violation(one: "DeviceViolation", graphs: int) -> Iterator[RenderableType]:
     from torchguard.device._violations import abbreviated
 
     times = f" [{len(one.nodes)} times]" if len(one.nodes) > 1 else ""
+    times += f" [in {graphs} graphs]" if graphs > 1 else ""
     tensors = f" ({abbreviated(one.tensors)})" if one.tensors else ""
     line = plain(f"{one.graph}: {one.op}: {one.message}{tensors}{times}", "default")
     yield plain(f"{one.code} ", "red").append_text(line)

@@ -101,13 +101,15 @@ def _decomposed(module: fx.GraphModule, table: _Decompositions) -> fx.GraphModul
 def _check_graph(graph: Graph, device: Device, strict: bool) -> GraphReport:
     # A rule may compare symbolic sizes. The compiled code does not depend on the answer, so it must not be guarded.
     with aot.suppress_guards([node.meta.get("val") for node in graph.module.graph.nodes]):
-        violations = [one for rule in rules_of(device) for one in _run_rule(rule, graph, device, strict)]
-    return GraphReport(graph, device, merge_violations(violations))
+        found = [_run_rule(rule, graph, device, strict) for rule in rules_of(device)]
+    failures = tuple(failure for _, failure in found if failure)
+    return GraphReport(graph, device, merge_violations(one for some, _ in found for one in some), failures)
 
 
-def _run_rule(rule: Constraint, graph: Graph, device: Device, strict: bool) -> list[DeviceViolation]:
-    """The violations that a rule finds; if it raises, those it found before."""
+def _run_rule(rule: Constraint, graph: Graph, device: Device, strict: bool) -> tuple[list[DeviceViolation], str]:
+    """The violations that a rule finds; if it raises, those it found before, and what it raised."""
     violations: list[DeviceViolation] = []
+    failure = ""
     try:
         violations.extend(rule.check(graph, device))
     except Exception as error:  # a rule may be a user's code
@@ -115,7 +117,7 @@ def _run_rule(rule: Constraint, graph: Graph, device: Device, strict: bool) -> l
         if strict:
             raise DeviceError(f"check: {failure}. Correct the rule, or remove it.") from error
         logger.warning("%s", failure, exc_info=error)
-    return violations
+    return violations, failure
 
 
 def _inner_graphs(graph: Graph) -> Iterator[Graph]:

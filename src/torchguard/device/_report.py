@@ -12,7 +12,7 @@ from torchguard.device._device import Device
 from torchguard.device._graph import Graph
 from torchguard.device._memory import MemoryPlan, TrainingMemory, gradient_bytes
 from torchguard.device._partitions import Coverage, Partition, Transfer, coverage_of, partitions_of, transfers_of
-from torchguard.device._violations import DeviceViolation, counted
+from torchguard.device._violations import DeviceViolation, counted, distinct
 
 # The version of what `to_dict` returns. It is raised when a key changes its meaning or is removed.
 SCHEMA = 1
@@ -22,11 +22,15 @@ _WHOLE_GRAPH_RULES = frozenset({"TGD401"})
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph on one device. Coverage, partitions and transfers are computed when they are first read."""
+    """One graph on one device. Coverage, partitions and transfers are computed when they are first read.
+
+    `failures` has a line for each rule that raised: what it would have found is not known.
+    """
 
     graph: Graph
     device: Device
     violations: tuple[DeviceViolation, ...]
+    failures: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -66,6 +70,7 @@ class GraphReport:
             "graph": self.name,
             "device": self.device.to_dict(),
             "violations": [one.to_dict() for one in self.violations],
+            "failures": self.failures,
             "coverage": self.coverage.to_dict(),
             "memory": self.memory.to_dict(),
             **({"partitions": [asdict(one) for one in self.partitions]} if partitions else {}),
@@ -97,6 +102,11 @@ class DeviceReport:
     @property
     def violations(self) -> tuple[DeviceViolation, ...]:
         return tuple(one for graph in self.graphs for one in graph.violations)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """A line for each rule that raised on a graph: what it would have found is not known."""
+        return tuple(one for graph in self.graphs for one in graph.failures)
 
     @property
     def coverage(self) -> Coverage:
@@ -146,6 +156,9 @@ class DeviceReport:
         if refused:
             more = f", and {counted(len(refused) - 1, 'more violation')}" if len(refused) > 1 else ""
             return f"Does not fit {names}, because {refused[0].op}: {refused[0].message} ({refused[0].code}){more}"
+        if failures := [*self.failures]:
+            more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
+            return f"Not known whether it fits {names}, because {failures[0]}{more}"
         if conditions := dict.fromkeys(one.condition for one in self.violations):
             return f"Fits {names} at the sizes of this call, but not at all sizes: it needs {' and '.join(conditions)}"
         most = max((one.with_adam for one in self.training), default=0)
@@ -193,7 +206,10 @@ class DeviceReport:
         names = ", ".join(dict.fromkeys(graph.device.name for graph in self.graphs))
         head = f"{counted(len(self.graphs), 'graph')} on {names}: {self.coverage}"
         head += f"; {counted(len(self.violations), 'violation')}"
-        lines = [self.verdict, head, *map(str, self.graphs), *map(str, self.training), *map(str, self.violations)]
+        lines = [self.verdict, head, *map(str, self.graphs), *map(str, self.training)]
+        for one, graphs in distinct(self.violations):
+            first, *rest = str(one).splitlines()
+            lines += [first + (f" [in {graphs} graphs]" if graphs > 1 else ""), *rest]
         return "\n".join(lines)
 
 

@@ -77,6 +77,14 @@ def merge_violations(violations: Iterable[DeviceViolation]) -> tuple[DeviceViola
     )
 
 
+def distinct(violations: Iterable[DeviceViolation]) -> list[tuple[DeviceViolation, int]]:
+    """Violations that read alike once, with the number of graphs: a function that recompiles has each several times."""
+    groups: dict[str, list[DeviceViolation]] = {}
+    for violation in violations:
+        groups.setdefault(str(violation), []).append(violation)
+    return [(group[0], len(group)) for group in groups.values()]
+
+
 def without_nodes(violation: DeviceViolation) -> DeviceViolation:
     """The violation without the nodes, tensors and modules that it was found at."""
     return replace(violation, nodes=(), tensors=(), modules=())

@@ -3,7 +3,8 @@
 Dynamo builds the tree of all guards, passes them to the filter, and builds a second tree of the guards that the filter
 keeps. An audit stores the first tree as a *shadow* and adds a callback to the second, which Dynamo calls once all kept
 guards of a call hold. In most calls the callback only counts. In every `every`-th call, and in the first call after a
-change of state that is cheap to see, it checks the shadow.
+change of state that is cheap to see, it checks the shadow: quickly, where nothing has changed since the last check
+(`_torch.versions`).
 
 Four properties of Dynamo shape the code:
 
@@ -41,6 +42,7 @@ from torchguard._torch.events import (
 )
 from torchguard._torch.guards import Guards, torch_function_enabled
 from torchguard._torch.tensors import any_autocast, grad_mode
+from torchguard._torch.versions import QuickCheck
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._filters import Filter, by_function
 from torchguard.guards._tree import GuardFailure, failures_of, format_value
@@ -269,6 +271,7 @@ class _Shadow:
     def __init__(self, audit: Audit, built: GuardsBuiltEvent, full: Guards, dropped: list[_DroppedGuard]) -> None:
         self.audit = weakref.ref(audit)
         self.full, self.compile_id, self.code = full, built.compile_id, built.code
+        self.quick = QuickCheck(full)
         self.kept = built.guards.copy()  # before the callback is added: with it, the tree would hold itself
         # Where the guard on grad mode and autocast is kept, Dynamo itself tells such calls apart.
         self.is_state_guarded = built.guards.has_at_root("GLOBAL_STATE")
@@ -336,9 +339,10 @@ class _Shadow:
     def _check(self, f_locals: dict[str, Any], call: int, audit: Audit) -> tuple[bool, bool]:
         """Whether all guards hold, and whether the compiled code may run."""
         self.counts.checks += 1
-        if self.full.check(f_locals):
+        if self.quick.check(f_locals):
             self.last_clean_call = call
-            _thread.allowed[self] = True
+            if not _thread.allowed.get(self, True):
+                _thread.allowed[self] = True
             return True, True
         failures = failures_of(self.full, f_locals)
         allowed = False

@@ -141,19 +141,34 @@ def certify(
         changes: your own changes by name, each a function that returns a context manager. The context manager may
             return other arguments for the call, as a tuple.
         backend: the backend of the certificate. What is stale depends on it. By default that of `torch.compile`.
-        progress: whether to show on stderr which change is being tried. By default only if stderr is a terminal.
+        progress: whether to show on stderr which change is being tried: on a terminal in one line that is erased at the
+            end, in a pipe a line for each. By default only if stderr is a terminal.
     """
+    return certify_as("certify", model, inputs, filter, kwargs, changes, backend, progress)
+
+
+def certify_as(
+    label: str,
+    model: Callable[..., Any],
+    inputs: Any,
+    filter: Any,
+    kwargs: Mapping[str, Any] | None,
+    changes: Changes | None,
+    backend: Any,
+    progress: bool | None,
+) -> GuardCertificate:
+    """`certify`, with a label for its progress."""
     given = (inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
     filter = filter if isinstance(filter, Filter) else by_function(filter)
     backend = dynamo.default_backend() if backend is None else backend
     own = [_own_perturbation(name, apply, given) for name, apply in (changes or {}).items()]
     with settings.without_limits(), settings.same_random_numbers(), _progress_line(progress) as show:
-        show("certify: compiling")
+        show(f"{label}: compiling")
         trial = _FilterTrial(model, given, filter, backend)
         everything = [*common_perturbations(model, *given), *trial.perturbations_of_values(), *own]
         outcomes = []
         for i, change in enumerate(everything, start=1):
-            show(f"certify: change {i} of {len(everything)}: {change.name}")
+            show(f"{label}: change {i} of {len(everything)}: {change.name}")
             outcomes.append(trial.outcome_of(change))
     name = backend if isinstance(backend, str) else dynamo.backend_name(backend)
     return GuardCertificate(repr(filter), name, tuple(trial.labelled(outcomes)), tuple(outcomes))
@@ -161,19 +176,25 @@ def certify(
 
 @contextlib.contextmanager
 def _progress_line(wanted: bool | None) -> Iterator[Callable[[str], None]]:
-    """A function that shows a text in place of the one before, in one line of stderr that is erased at the end."""
-    is_shown = sys.stderr.isatty() if wanted is None else wanted
+    """A function that shows a text on stderr.
+
+    On a terminal it takes the place of the one before, in a line that is erased at the end. In a pipe each has a line.
+    """
+    stream = sys.stderr
+    is_terminal = stream.isatty()
+    is_shown = is_terminal if wanted is None else wanted
     width = shutil.get_terminal_size().columns - 1
 
     def show(text: str, end: str = "") -> None:
         if is_shown:
-            sys.stderr.write(f"\r{text[:width]:<{width}}{end}")
-            sys.stderr.flush()
+            stream.write(f"\r{text[:width]:<{width}}{end}" if is_terminal else f"{text}\n")
+            stream.flush()
 
     try:
         yield show
     finally:
-        show("", end="\r")
+        if is_terminal:
+            show("", end="\r")
 
 
 def _own_perturbation(name: str, apply: Callable[[], AbstractContextManager[Any]], given: Any) -> Perturbation:

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchguard._torch import dynamo
 from torchguard.exceptions import GuardError
-from torchguard.guards._certify import HARMFUL, HARMLESS, NOT_EXERCISED, Changes, GuardCertificate, certify
+from torchguard.guards._certify import HARMFUL, HARMLESS, NOT_EXERCISED, Changes, GuardCertificate, certify_as
 from torchguard.guards._compile import compile
 from torchguard.guards._filters import Filter, keep_all, named, of_type, skip_all
 from torchguard.guards._perturb import OWN_DICTS, in_other_mode
@@ -87,15 +87,17 @@ def suggest(
         backend: the backend of the suggested code. By default that of `torch.compile`.
         progress: as in `certify`.
     """
-    settings = {"kwargs": kwargs, "changes": state_changes, "backend": backend, "progress": progress}
+    settings = (kwargs, state_changes, backend, progress)
+    trials = 3 if isinstance(model, nn.Module) else 2
     call = (inputs if isinstance(inputs, tuple) else (inputs,), dict(kwargs or {}))
     check_all = _check(model, keep_all(), call)
-    tried = [certify(model, inputs, skip_all(), **settings)]
+    tried = [certify_as(f"suggest, trial 1 of {trials}", model, inputs, skip_all(), *settings)]
     if isinstance(model, nn.Module):
-        tried += _in_other_mode(model, lambda: certify(model, inputs, skip_all(), **settings))
+        label = f"suggest, trial 2 of {trials}"
+        tried += _in_other_mode(model, lambda: certify_as(label, model, inputs, skip_all(), *settings))
     filter = _filter(tried)
     before, after = _microseconds(check_all, _check(model, filter, call))
-    certificate = certify(model, inputs, filter, **settings)
+    certificate = certify_as(f"suggest, trial {trials} of {trials}", model, inputs, filter, *settings)
     if after > before * (1 - _LEAST_SAVING) or not certificate.is_clean:
         filter, after = keep_all(), before
         certificate = GuardCertificate(repr(filter), certificate.backend, (), ())

@@ -43,12 +43,14 @@ class Layout(Constraint):
             refused.add((use.consumer, layout))
             yield self.violation(graph, message, node=use.consumer, remedy="call .contiguous() before it")
         for node in graph.returned:
-            # A product can write its result transposed, as it can read a transposed operand.
+            # The gradient of a weight is a transposed product, which can write its result transposed: no line of the
+            # user's asks for it.
             producer = producer_of(node)
             packet = getattr(producer.target, "overloadpacket", None)
             for tensor in tensors_of(node.meta.get("val")):
                 layout = layout_of(tensor)
-                is_supported = layout in device.layouts or (layout == "transposed" and packet in _PRODUCTS)
+                is_gradient = graph.name.startswith("backward") and layout == "transposed" and packet in _PRODUCTS
+                is_supported = layout in device.layouts or is_gradient
                 if not is_supported and (producer, layout) not in refused:  # it has the layout of its op's input
                     message = f"output {shape_text(tensor.shape)}{_strides(tensor)} is {layout}, "
                     message += f"{device.name} supports {', '.join(device.layouts)}"
