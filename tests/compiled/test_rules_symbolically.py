@@ -67,8 +67,8 @@ class Symbolic:
     __radd__, __rmul__ = __add__, __mul__
 
     def __getattr__(self, name):
-        if name in ("odd", "function"):
-            return lambda which: self.made(getattr(sp, which)(self.formula))
+        if name in ("odd", "even", "function"):
+            return lambda which: self.made(SYMPY.get(which, getattr(sp, which, None))(self.formula))
         if name == "lgamma":
             return lambda: self.made(sp.loggamma(self.formula))
         if hasattr(sp, name):
@@ -110,12 +110,21 @@ class Known:
 
 def is_zero(formula):
     formula = formula.rewrite(sp.erf) if formula.has(sp.erfc) else formula
+    formula = sp.besselsimp(formula.expand(func=True)) if formula.has(sp.besseli) else formula
     if formula == 0 or sp.simplify(formula) == 0 or sp.simplify(formula.rewrite(sp.exp)) == 0:
         return True
     return sp.simplify(sp.expand(formula.rewrite(sp.exp), complex=False)) == 0
 
 
-SYMPY = {"lgamma": sp.loggamma, "erfinv": sp.erfinv, "sqrt": sp.sqrt}
+SYMPY = {
+    "lgamma": sp.loggamma,
+    "erfinv": sp.erfinv,
+    "sqrt": sp.sqrt,
+    "erfcx": lambda x: sp.exp(x**2) * sp.erfc(x),
+    "log_ndtr": lambda x: sp.log(sp.erfc(-x / sp.sqrt(2)) / 2),
+    "i0": lambda x: sp.besseli(0, x),
+    "i1": lambda x: sp.besseli(1, x),
+}
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
@@ -233,9 +242,9 @@ class Number:
         return other.t if isinstance(other, Number) else other
 
     def __getattr__(self, name):
-        names = {"inverted": torch.logical_not, "odd": None, "function": None}
-        if name in ("odd", "function"):
-            return lambda which: Number(getattr(torch, which)(self.t))
+        names = {"inverted": torch.logical_not}
+        if name in ("odd", "even", "function"):
+            return lambda which: Number(getattr(torch if hasattr(torch, which) else torch.special, which)(self.t))
         fn = names.get(name) or getattr(torch, name)
         return lambda *args: Number(fn(self.t, *map(self.of, args)))
 
@@ -287,11 +296,11 @@ SETTINGS = {
     "clamp_max": (0.2,),
     "pow": (3,),
 }
-TWO = {"add", "sub", "rsub", "mul", "div", "maximum", "minimum", "gt", "lt", "ge", "le", "eq", "ne", "hypot"}
+TWO = {"add", "sub", "rsub", "mul", "div", "maximum", "minimum", "gt", "lt", "ge", "le", "eq", "ne"}
 THREE = {"addcmul", "addcdiv"}
 # Those that take integers, whose rule is an unknown function, or is of the field: no number in it is NaN.
 NOT_FORMULAS = {name for name in pointwise.RULES if name.startswith(("logical", "bitwise"))}
-NOT_FORMULAS |= {"isnan", "isinf", "isfinite", "frac", "fmod", "remainder"}
+NOT_FORMULAS |= {"isnan", "isinf", "isposinf", "isneginf", "isfinite", "frac", "fmod", "remainder", "polygamma"}
 NOT_FORMULAS |= {"floor", "ceil", "round", "trunc", "atan2", "logaddexp", "where", "masked_fill", "lerp", "digamma"}
 NOT_FORMULAS |= {
     "elu_backward",

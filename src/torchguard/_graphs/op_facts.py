@@ -5,7 +5,9 @@ compares with, which of its operands are indices, where it is not smooth and wha
 whether it adds numbers up. These facts are stated here once. What a part derives from an operator (its type, its
 bounds, its exact value) is a rule of that part, and stands there.
 
-To add an operator, add its row here, then a rule in each layer of `torchguard.compiled.certify` that should cover it.
+To add an operator that others define, add its definition to `torchguard.compiled.certify._definitions`: the layers use
+it. To add any other, add its row here, then a rule in each layer of `torchguard.compiled.certify` that should cover
+it.
 
 The key of a row is the operator's name without namespace and overload: `add` for `aten.add.Tensor`. An operator without
 a row has none of these properties.
@@ -84,6 +86,9 @@ FACTS: dict[str, OpFacts] = {
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "rsqrt", "reciprocal"), _UNARY_FLOAT),
     **dict.fromkeys(("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"), _UNARY_FLOAT),
     **dict.fromkeys(("asinh", "acosh", "atanh", "sigmoid", "erf", "erfc", "erfinv", "lgamma", "digamma"), _UNARY_FLOAT),
+    **dict.fromkeys(
+        ("special_erfcx", "special_log_ndtr", "i0", "special_i0e", "special_i1", "special_i1e"), _UNARY_FLOAT
+    ),
     **dict.fromkeys(("tanh_backward", "sigmoid_backward"), OpFacts(pointwise=2, result="float")),
     "sqrt": OpFacts(pointwise=1, result="float", nonsmooth="inf at 0"),
     # Steps
@@ -93,7 +98,7 @@ FACTS: dict[str, OpFacts] = {
     **dict.fromkeys(
         ("remainder", "fmod"), OpFacts(pointwise=2, nonsmooth="1 in the first argument, also at the steps")
     ),
-    **dict.fromkeys(("isnan", "isinf", "isfinite"), OpFacts(pointwise=1, result="bool")),
+    **dict.fromkeys(("isnan", "isinf", "isfinite", "isposinf", "isneginf"), OpFacts(pointwise=1, result="bool")),
     # Comparisons, logic and choices
     **dict.fromkeys(("gt", "lt", "ge", "le", "eq", "ne"), _COMPARISON),
     **dict.fromkeys(("logical_and", "logical_or", "logical_xor"), _LOGICAL),

@@ -3,9 +3,11 @@
 - Some are decomposed in every graph: the fused LSTM and GRU cells that torch uses on a GPU, which have no JVP; solving
   with a Cholesky factor, whose rules also differentiate the triangle that is not read; weight norm, whose second
   derivative lacks that of the norm; bags of embeddings, whose fused operation has gradients only under autograd; losses
-  with class weights and batch norm by given statistics, which the fused operations take as constants.
+  with class weights and batch norm by given statistics, which the fused operations take as constants; `ldexp`, whose
+  rules take an integer power of two, which is 0 for a negative exponent.
 - Others are decomposed for JVPs and HVPs alone, because the fused operation is faster: attention, distances, and
-  sampling from a grid; and normalisation, whose second derivative in torch computes eps back from the rounded result.
+  sampling from a grid; normalisation, whose second derivative in torch computes eps back from the rounded result; and
+  `logcumsumexp`, whose JVP adds 1e-13 to sums that may be much smaller.
 """
 
 import math
@@ -89,7 +91,7 @@ def _embedding_bag(
     starts = offsets[:count]
     positions = torch.arange(indices.shape[0], device=indices.device)
     bag = (positions.unsqueeze(1) >= starts.unsqueeze(0).to(positions.dtype)).sum(1) - 1
-    is_counted = indices != padding_idx
+    is_counted = indices != padding_idx if padding_idx >= 0 else torch.ones_like(indices, dtype=torch.bool)
     rows = weight[indices]
     width = rows.shape[1]
     counts = torch.zeros(count, dtype=torch.int64, device=indices.device).index_add(0, bag, is_counted.to(torch.int64))
@@ -135,6 +137,10 @@ def _with_weights(operation: Any) -> Any:
     return decompose
 
 
+def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
+    return x * torch.pow(2.0, exponent)
+
+
 # Decompositions by operation, as a tracer takes them; those that return NotImplemented leave a call as it is.
 DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten._thnn_fused_lstm_cell.default: _lstm,
@@ -145,6 +151,7 @@ DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten._weight_norm_interface.default: _weight_norm,
     torch.ops.aten._embedding_bag.default: _embedding_bag,
     torch.ops.aten._embedding_bag_forward_only.default: _embedding_bag,
+    torch.ops.aten.ldexp.Tensor: _ldexp,
     torch.ops.aten.native_batch_norm.default: _batch_norm_by_statistics,
     torch.ops.aten.nll_loss_forward.default: _with_weights(torch.ops.aten.nll_loss_forward.default),
     torch.ops.aten.nll_loss2d_forward.default: _with_weights(torch.ops.aten.nll_loss2d_forward.default),
@@ -160,7 +167,21 @@ def _pdist(x: Tensor, p: float = 2) -> Tensor:
     return torch.linalg.vector_norm(x[first] - x[second], p, dim=-1)
 
 
+def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    """By doubling: after each step, an element is the result over twice as many."""
+    if not x.dim():
+        return x.clone()
+    step = 1
+    while step < x.shape[dim]:
+        rest = x.shape[dim] - step
+        added = torch.logaddexp(x.narrow(dim, step, rest), x.narrow(dim, 0, rest))
+        x = torch.cat([x.narrow(dim, 0, step), added], dim)
+        step *= 2
+    return x.clone()
+
+
 _FORWARD_MODE: dict[Any, Any] = {
+    torch.ops.aten.logcumsumexp.default: _logcumsumexp,
     torch.ops.aten._cdist_forward.default: _cdist,
     torch.ops.aten._euclidean_dist.default: lambda x, y: _cdist(x, y, 2.0),
     torch.ops.aten._pdist_forward.default: _pdist,

@@ -251,7 +251,7 @@ class _RoundingInterpreter(Interpreter):
 
 def overlaps(x: Tensor) -> bool:
     """Whether elements of a tensor share memory, as those of an expanded one."""
-    return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+    return x.numel() > 0 and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _with_strides_of(old: Tensor, new: Tensor) -> Tensor:

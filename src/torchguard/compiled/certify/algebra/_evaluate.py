@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 
 from torchguard._graphs.op_facts import facts_of
 from torchguard.compiled._nodes import attribute, op_name
+from torchguard.compiled.certify._decompose import decompose
 from torchguard.compiled.certify.algebra._field import (
     EvaluationError,
     EvaluationTrace,
@@ -19,7 +20,8 @@ from torchguard.compiled.certify.algebra._field import (
     Reals,
     UnsupportedError,
 )
-from torchguard.compiled.certify.algebra._rules import ALGEBRAIC_OPS, CREATION_RULES, NEEDS_LAYOUT, RULES
+from torchguard.compiled.certify.algebra._rules import CREATION_RULES, DEFINED, NEEDS_LAYOUT, RULES
+from torchguard.compiled.certify.algebra._rules.pointwise import power_of_number
 from torchguard.compiled.certify.algebra._values import UnknownDerivativeError, Value, integers
 
 
@@ -34,9 +36,14 @@ def unsupported_ops(*graphs: GraphModule) -> list[str]:
     return sorted(names)
 
 
+def with_rules(gm: GraphModule) -> GraphModule:
+    """The same graph, with definitions in place of operators that have no rule."""
+    return decompose(gm, DEFINED, with_complex=True)
+
+
 def _has_rule(node: Node) -> bool:
     name = op_name(node)
-    return node.op == "call_function" and (name == "getitem" or name in ALGEBRAIC_OPS)
+    return node.op == "call_function" and (name == "getitem" or name in RULES or name in CREATION_RULES)
 
 
 def _input_dependent_nodes(gm: GraphModule) -> frozenset[Node]:
@@ -58,6 +65,8 @@ def _input_dependent_nodes(gm: GraphModule) -> frozenset[Node]:
 
 
 def _tests_finiteness(node: Node) -> bool:
+    if op_name(node) in ("isnan", "isinf", "isposinf", "isneginf", "isfinite"):
+        return True
     if op_name(node) not in ("eq", "ne"):
         return False
     a, b = node.args
@@ -130,12 +139,14 @@ class _Run:
                 return args[0][args[1]]
             if name in CREATION_RULES:
                 return self._converted(node, CREATION_RULES[name](self.field, *args, **options))
+            if name == "pow" and isinstance(args[0], bool | int | float) and isinstance(args[1], Value):
+                return self._converted(node, power_of_number(args[0], args[1]))
             if name in NEEDS_LAYOUT:
                 options = {**options, "is_contiguous": _is_contiguous(node)}
             return self._converted(node, RULES[name](*self._with_field(args), **options))
         except UnknownDerivativeError as error:
             raise UnsupportedError(f"the derivative of {error}") from error
-        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise EvaluationError(f"{node.name}: {node.target}: {error}") from error
 
     def _with_field(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -33,8 +33,11 @@ _SQUARES = (3, 5, 7, 11, 13)
 _REAL_FUNCTIONS = {
     name: getattr(torch, name)
     for name in ("exp", "log", "sqrt", "erf", "asin", "acos", "atan", "asinh", "acosh", "atanh", "lgamma", "erfinv")
-    + ("digamma", "atan2", "logaddexp", "pow")
-} | {"tan_half": lambda x: torch.tan(x / 2)}
+    + ("atan2", "logaddexp", "pow", "i0")
+} | {
+    "tan_half": lambda x: torch.tan(x / 2),
+    **{name: getattr(torch.special, name) for name in ("erfcx", "log_ndtr", "i1")},
+}
 _MIX = (-7046029254386353131, -4658895280553007687)
 _HALF_BITS = 16
 # A product of two halves has 32 bits, two of them are added, and a float64 holds integers of 53 bits.
@@ -210,6 +213,13 @@ class PrimeField:
             base, n = self.mul(base, base), n >> 1
         return result
 
+    def root(self, a: Tensor, q: Fraction) -> Tensor:
+        """`a ** q`. Where each element has one root of this degree, it is that; otherwise an unknown function."""
+        order = self.prime - 1
+        if math.gcd(q.denominator, order) > 1:
+            return self.unknown_function(f"pow {q}", a)
+        return self.power(a, q.numerator * pow(q.denominator, -1, order) % order)
+
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """The exact product of two matrices, computed by float64 products of their 16-bit halves."""
         if a.shape[-1] > _MAX_TERMS:
@@ -281,6 +291,9 @@ class Reals(PrimeField):
     def inverse(self, a: Tensor) -> Tensor:
         return 1 / a
 
+    def root(self, a: Tensor, q: Fraction) -> Tensor:
+        return a ** float(q)
+
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
@@ -288,8 +301,8 @@ class Reals(PrimeField):
         return a.sum(dims, keepdim=keepdim) if dims else a
 
     def unknown_function(self, name: str, *arguments: Tensor) -> Tensor:
-        if name.startswith("pow "):
-            return arguments[0] ** float(Fraction(name.removeprefix("pow ")))
+        if name.startswith("polygamma "):
+            return torch.polygamma(int(name.removeprefix("polygamma ")), arguments[0])
         if name not in _REAL_FUNCTIONS:
             raise UnsupportedError(name)
         return _REAL_FUNCTIONS[name](*arguments)

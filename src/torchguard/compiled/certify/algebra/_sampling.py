@@ -10,7 +10,6 @@ ranges until the graph can be evaluated.
 """
 
 import itertools
-import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +40,8 @@ _TIED_VALUES = 3
 # A real number is a multiple of 1 / _UNIT, so that it is an element of the field as well.
 _UNIT, _SCALE = 2**24, 2**4
 _SMALL, _WIDE, _WIDEST = 8, 300, 2**40
+# Numbers from here on, such as the largest of a dtype, are no thresholds.
+_FAR = 1e30
 # How much higher a peak is than the rest.
 _PEAK = 2**8
 
@@ -79,7 +80,7 @@ def find_targets(*graphs: GraphModule) -> Targets:
     thresholds, equalities, limits = {0.0}, set(), set()
     for gm in graphs:
         for node in gm.graph.nodes:
-            numbers = [n for n in _compared_numbers(gm, node) if math.isfinite(n)]
+            numbers = [n for n in _compared_numbers(gm, node) if abs(n) < _FAR]
             thresholds.update(sign * n for n in numbers for sign in (1.0, -1.0))
             if op_name(node) in ("eq", "ne"):
                 equalities.update(numbers)
@@ -157,6 +158,10 @@ class Distribution:
     sign: int = 0
 
 
+# Points for a function that is not finite everywhere: positive, negative and mixed numbers of several magnitudes.
+DOMAINS = tuple(Distribution(Mode.SCALED, shift, sign) for shift in (0, -3, -7, 2) for sign in (1, 0, -1))
+
+
 @dataclass(frozen=True)
 class IndexRange:
     """How integers that index other tensors are drawn.
@@ -218,15 +223,19 @@ class Sampler:
 
     Attributes:
         index: 0 for a free point; from 1 on, points that cover the targets.
+        common: how all leaves are drawn, whatever the index.
     """
 
     field: PrimeField
     index: int = 0
     targets: Targets = Targets()
     index_range: IndexRange = IndexRange(frozenset())
+    common: Distribution | None = None
 
     def distribution(self, name: str) -> Distribution:
         """How the leaf of a name is drawn."""
+        if self.common is not None and name.startswith("leaf"):
+            return self.common
         if self.index <= MAX_BETWEEN:
             return Distribution(Mode.BETWEEN if self.index else Mode.FREE)
         if self.index % 2 == 0 and name.startswith("leaf"):

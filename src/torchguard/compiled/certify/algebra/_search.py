@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from torchguard.compiled.certify.algebra._field import (
     draw_prime,
 )
 from torchguard.compiled.certify.algebra._sampling import (
+    DOMAINS,
     MAX_BETWEEN,
     RANGES_PER_BOUND,
     IndexRange,
@@ -47,13 +49,24 @@ _PER_INTERVAL = 6
 class SampleResult:
     """The results that differ at one point.
 
-    At a singular point the function itself divides by zero, and a difference there shows nothing. Nor does one between
-    results that agree in real numbers: the graphs are equal by a law that the field does not have.
+    At a singular point the function itself divides by zero, and a difference there shows nothing.
+
+    Attributes:
+        in_reals: for a point of real numbers where results differ in the field, how they compare as real numbers. None
+            where these are not known.
     """
 
     mismatches: tuple[str, ...]
     is_singular: bool
-    agrees_in_reals: bool = False
+    in_reals: "InReals | None" = None
+
+
+class InReals(StrEnum):
+    """How results that differ in the field compare in real numbers."""
+
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    NOT_FINITE = "not finite"  # the right result is not
 
 
 @dataclass(frozen=True)
@@ -144,7 +157,18 @@ class Search:
             if result is not None:
                 yield result
                 if result.mismatches and not result.is_singular:
+                    if result.in_reals not in (None, InReals.DIFFERENT):
+                        yield from self._results_in_domains(targets, trace)
                     return
+
+    def _results_in_domains(self, targets: Targets, trace: EvaluationTrace) -> Iterator[SampleResult]:
+        """Results at points of other domains: whether a difference in the field is one in real numbers as well."""
+        for i, common in enumerate(DOMAINS):
+            f = PrimeField(draw_prime(self.primes), 4 * self.primes.getrandbits(48) + i % 3, trace)
+            try:
+                yield self._result(Sampler(f, 0, targets, common=common))
+            except (EvaluationError, UnsupportedError):
+                continue
 
     def _points_between(self, targets: Targets) -> int:
         """How many points it takes to have elements in each interval between thresholds."""

@@ -29,6 +29,10 @@ DERIVATIVES: dict[str, Callable[..., Operand]] = {
     "atanh": lambda x, y: 1 / (1 - x * x),
     "lgamma": lambda x, y: x.digamma(),
     "erfinv": lambda x, y: 0.8862269254527579 * (y * y).exp(),
+    "erfcx": lambda x, y: 2 * x * y - 1.1283791670955126,
+    "log_ndtr": lambda x, y: 0.3989422804014327 * (-(x * x / 2 + y)).exp(),
+    "i0": lambda x, y: x.odd("i1"),
+    "i1": lambda x, y: x.even("i0") - y / x,
 }
 
 
@@ -186,6 +190,11 @@ class Value:
         y = torch.where(smaller == 0, 0, self.field.unknown_function(name, smaller))
         return self._result(name, torch.where(is_negative, self._negative(y), y))
 
+    def even(self, name: str) -> "Value":
+        """An unknown function with f(-x) = f(x), whose derivative is known."""
+        smaller, _ = self.field.folded(self.as_elements().element)
+        return self._result(name, self.field.unknown_function(name, smaller))
+
     def function(self, name: str) -> "Value":
         """An unknown function whose derivative is known."""
         return self._result(name, self.field.unknown_function(name, self.as_elements().element))
@@ -198,7 +207,16 @@ class Value:
         return self.odd("erf")
 
     def digamma(self) -> "Value":
-        return self.function("digamma")
+        return self.polygamma(0)
+
+    def polygamma(self, n: int) -> "Value":
+        """An unknown function for each n, whose derivative is the one for n + 1."""
+        x = self.as_elements()
+        y = x.field.unknown_function(f"polygamma {n}", x.element)
+        if x.tangent is None:
+            return Value(x.field, y)
+        slope = x.without_tangent().polygamma(n + 1)
+        return Value(x.field, y, x.field.mul(x.tangent, slope.element))
 
     def sigmoid(self) -> "Value":
         return 1 / (1 + (-self).exp())

@@ -12,6 +12,8 @@ from torch.fx.node import map_arg
 from torchguard._graphs.op_facts import FACTS, SHAPE_ONLY
 from torchguard.compiled._nodes import attribute, on_the_cpu, op_name
 from torchguard.compiled.certify._certificate import Claim, Verdict
+from torchguard.compiled.certify._decompose import decompose
+from torchguard.compiled.certify._definitions import DEFINITIONS
 from torchguard.compiled.certify.enclosure import _layers, _pointwise, _shapes
 from torchguard.compiled.certify.enclosure._intervals import Interval, UnboundedError, bounded, known
 from torchguard.exceptions import BoxError
@@ -21,8 +23,12 @@ RULES = {**_pointwise.RULES, **_shapes.RULES, **_layers.RULES}
 _CREATION = frozenset(name for name, facts in FACTS.items() if facts.creates == "filled")
 # What a rule raises on a call that it was not written for.
 _RULE_ERRORS = (TypeError, RuntimeError, AttributeError, LookupError, ArithmeticError)
-# The operators that have a rule.
-ENCLOSURE_OPS = frozenset(RULES) | _CREATION | SHAPE_ONLY
+# The definitions of operators without a rule that torch rounds like their definition.
+DEFINED = {
+    name: definition for name, definition in DEFINITIONS.items() if definition.keeps_rounding and name not in RULES
+}
+# The operators that have a rule or such a definition.
+ENCLOSURE_OPS = frozenset(RULES) | _CREATION | SHAPE_ONLY | frozenset(DEFINED)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ def enclose(gm: GraphModule, boxes: Sequence[Box]) -> Enclosure:
     Raises:
         BoxError: the number of boxes or their shapes do not match the inputs of the graph, or a box is empty.
     """
+    gm = decompose(gm, DEFINED)
     leaves = [node for node in gm.graph.nodes if node.op == "placeholder"]
     if len(leaves) != len(boxes):
         raise BoxError(
@@ -114,7 +121,9 @@ def _other_devices(gm: GraphModule, boxes: Iterable[Box]) -> tuple[str, ...]:
 
 def _unsupported_ops(gm: GraphModule) -> tuple[str, ...]:
     nodes = (node for node in gm.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
-    return tuple(sorted({str(n.target) for n in nodes if op_name(n) not in ENCLOSURE_OPS | {"getitem"}}))
+    return tuple(
+        sorted({str(n.target) for n in nodes if op_name(n) not in (ENCLOSURE_OPS - DEFINED.keys()) | {"getitem"}})
+    )
 
 
 def _leaf_interval(node: Node, box: Box) -> Interval:

@@ -20,7 +20,7 @@ from torchguard.compiled.certify.enclosure._intervals import (
     unit,
 )
 from torchguard.compiled.certify.enclosure._pointwise import RULES as POINTWISE
-from torchguard.compiled.certify.enclosure._shapes import splitting
+from torchguard.compiled.certify.enclosure._shapes import known_index, splitting
 
 Dims = int | Sequence[int] | None
 Sizes = Sequence[int]
@@ -60,6 +60,126 @@ def _mean(x: Interval, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
 def _cumsum(x: Interval, dim: int, *, dtype: torch.dtype) -> Interval:
     terms = x.low.shape[dim] if x.low.dim() else 1
     return _summed(converted(x, dtype), lambda t: t.cumsum(dim), terms, dtype)
+
+
+def _product(x: Interval, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
+    """A product in any order: the relative errors of its roundings add up."""
+    x = converted(x, dtype)
+    flat = x.rearranged(lambda t: t.reshape(-1)) if dim is None else x
+    low, high = _running_product(flat, dim or 0)
+    last = lambda t: t.narrow(dim or 0, -1, 1) if t.shape[dim or 0] else t.sum(dim or 0, keepdim=True) + 1  # noqa: E731
+    drop = (lambda t: t) if keepdim and dim is not None else (lambda t: t.squeeze(dim or 0))
+    return _rounded_product(drop(last(low)), drop(last(high)), flat, dim or 0, dtype)
+
+
+def _cumprod(x: Interval, dim: int, *, dtype: torch.dtype) -> Interval:
+    x = converted(x, dtype)
+    return _rounded_product(*_running_product(x, dim), x, dim, dtype) if x.low.dim() else x
+
+
+def _running_product(x: Interval, dim: int) -> tuple[Tensor, Tensor]:
+    lows, highs = [], []
+    for low, high in zip(x.low.unbind(dim), x.high.unbind(dim), strict=True):
+        if lows:
+            corners = torch.stack([a * b for a in (lows[-1], highs[-1]) for b in (low, high)])
+            low, high = corners.amin(0), corners.amax(0)
+        lows.append(low)
+        highs.append(high)
+    return torch.stack(lows, dim), torch.stack(highs, dim)
+
+
+def _rounded_product(low: Tensor, high: Tensor, x: Interval, dim: int, dtype: torch.dtype) -> Interval:
+    largest = x.size.clamp(min=1).prod(dim).max() if x.low.numel() else torch.tensor(1.0, dtype=x.low.dtype)
+    return rounded(low, high, dtype, 2 * x.low.shape[dim] + 2, torch.finfo(dtype).tiny * largest, through=largest)
+
+
+def _variance(x: Interval, dim: Dims, correction: float | None, keepdim: bool, dtype: torch.dtype) -> Interval:
+    """The mean square of deviations from a mean that lies between those of both bounds."""
+    x, dims = converted(x, dtype), _dims(x.low, dim)
+    count = math.prod(x.low.shape[d] for d in dims)
+    divisor = count - (1 if correction is None else correction)
+    if divisor <= 0 or not dims:
+        raise UnboundedError("a variance of too few numbers")
+    low, high = (t.mean(dims, keepdim=True) for t in (x.low, x.high))
+    least, most = x.low - high, x.high - low
+    is_across = (least <= 0) & (most >= 0)
+    near = torch.where(is_across, 0.0, torch.minimum(least.abs(), most.abs())).square()
+    far = torch.maximum(least.abs(), most.abs()).square()
+    # Torch updates a running mean and sum of squares: each step rounds numbers of the size of the squares.
+    squares = x.size.square().sum(dims, keepdim=keepdim)
+    slack = accumulated(dtype, 8 * count + 8) * squares / divisor
+    bounds = [t.sum(dims, keepdim=keepdim) / divisor for t in (near, far)]
+    made = rounded(bounds[0], bounds[1], dtype, SLACK, slack, through=4 * squares)
+    return Interval(made.low.clamp(min=0), made.high, dtype)
+
+
+def _var(
+    x: Interval, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False, dtype: torch.dtype
+) -> Interval:
+    return _variance(x, dim, correction, keepdim, dtype)
+
+
+def _var_mean(x: Interval, dim: Dims = None, *, dtype: torch.dtype, **options: Any) -> tuple[Interval, Interval]:
+    return _var(x, dim, dtype=dtype, **options), _mean(x, dim, options.get("keepdim", False), dtype=dtype)
+
+
+def _std(x: Interval, dim: Dims = None, *, dtype: torch.dtype, **options: Any) -> Interval:
+    return POINTWISE["sqrt"](_var(x, dim, dtype=dtype, **options), dtype=dtype)
+
+
+def _sorted(x: Interval, dim: int, descending: bool) -> Interval:
+    """Sorted bounds: the k-th smallest number increases with each of them."""
+    return x.rearranged(lambda t: t.sort(dim=dim, descending=descending).values if t.dim() else t)
+
+
+def _sort(x: Interval, *args: Any, dtype: torch.dtype, **options: Any) -> tuple[Interval, None]:
+    given = {"dim": -1, "descending": False, **options}
+    for argument in args:
+        given["descending" if isinstance(argument, bool) else "dim"] = argument
+    return _sorted(x, given["dim"], given["descending"]), None
+
+
+def _topk(
+    x: Interval, k: int, dim: int = -1, largest: bool = True, is_sorted: bool = True, *, dtype: torch.dtype
+) -> tuple[Interval, None]:
+    if not is_sorted:
+        raise UnboundedError("topk without an order")
+    return _sorted(x, dim, largest).rearranged(lambda t: t.narrow(dim, 0, k) if t.dim() else t), None
+
+
+def _kthvalue(x: Interval, k: int, dim: int = -1, keepdim: bool = False, *, dtype: torch.dtype) -> Any:
+    pick = lambda t: t.narrow(dim, k - 1, 1) if keepdim else t.select(dim, k - 1)  # noqa: E731
+    return _sorted(x, dim, False).rearranged(lambda t: pick(t) if t.dim() else t), None
+
+
+def _median(x: Interval, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype) -> Any:
+    if dim is None:
+        return x.rearranged(lambda t: t.median())
+    return _kthvalue(x, (x.low.shape[dim] - 1) // 2 + 1, dim, keepdim, dtype=dtype)
+
+
+def _running_extreme(run: Callable[..., Any]) -> Callable[..., tuple[Interval, None]]:
+    return lambda x, dim, *, dtype: (x.rearranged(lambda t: run(t, dim).values), None)
+
+
+def _extreme_and_index(reduce: Callable[..., Tensor]) -> Callable[..., Any]:
+    def rule(x: Interval, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype) -> Any:
+        made = _extreme(reduce)(x, dim, keepdim, dtype=dtype)
+        return made if dim is None else (made, None)
+
+    return rule
+
+
+def _index_add(
+    x: Interval, dim: int, index: Interval, source: Interval, *, alpha: float = 1, dtype: torch.dtype
+) -> Interval:
+    positions = known_index(index)
+    x, scaled = converted(x, dtype), converted(source, dtype)
+    scaled = scaled if alpha == 1 else POINTWISE["mul"](scaled, alpha, dtype=dtype)
+    joined = Interval(torch.cat([x.low, scaled.low], dim), torch.cat([x.high, scaled.high], dim), dtype)
+    size = x.low.shape[dim]
+    add = lambda t: t.narrow(dim, 0, size).index_add(dim, positions, t.narrow(dim, size, t.shape[dim] - size))  # noqa: E731
+    return _summed(joined, add, positions.numel() + 1, dtype)
 
 
 def _extreme(reduce: Callable[..., Tensor]) -> Callable[..., Interval]:
@@ -229,6 +349,20 @@ RULES: dict[str, Callable[..., Any]] = {
     "cumsum": _cumsum,
     "amax": _extreme(torch.amax),
     "amin": _extreme(torch.amin),
+    "max": _extreme_and_index(torch.amax),
+    "min": _extreme_and_index(torch.amin),
+    "prod": _product,
+    "cumprod": _cumprod,
+    "var": _var,
+    "var_mean": _var_mean,
+    "std": _std,
+    "sort": _sort,
+    "topk": _topk,
+    "kthvalue": _kthvalue,
+    "median": _median,
+    "cummax": _running_extreme(torch.cummax),
+    "cummin": _running_extreme(torch.cummin),
+    "index_add": _index_add,
     "linalg_vector_norm": _norm,
     **dict.fromkeys(("mm", "bmm", "mv", "dot"), _matmul),
     "addmm": _addmm,

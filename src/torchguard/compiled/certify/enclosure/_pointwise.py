@@ -84,7 +84,7 @@ def _abs(x: Interval, *, dtype: torch.dtype) -> Interval:
 
 def _pow(x: Operand, e: Operand, dtype: torch.dtype) -> Interval:
     if isinstance(e, Interval) or not isinstance(x, Interval):
-        raise UnboundedError("an exponent that is a tensor")
+        return _power_of_tensors(converted(x, dtype), converted(e, dtype), dtype)
     x = converted(x, dtype)
     if not dtype.is_floating_point:
         return _integer_pow(x, e, dtype)
@@ -95,9 +95,19 @@ def _pow(x: Operand, e: Operand, dtype: torch.dtype) -> Interval:
     if len(exponents) == 1 and float(e).is_integer() and e >= 0:
         base = _abs(x, dtype=dtype) if int(e) % 2 == 0 else x
         return computed(base.low**e, base.high**e, dtype, SLACK)
+    if len(exponents) == 1 and float(e).is_integer() and not bool(((x.low <= 0) & (x.high >= 0)).any()):
+        return computed(*_hull([x.low**e, x.high**e]), dtype, SLACK)  # it has no extremum away from zero
     if bool((x.low <= 0).any()):
         raise UnboundedError(f"the exponent {e} of a number that may be zero or less")
     return computed(*_hull([end**p for end in (x.low, x.high) for p in exponents]), dtype, SLACK)
+
+
+def _power_of_tensors(x: Interval, e: Interval, dtype: torch.dtype) -> Interval:
+    """A power of a positive number is monotonic in both arguments, so its bounds are at corners."""
+    if not dtype.is_floating_point or bool((x.low <= 0).any()):
+        raise UnboundedError("a power of tensors whose base may be zero or less")
+    corners = [a**b for a in (x.low, x.high) for b in (e.low, e.high)]
+    return computed(*_hull(corners), dtype, SLACK)
 
 
 def _integer_pow(x: Interval, e: float, dtype: torch.dtype) -> Interval:
@@ -158,6 +168,78 @@ def _logical_not(x: Interval, *, dtype: torch.dtype) -> Interval:
     if x.dtype != torch.bool:
         raise UnboundedError("a logical operation on numbers")
     return Interval(1 - x.high, 1 - x.low, torch.bool)
+
+
+_EQ = _comparison(
+    lambda x, y: (x.low == x.high) & (y.low == y.high) & (x.low == y.low),
+    lambda x, y: (x.low <= y.high) & (y.low <= x.high),
+)
+
+
+def _not_equal(a: Operand, b: Operand, *, dtype: torch.dtype) -> Interval:
+    return _logical_not(_EQ(a, b, dtype=torch.bool), dtype=torch.bool)
+
+
+def _never(x: Interval, *, dtype: torch.dtype) -> Interval:
+    """What has bounds is no NaN, and finite if they are."""
+    is_infinite = bool(x.low.isinf().any() | x.high.isinf().any())
+    if is_infinite:
+        raise UnboundedError("a test of a number that may be infinite")
+    return Interval(torch.zeros_like(x.low), torch.zeros_like(x.low), torch.bool)
+
+
+def _sign(x: Interval, *, dtype: torch.dtype) -> Interval:
+    return Interval(x.low.sign(), x.high.sign(), dtype)
+
+
+def _hypot(a: Interval, b: Interval, *, dtype: torch.dtype) -> Interval:
+    x, y = (_abs(converted(v, dtype), dtype=dtype) for v in (a, b))
+    return rounded(torch.hypot(x.low, y.low), torch.hypot(x.high, y.high), dtype, SLACK)
+
+
+def _xlogy(x: Operand, y: Operand, *, dtype: torch.dtype) -> Interval:
+    """Where x is zero the result is zero, as the product is."""
+    return _mul(x, RULES["log"](converted(y, dtype), dtype=dtype), dtype)
+
+
+def _remainder(x: Operand, y: Operand, *, dtype: torch.dtype) -> Interval:
+    dividend, divisor = converted(x, dtype), converted(y, dtype)
+    if not dtype.is_floating_point and dividend.is_known and divisor.is_known and not bool((divisor.low == 0).any()):
+        found = torch.remainder(dividend.low, divisor.low)
+        return Interval(found, found, dtype)
+    if bool((divisor.low <= 0).any()) or not dtype.is_floating_point:
+        raise UnboundedError("a remainder by a number that may be zero or less")
+    shape = torch.broadcast_shapes(*(v.low.shape for v in (x, y) if isinstance(v, Interval)))
+    return Interval(torch.zeros(shape, dtype=torch.float64), divisor.high.expand(shape), dtype)
+
+
+def _fmod(x: Operand, y: Operand, *, dtype: torch.dtype) -> Interval:
+    """The sign is that of x, and the size at most that of both."""
+    a, size = converted(x, dtype), converted(y, dtype).size
+    if not dtype.is_floating_point or bool(((converted(y, dtype).low <= 0) & (converted(y, dtype).high >= 0)).any()):
+        raise UnboundedError("a remainder by a number that may be zero")
+    low, high = torch.maximum(a.low.clamp(max=0), -size), torch.minimum(a.high.clamp(min=0), size)
+    return Interval(low, high, dtype)
+
+
+def _logit(x: Interval, eps: float | None = None, *, dtype: torch.dtype) -> Interval:
+    x = converted(x, dtype)
+    if eps is not None or bool(((x.low <= 0) | (x.high >= 1)).any()):
+        raise UnboundedError("logit of a number that may not lie between 0 and 1")
+    # The quotient x / (1 - x) has a relative error of a few units, which is an absolute error of its logarithm.
+    return rounded(torch.logit(x.low), torch.logit(x.high), dtype, SLACK, SLACK * unit(dtype))
+
+
+def _huber(
+    x: Interval, y: Interval, reduction: int = 1, delta: float = 1.0, *, dtype: torch.dtype, is_smooth_l1: bool = False
+) -> Interval:
+    if reduction != 0 or delta <= 0:
+        raise UnboundedError("a loss that is reduced")
+    z, scale = _abs(_sub(x, y, dtype), dtype=dtype), delta if is_smooth_l1 else 1.0
+    near, far = (lambda t: t * t / 2), (lambda t: delta * (t - delta / 2))
+    low, high = (torch.where(t < delta, near(t), far(t)) / scale for t in (z.low, z.high))
+    slack = SLACK * unit(dtype) * delta * delta / scale
+    return rounded(low, high, dtype, SLACK, slack, through=z.high.square())
 
 
 def _one_minus_square(y: Interval, dtype: torch.dtype) -> Interval:
@@ -266,9 +348,10 @@ def _relu(x: Interval, *, dtype: torch.dtype) -> Interval:
 
 
 def _elu(x: Interval, alpha: float = 1, scale: float = 1, input_scale: float = 1, *, dtype: torch.dtype) -> Interval:
-    if (alpha, scale, input_scale) != (1, 1, 1):
-        raise UnboundedError("elu with other than its default arguments")
-    return _increasing(torch.nn.functional.elu, absolute=1)(x, dtype=dtype)
+    if min(alpha, scale, input_scale) <= 0:
+        raise UnboundedError("elu with an argument that is not positive")
+    function = lambda t: scale * torch.where(t > 0, t, alpha * torch.expm1(t * input_scale))  # noqa: E731
+    return _increasing(function, absolute=1 + alpha * scale)(x, dtype=dtype)
 
 
 RULES: dict[str, Rule] = {
@@ -294,6 +377,30 @@ RULES: dict[str, Rule] = {
     "lt": _comparison(lambda x, y: x.high < y.low, lambda x, y: x.low < y.high),
     "ge": _comparison(lambda x, y: x.low >= y.high, lambda x, y: x.high >= y.low),
     "le": _LE,
+    "eq": _EQ,
+    "ne": _not_equal,
+    "isnan": _never,
+    "isinf": _never,
+    "sign": _sign,
+    "sgn": _sign,
+    "hypot": _hypot,
+    "xlogy": _xlogy,
+    "special_entr": lambda x, *, dtype: _neg(_xlogy(x, x, dtype=dtype), dtype=dtype),
+    "fill": lambda x, value, *, dtype: converted(value, dtype).rearranged(lambda t: t.expand(x.low.shape)),
+    "remainder": _remainder,
+    "fmod": _fmod,
+    "logit": _logit,
+    "huber_loss": _huber,
+    "smooth_l1_loss": lambda x, y, reduction=1, beta=1.0, *, dtype: _huber(
+        x, y, reduction, beta, dtype=dtype, is_smooth_l1=True
+    ),
+    "celu": lambda x, alpha=1.0, *, dtype: _elu(x, alpha, 1, 1 / alpha, dtype=dtype),
+    "_prelu_kernel": lambda x, w, *, dtype: _where(
+        _comparison(lambda a, b: a.low > b.high, lambda a, b: a.high > b.low)(x, 0.0, dtype=dtype),
+        x,
+        _mul(x, w, dtype),
+        dtype,
+    ),
     "logical_and": _logical(torch.logical_and),
     "logical_or": _logical(torch.logical_or),
     "bitwise_and": _logical(torch.logical_and),

@@ -43,7 +43,8 @@ def _concatenation(join: Callable[..., Tensor]) -> Callable[..., Interval]:
     return rule
 
 
-def _known_index(index: Interval) -> Tensor:
+def known_index(index: Interval) -> Tensor:
+    """The positions that an index holds."""
     if not index.is_known:
         raise UnboundedError("an index that is not known")
     # torch treats an index of uint8 as a mask.
@@ -51,23 +52,33 @@ def _known_index(index: Interval) -> Tensor:
 
 
 def _embedding(weight: Interval, ids: Interval, *_: Any, dtype: torch.dtype) -> Interval:
-    positions = _known_index(ids)
+    positions = known_index(ids)
     return weight.rearranged(lambda t: t[positions])
 
 
 def _gather(x: Interval, dim: int, index: Interval, *, dtype: torch.dtype) -> Interval:
-    positions = _known_index(index)
+    positions = known_index(index)
     return x.rearranged(lambda t: t.gather(dim, positions))
 
 
 def _index_select(x: Interval, dim: int, index: Interval, *, dtype: torch.dtype) -> Interval:
-    positions = _known_index(index)
+    positions = known_index(index)
     return x.rearranged(lambda t: t.index_select(dim, positions))
 
 
 def _index(x: Interval, indices: Sequence[Interval | None], *, dtype: torch.dtype) -> Interval:
-    positions = tuple(slice(None) if i is None else _known_index(i) for i in indices)
+    positions = tuple(slice(None) if i is None else known_index(i) for i in indices)
     return x.rearranged(lambda t: t[positions])
+
+
+def _overwriting(put: Callable[..., Tensor]) -> Callable[..., Interval]:
+    """The rule of an operator that overwrites a part of a tensor."""
+
+    def rule(base: Interval, part: Interval, *args: Any, dtype: torch.dtype) -> Interval:
+        part = converted(part, dtype)
+        return Interval(put(base.low, part.low, *args), put(base.high, part.high, *args), dtype)
+
+    return rule
 
 
 def _pad(x: Interval, pad: Sequence[int], value: float = 0, *, dtype: torch.dtype) -> Interval:
@@ -91,6 +102,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "select": _rearrangement(lambda t, dim, index: t.select(dim, index)),
     "slice": _rearrangement(_slice),
     "diagonal": _rearrangement(lambda t, *args: t.diagonal(*args)),
+    "unfold": _rearrangement(lambda t, dim, size, step: t.unfold(dim, size, step)),
+    "select_scatter": _overwriting(torch.select_scatter),
+    "slice_scatter": _overwriting(torch.slice_scatter),
+    "diagonal_scatter": _overwriting(torch.diagonal_scatter),
     "flip": _rearrangement(lambda t, dims: t.flip(dims)),
     "roll": _rearrangement(lambda t, shifts, dims=(): t.roll(shifts, dims)),
     "repeat": _rearrangement(lambda t, repeats: t.repeat(tuple(repeats))),

@@ -10,12 +10,16 @@ from torch.fx.node import map_arg
 
 from torchguard.compiled._nodes import attribute, op_name
 from torchguard.compiled.certify._certificate import Claim, Json, Verdict
+from torchguard.compiled.certify._decompose import decompose
+from torchguard.compiled.certify._definitions import DEFINITIONS
 from torchguard.compiled.certify.types import _layers, _shapes, _types
 from torchguard.compiled.certify.types._types import IllTypedError, Type, UnsupportedTypeError
 
 RULES: dict[str, Callable[..., Any]] = {**_types.RULES, **_shapes.RULES, **_layers.RULES}
-# The operators that have a rule.
-TYPED_OPS = frozenset(RULES)
+# The definitions of operators without a rule.
+DEFINED = {name: definition for name, definition in DEFINITIONS.items() if name not in RULES}
+# The operators that have a rule or a definition.
+TYPED_OPS = frozenset(RULES) | frozenset(DEFINED)
 
 
 class HasType(Protocol):
@@ -33,6 +37,7 @@ def check_types(gm: GraphModule, leaves: Sequence[HasType], *, subject: str = "f
     Nothing is run, and torch derives nothing. A node whose operator has no rule keeps the type it records; the claim is
     then inconclusive, unless another node fails.
     """
+    gm = decompose(gm, DEFINED, with_complex=True)
     types: dict[Node, Any] = {}
     wrong: dict[str, str] = {}
     unsupported: set[str] = set()

@@ -1,5 +1,6 @@
 """Types of reductions, matrix products and factorisations, convolutions, pools, norms, attention and losses."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -220,9 +221,18 @@ def _max_pool(rank: int) -> Callable[..., tuple[Type, Type]]:
         x: Type, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,), dilation: Sizes = (1,), ceil: bool = False
     ) -> tuple[Type, Type]:
         pooled = _pool(x, rank, kernel, stride, padding, dilation, ceil)
-        return pooled, Type(pooled.shape, torch.int64)
+        return _with_indices(pooled)
 
     return rule
+
+
+def _with_indices(x: Type) -> tuple[Type, Type]:
+    return x, Type(x.shape, torch.int64)
+
+
+def _im2col(x: Type, kernel: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes) -> Type:
+    pooled = _pool(x, 2, kernel, stride, padding, dilation, False)
+    return Type((*x.shape[:-3], x.shape[-3] * math.prod(kernel), math.prod(pooled.shape[-2:])), x.dtype)
 
 
 def _average_pool(rank: int) -> Callable[..., Type]:
@@ -298,7 +308,15 @@ def _attention(q: Type, k: Type, v: Type, *_: Any, **__: Any) -> tuple[Type, Typ
     return Type((*q.shape[:-1], v.shape[-1]), q.dtype), Type(q.shape[:-1], q.dtype)
 
 
-_UPSAMPLING = {"nearest1d": 1, "linear1d": 1, "nearest2d": 2, "bilinear2d": 2, "nearest3d": 3, "trilinear3d": 3}
+_UPSAMPLING = {
+    "nearest1d": 1,
+    "linear1d": 1,
+    "nearest2d": 2,
+    "bilinear2d": 2,
+    "bicubic2d": 2,
+    "nearest3d": 3,
+    "trilinear3d": 3,
+}
 
 RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("mean", "amax", "amin", "logsumexp"), _reduce),
@@ -356,14 +374,21 @@ RULES: dict[str, Callable[..., Any]] = {
     **{
         name: same_as(1)
         for name in ("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "avg_pool2d_backward")
-        + ("avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "glu_backward")
+        + ("avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "glu_backward")
+        + ("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward")
     },
     "_adaptive_avg_pool2d": _resize(2),
+    "_adaptive_avg_pool3d": _resize(3),
+    "adaptive_max_pool2d": lambda x, sizes: _with_indices(_resize(2)(x, sizes)),
+    "adaptive_max_pool3d": lambda x, sizes: _with_indices(_resize(3)(x, sizes)),
+    "im2col": _im2col,
+    "col2im": lambda x, sizes, kernel, *_: Type((*x.shape[:-2], x.shape[-2] // math.prod(kernel), *sizes), x.dtype),
+    "linalg_matrix_exp": same_as(0),
     **{
         f"upsample_{name}": _resize(rank)
         for rank, names in {
             1: ("nearest1d", "linear1d"),
-            2: ("nearest2d", "bilinear2d"),
+            2: ("nearest2d", "bilinear2d", "bicubic2d"),
             3: ("nearest3d", "trilinear3d"),
         }.items()
         for name in names

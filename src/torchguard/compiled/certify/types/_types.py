@@ -221,6 +221,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "clamp": _clamp,
     "clamp_min": _clamp,
     "clamp_max": lambda x, bound: _clamp(x, None, bound),
+    "polygamma": lambda n, x: RULES["digamma"](x),
     "log_sigmoid_forward": lambda x: (x, x),
     "_prelu_kernel_backward": lambda g, x, weight: (x, Type(broadcast(x.shape, weight.shape), x.dtype)),
 }

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from torchguard.compiled.certify._definitions import DEFINITIONS
 from torchguard.compiled.certify.algebra._rules import layers, matrices, pointwise, reductions, shapes, windows
 from torchguard.compiled.certify.algebra._rules.matrices import NEEDS_LAYOUT
 from torchguard.compiled.certify.algebra._rules.shapes import CREATION_RULES
@@ -15,7 +16,9 @@ RULES: dict[str, Callable[..., Any]] = {
     **windows.RULES,
     **layers.RULES,
 }
-# The operators that have a rule.
-ALGEBRAIC_OPS = frozenset(RULES) | frozenset(CREATION_RULES)
+# The definitions of operators without a rule.
+DEFINED = {name: definition for name, definition in DEFINITIONS.items() if name not in RULES}
+# The operators that have a rule or a definition.
+ALGEBRAIC_OPS = frozenset(RULES) | frozenset(CREATION_RULES) | frozenset(DEFINED)
 
-__all__ = ["ALGEBRAIC_OPS", "CREATION_RULES", "NEEDS_LAYOUT", "RULES"]
+__all__ = ["ALGEBRAIC_OPS", "CREATION_RULES", "DEFINED", "NEEDS_LAYOUT", "RULES"]

@@ -174,6 +174,17 @@ def _transposed(x: Value) -> Value:
     return x.rearranged(lambda t: t.transpose(-2, -1))
 
 
+def _shared(x: Value, heads: int) -> Value:
+    """Keys or values with each head repeated for the heads of the queries that share it."""
+    count = heads // x.shape[1]
+    return x if count == 1 else x.rearranged(lambda t: t.repeat_interleave(count, 1))
+
+
+def _shared_backward(g: Value, heads: int) -> Value:
+    count = g.shape[1] // heads
+    return g if count == 1 else g.rearranged(lambda t: t.unflatten(1, (heads, count))).total([2])
+
+
 def _attention(
     q: Value,
     k: Value,
@@ -186,6 +197,7 @@ def _attention(
 ) -> tuple[Value, Value]:
     if dropout:
         raise UnsupportedError("attention with dropout")
+    k, v = (_shared(x, q.shape[1]) for x in (k, v))
     scores = _scores(q, k, is_causal, attn_mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return softmax(scores, -1).matmul(v), logsumexp(scores, -1)
 
@@ -204,10 +216,13 @@ def _attention_backward(
     scale: float | None = None,
 ) -> tuple[Value, Value, Value]:
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    heads = k.shape[1]
+    k, v = (_shared(x, q.shape[1]) for x in (k, v))
     scores = _scores(q, k, is_causal, attn_mask, factor)
     weights = (scores - log_sums.rearranged(lambda t: t.unsqueeze(-1))).exp()
     dscores = weights * (g.matmul(_transposed(v)) - (g * y).total([3], True)) * factor
-    return dscores.matmul(k), _transposed(dscores).matmul(q), _transposed(weights).matmul(g)
+    by_key, by_value = _transposed(dscores).matmul(q), _transposed(weights).matmul(g)
+    return dscores.matmul(k), _shared_backward(by_key, heads), _shared_backward(by_value, heads)
 
 
 def _reduce(loss: Value, reduction: int) -> Value:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard.compiled.certify.algebra._field import PrimeField, UnsupportedError
+from torchguard.compiled.certify.algebra._field import PrimeField, Reals, UnsupportedError
 from torchguard.compiled.certify.algebra._values import Value, integers
 
 
@@ -112,9 +112,13 @@ def _pivots(a: Value) -> Value:
 
 
 def _solve_ex(a: Value, b: Value, *, left: bool = True, check_errors: bool = False) -> tuple[Value, ...]:
-    if not left or b.element.dim() < 2:
-        raise UnsupportedError("linalg_solve from the right, or of one vector")
-    return _solve(a, b), _factors(a.field, a.element, a.tangent), _pivots(a), _info(a)
+    if b.element.dim() == a.element.dim() - 1 and b.shape == a.shape[:-1]:
+        solved = _solve(a, _column(b)).rearranged(lambda t: t.squeeze(-1))
+    elif left:
+        solved = _solve(a, b)
+    else:
+        solved = _transposed(_solve(_transposed(a), _transposed(b)))
+    return solved, _factors(a.field, a.element, a.tangent), _pivots(a), _info(a)
 
 
 def _lu_solve(lu: Value, pivots: Value, b: Value, *, left: bool = True, adjoint: bool = False) -> Value:
@@ -155,6 +159,41 @@ def _determinant(a: Value, *, is_contiguous: bool) -> tuple[Value, Value, Value]
     return Value(f, det, tangent), _factors(f, factored.element, factored.tangent), _pivots(a)
 
 
+def _log_determinant(a: Value, *, is_contiguous: bool) -> tuple[Value, Value, Value, Value]:
+    """The sign of the determinant and the logarithm of its absolute value: d log|det| = trace(a⁻¹ da)."""
+    det, factors, pivots = _determinant(a, is_contiguous=is_contiguous)
+    sign = det.without_tangent().sgn()
+    return sign, (det * sign).log(), factors, pivots
+
+
+# The degree of the polynomial that stands for the exponential of a matrix.
+_DEGREE = 12
+
+
+def _matrix_exponential(a: Value) -> Value:
+    """A polynomial with unknown coefficients: what torch's derivatives use holds for each power series alike.
+
+    In real numbers it is the exponential itself.
+    """
+    f = a.field
+    if isinstance(f, Reals):
+        return Value(f, torch.linalg.matrix_exp(a.element), None if a.tangent is None else _differential(a))
+    power = _identity_like(a)
+    result = power * Value(f, f.unknown_function("matrix_exp", torch.tensor(0)))
+    for n in range(1, _DEGREE + 1):
+        power = power.matmul(a)
+        result = result + power * Value(f, f.unknown_function("matrix_exp", torch.tensor(n)))
+    return result
+
+
+def _differential(a: Value) -> Tensor:
+    """The derivative of the exponential along the tangent: a block of that of a larger matrix."""
+    n, zero = a.shape[-1], torch.zeros_like(a.element)
+    upper = torch.cat([a.element, a.element if a.tangent is None else a.tangent], -1)
+    block = torch.cat([upper, torch.cat([zero, a.element], -1)], -2)
+    return torch.linalg.matrix_exp(block)[..., :n, n:]
+
+
 def _triangular(a: Value, b: Value, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Value:
     """x with ax = b, or with xa = b; only one triangle of a and da is read."""
     if not left:
@@ -189,7 +228,7 @@ def _cholesky(a: Value, *, upper: bool = False, check_errors: bool = False) -> t
 
 
 # The rules of these take an argument `is_contiguous`: whether their first operand is.
-NEEDS_LAYOUT = frozenset({"_linalg_det"})
+NEEDS_LAYOUT = frozenset({"_linalg_det", "_linalg_slogdet"})
 RULES: dict[str, Callable[..., Any]] = {
     "mm": lambda a, b: a.matmul(b),
     "bmm": lambda a, b: a.matmul(b),
@@ -202,7 +241,9 @@ RULES: dict[str, Callable[..., Any]] = {
     "_linalg_solve_ex": _solve_ex,
     "linalg_lu_solve": _lu_solve,
     "_linalg_det": _determinant,
+    "_linalg_slogdet": _log_determinant,
     "linalg_solve_triangular": _triangular,
+    "linalg_matrix_exp": _matrix_exponential,
     "linalg_cholesky_ex": _cholesky,
     "_linalg_check_errors": lambda *_, **__: None,
 }

@@ -28,12 +28,13 @@ def _sub(a: Any, b: Any, *, alpha: float = 1) -> Any:
 
 
 def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
-    if rounding_mode is not None:
-        raise UnsupportedError(f"div with rounding_mode={rounding_mode!r}")
-    return a / b
+    if rounding_mode is None:
+        return a / b
+    quotient = stepped(a.without_tangent() / b, torch.floor if rounding_mode == "floor" else torch.trunc)
+    return quotient if a.is_integer and getattr(b, "is_integer", isinstance(b, int)) else quotient.as_elements()
 
 
-def _pow(x: Any, e: Any) -> Any:
+def power(x: Any, e: Any) -> Any:
     """`x ** e`: by roots and integer powers if e is a number, as an unknown function if it is a tensor."""
     if isinstance(e, Value):
         return _power_of_tensors(x, e)
@@ -53,7 +54,7 @@ def _pow(x: Any, e: Any) -> Any:
 
 def _fractional_power(x: Value, q: Fraction) -> Value:
     f = x.field
-    y = Value(f, f.unknown_function(f"pow {q}", x.element))
+    y = Value(f, f.root(x.element, q))
     if x.tangent is None:
         return y
     slope = q * y / x.without_tangent()
@@ -61,8 +62,6 @@ def _fractional_power(x: Value, q: Fraction) -> Value:
 
 
 def _power_of_tensors(x: Value, e: Value) -> Value:
-    if not x.element.dim() and x.tangent is None:
-        raise UnsupportedError("pow of a number to a tensor")
     a, b = x.as_elements(), e.as_elements()
     plain_a, plain_b = a.without_tangent(), b.without_tangent()
     y = _unknown_power(plain_a, plain_b)
@@ -71,6 +70,23 @@ def _power_of_tensors(x: Value, e: Value) -> Value:
     logarithm = is_zero.where(0, is_zero.where(1, plain_a).log())
     slopes = plain_b * _unknown_power(plain_a, plain_b - 1), y * logarithm
     return _with_slopes(y, (a, slopes[0]), (b, slopes[1]))
+
+
+def power_of_number(base: float, e: Value) -> Value:
+    """`base ** e` of a positive number, whose logarithm is one as well; of integers as torch computes it."""
+    if isinstance(base, int) and e.is_integer:
+        return integers(e.field, torch.pow(int(base), e.element.to(torch.int64)))
+    if not 0 < base < math.inf:
+        raise UnsupportedError(f"pow of {base} to a tensor")
+    b = e.as_elements()
+    constant = Value(b.field, b.field.constant(float(base)))
+    y = _unknown_power(constant, b.without_tangent())
+    return _with_slopes(y, (b, y * math.log(base)))
+
+
+def _never(x: Value) -> Value:
+    """All numbers of a point are finite."""
+    return integers(x.field, torch.zeros(x.shape, dtype=torch.bool))
 
 
 def _unknown_power(a: Value, b: Value) -> Value:
@@ -116,6 +132,22 @@ def stepped(x: Value, function: Callable[[torch.Tensor], torch.Tensor]) -> Value
 
 def _step_function(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
     return lambda x: x if x.is_integer else stepped(x, function).as_elements()
+
+
+def _remainder(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Value]:
+    """x - y * n, where the integer n is a quotient rounded: the derivative of n is zero."""
+
+    def rule(x: Value, y: Any) -> Value:
+        x = x if isinstance(x, Value) else y._other(x)
+        divisor = x._other(y)
+        if x.is_integer and divisor.is_integer:
+            function = torch.remainder if rounding is torch.floor else torch.fmod
+            return integers(x.field, function(x.element.to(torch.int64), divisor.element.to(torch.int64)))
+        x, divisor = x.as_elements(), divisor.as_elements()
+        quotient = stepped(x.without_tangent() / divisor.without_tangent(), rounding)
+        return x - divisor * quotient.as_elements()
+
+    return rule
 
 
 def _logical(operation: Callable[..., torch.Tensor]) -> Callable[..., Value]:
@@ -261,7 +293,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "neg": lambda x: -x,
     "reciprocal": lambda x: 1 / x,
     "square": lambda x: x * x,
-    "pow": _pow,
+    "pow": power,
     "abs": lambda x: x * x.sgn(),
     "sgn": lambda x: x.sgn(),
     "sign": lambda x: x.sgn(),
@@ -292,12 +324,24 @@ RULES: dict[str, Callable[..., Any]] = {
     "erfinv": lambda x: x.odd("erfinv"),
     "lgamma": lambda x: x.function("lgamma"),
     "digamma": lambda x: x.digamma(),
+    "polygamma": lambda n, x: x.polygamma(int(n.element) if isinstance(n, Value) else n),
+    "special_erfcx": lambda x: x.function("erfcx"),
+    "special_log_ndtr": lambda x: x.function("log_ndtr"),
+    "i0": lambda x: x.even("i0"),
+    "special_i0e": lambda x: x.even("i0") * (-(x * x.sgn())).exp(),
+    "special_i1": lambda x: x.odd("i1"),
+    "special_i1e": lambda x: x.odd("i1") * (-(x * x.sgn())).exp(),
     "atan2": _atan2,
     "logaddexp": _logaddexp,
     "floor": _step_function(torch.floor),
     "ceil": _step_function(torch.ceil),
     "round": _step_function(torch.round),
     "trunc": _step_function(torch.trunc),
+    **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf"), _never),
+    "isfinite": lambda x: _never(x).inverted(),
+    "remainder": _remainder(torch.floor),
+    "fmod": _remainder(torch.trunc),
+    "frac": lambda x: x - stepped(x, torch.trunc).as_elements(),
     "maximum": _maximum,
     "minimum": _minimum,
     "clamp": _clamp,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchguard.compiled.certify.algebra._field import UnsupportedError
+from torchguard.compiled.certify.algebra._rules.pointwise import power
 from torchguard.compiled.certify.algebra._rules.shapes import stacked
 from torchguard.compiled.certify.algebra._values import Value, integers
 
@@ -202,7 +203,42 @@ def _vector_norm(x: Value, ord: float = 2, dim: Dims = None, keepdim: bool = Fal
         return _extremum(absolute, dims, keepdim, is_max=ord > 0)
     if ord == 0:
         return x.eq(0).inverted().as_elements().total(dims, keepdim)
-    raise UnsupportedError(f"linalg_vector_norm of order {ord}: only 0, 1, 2 and inf")
+    powers = power(absolute, ord).total(dims, keepdim)
+    return power(powers, 1 / ord)
+
+
+def _order_statistic(x: Value, k: int, dim: int, keepdim: bool) -> tuple[Value, Value]:
+    """The k-th smallest element, counted from 0, and its index."""
+    if not x.element.dim():
+        return _sorted(x, dim, False, 1)
+    values, indices = _sorted(x, dim, False, x.shape[dim])
+    pick = lambda t: t.narrow(dim, k, 1) if keepdim else t.select(dim, k)  # noqa: E731
+    return values.rearranged(pick), indices.rearranged(pick)
+
+
+def _median(x: Value, dim: int | None = None, keepdim: bool = False) -> Any:
+    if dim is None:
+        flat = x.rearranged(lambda t: t.reshape(-1))
+        return _order_statistic(flat, (x.element.numel() - 1) // 2, 0, False)[0]
+    return _order_statistic(x, ((x.shape[dim] if x.element.dim() else 1) - 1) // 2, dim, keepdim)
+
+
+def _running_extremum(is_max: bool) -> Callable[..., tuple[Value, Value]]:
+    """Of equal elements the last one is taken, as in torch."""
+
+    def rule(x: Value, dim: int) -> tuple[Value, Value]:
+        if not x.element.dim():
+            return x, integers(x.field, torch.zeros((), dtype=torch.int64))
+        reals = x.real_values() if is_max else -x.real_values()
+        indices = reals.cummax(dim).indices
+        shape = [-1 if d == dim % reals.dim() else 1 for d in range(reals.dim())]
+        positions = torch.arange(reals.shape[dim])
+        is_before = positions.unsqueeze(0) <= positions.unsqueeze(1)
+        possible = is_before.reshape(*shape, reals.shape[dim]).expand(*reals.shape, reals.shape[dim])
+        x.field.trace.record_index(indices, reals.shape[dim], possible)
+        return x.rearranged(lambda t: t.gather(dim, indices)), integers(x.field, indices)
+
+    return rule
 
 
 def _any(x: Value, dim: Dims = None, keepdim: bool = False) -> Value:
@@ -227,6 +263,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "argmin": lambda x, dim=None, keepdim=False: _argmax(x, dim, keepdim, is_max=False),
     "sort": _sort,
     "topk": _topk,
+    "kthvalue": lambda x, k, dim=-1, keepdim=False: _order_statistic(x, k - 1, dim, keepdim),
+    "median": _median,
+    "cummax": _running_extremum(is_max=True),
+    "cummin": _running_extremum(is_max=False),
     "cumsum": _cumsum,
     "cumprod": _cumprod,
     "prod": _prod,

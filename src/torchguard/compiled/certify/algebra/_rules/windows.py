@@ -187,6 +187,37 @@ def _max_pool_windows(
     return _windows(plane, kernel, stride, padding, dilation, [_output_size(*sizes, ceil_mode) for sizes in each])
 
 
+def _im2col(x: Value, kernel: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes) -> Value:
+    windows = _column_windows(x.shape[-2:], kernel, dilation, padding, stride)
+    return x.linear(lambda t: _unfold(t, windows).transpose(-2, -1).flatten(-3, -2))
+
+
+def _col2im(x: Value, sizes: Sizes, kernel: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes) -> Value:
+    windows = _column_windows(sizes, kernel, dilation, padding, stride)
+    split = lambda t: t.unflatten(-2, (-1, math.prod(kernel))).transpose(-2, -1)  # noqa: E731
+    return x.linear(lambda t: _fold(x.field, split(t), windows))
+
+
+def _column_windows(plane: Sizes, kernel: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes) -> Windows:
+    each = zip(plane, kernel, stride, padding, dilation, strict=True)
+    return _windows(plane, kernel, stride, padding, dilation, [_output_size(*sizes, False) for sizes in each])
+
+
+def _adaptive_windows(plane: Sizes, sizes: Sizes) -> Windows:
+    """The windows of adaptive pooling, which differ in size: the smaller ones are filled up with padding."""
+    outside, rows = math.prod(plane), [[0]]
+    for n, m in zip(plane, sizes, strict=True):
+        spans = [range(i * n // m, -(-(i + 1) * n // m)) for i in range(m)]
+        rows = [[at * n + j for at in row for j in span] for row in rows for span in spans]
+    longest = max(map(len, rows))
+    positions = torch.tensor([row + [outside] * (longest - len(row)) for row in rows])
+    return Windows(positions, tuple(plane), tuple(sizes))
+
+
+def _adaptive_max_pool(rank: int) -> Callable[..., tuple[Value, Value]]:
+    return lambda x, sizes: _pool(x, _adaptive_windows(x.shape[-rank:], sizes))
+
+
 def _max_pool(rank: int) -> Callable[..., tuple[Value, Value]]:
     def rule(
         x: Value,
@@ -196,16 +227,21 @@ def _max_pool(rank: int) -> Callable[..., tuple[Value, Value]]:
         dilation: Sizes = (1,),
         ceil_mode: bool = False,
     ) -> tuple[Value, Value]:
-        windows = _max_pool_windows(x, rank, kernel, stride, padding, dilation, ceil_mode)
-        reals = _unfold(x.real_values(), windows, filling=-math.inf)
-        chosen = reals.argmax(-1, keepdim=True)
-        is_inside = (windows.positions < math.prod(windows.inner)).expand(reals.shape)
-        x.field.trace.record_index(chosen, reals.shape[-1], is_inside)
-        positions = windows.positions.expand(*reals.shape).gather(-1, chosen).squeeze(-1)
-        shape = (*x.shape[:-rank], *windows.outer)
-        return _select(x, positions, rank, shape), integers(x.field, positions.reshape(shape))
+        return _pool(x, _max_pool_windows(x, rank, kernel, stride, padding, dilation, ceil_mode))
 
     return rule
+
+
+def _pool(x: Value, windows: Windows) -> tuple[Value, Value]:
+    """The largest element of each window, and its position in the plane."""
+    rank = len(windows.inner)
+    reals = _unfold(x.real_values(), windows, filling=-math.inf)
+    chosen = reals.argmax(-1, keepdim=True)
+    is_inside = (windows.positions < math.prod(windows.inner)).expand(reals.shape)
+    x.field.trace.record_index(chosen, reals.shape[-1], is_inside)
+    positions = windows.positions.expand(*reals.shape).gather(-1, chosen).squeeze(-1)
+    shape = (*x.shape[:-rank], *windows.outer)
+    return _select(x, positions, rank, shape), integers(x.field, positions.reshape(shape))
 
 
 def _select(x: Value, positions: Tensor, rank: int, shape: Sizes) -> Value:
@@ -257,6 +293,32 @@ def _linear_matrix(n: int, m: int, align_corners: bool, scale: float | None) -> 
         low = min(math.floor(at), n - 1)
         high, part = min(low + 1, n - 1), at - low
         rows.append([(1 - part) * (j == low) + part * (j == high) for j in range(n)])
+    return rows
+
+
+_CUBIC = Fraction(-3, 4)
+
+
+def _cubic_weight(t: Fraction) -> Fraction:
+    """The weight of a sample at a distance, by the kernel of Keys."""
+    a, t = _CUBIC, abs(t)
+    if t <= 1:
+        return ((a + 2) * t - (a + 3)) * t * t + 1
+    return ((a * t - 5 * a) * t + 8 * a) * t - 4 * a if t < 2 else Fraction(0)
+
+
+def _cubic_matrix(n: int, m: int, align_corners: bool, scale: float | None) -> Weights:
+    rows = []
+    for i in range(m):
+        if align_corners:
+            at = Fraction(i * (n - 1), m - 1) if m > 1 else Fraction(0)
+        else:
+            ratio = Fraction(n, m) if scale is None else 1 / Fraction(scale).limit_denominator(1000)
+            at = ratio * (i + Fraction(1, 2)) - Fraction(1, 2)
+        row, low = [Fraction(0)] * n, math.floor(at)
+        for j in range(low - 1, low + 3):
+            row[min(max(j, 0), n - 1)] += _cubic_weight(at - j)
+        rows.append(row)
     return rows
 
 
@@ -317,6 +379,11 @@ def _linear_weights(plane: Sizes, sizes: Sizes, align_corners: bool, *scales: fl
     return [_linear_matrix(n, m, align_corners, s) for n, m, s in zip(plane, sizes, given, strict=True)]
 
 
+def _cubic_weights(plane: Sizes, sizes: Sizes, align_corners: bool, *scales: float | None) -> list[Weights]:
+    given = scales or (None,) * len(sizes)
+    return [_cubic_matrix(n, m, align_corners, s) for n, m, s in zip(plane, sizes, given, strict=True)]
+
+
 def _upsampling(
     weights_of: Callable[..., list[Weights]], rank: int
 ) -> tuple[Callable[..., Value], Callable[..., Value]]:
@@ -336,6 +403,12 @@ RULES: dict[str, Callable[..., Any]] = {
     "max_pool2d_with_indices_backward": _max_pool_backward(2),
     "max_pool3d_with_indices": _max_pool(3),
     "max_pool3d_with_indices_backward": _max_pool_backward(3),
+    "adaptive_max_pool2d": _adaptive_max_pool(2),
+    "adaptive_max_pool2d_backward": _max_pool_backward(2),
+    "adaptive_max_pool3d": _adaptive_max_pool(3),
+    "adaptive_max_pool3d_backward": _max_pool_backward(3),
+    "im2col": _im2col,
+    "col2im": _col2im,
     "avg_pool1d": _average_pool(1),
     "avg_pool2d": _average_pool(2),
     "avg_pool2d_backward": _average_pool_backward(2),
@@ -343,10 +416,12 @@ RULES: dict[str, Callable[..., Any]] = {
     "avg_pool3d_backward": _average_pool_backward(3),
     "_adaptive_avg_pool2d": lambda x, sizes: _resample(x, _adaptive_weights(x.shape[-2:], sizes)),
     "_adaptive_avg_pool2d_backward": lambda g, x: _resample_backward(g, _adaptive_weights(x.shape[-2:], g.shape[-2:])),
+    "_adaptive_avg_pool3d": lambda x, sizes: _resample(x, _adaptive_weights(x.shape[-3:], sizes)),
+    "_adaptive_avg_pool3d_backward": lambda g, x: _resample_backward(g, _adaptive_weights(x.shape[-3:], g.shape[-3:])),
 }
 _UPSAMPLING = {
     1: {"nearest1d": _nearest_weights, "linear1d": _linear_weights},
-    2: {"nearest2d": _nearest_weights, "bilinear2d": _linear_weights},
+    2: {"nearest2d": _nearest_weights, "bilinear2d": _linear_weights, "bicubic2d": _cubic_weights},
     3: {"nearest3d": _nearest_weights, "trilinear3d": _linear_weights},
 }
 for _rank, _kinds in _UPSAMPLING.items():
