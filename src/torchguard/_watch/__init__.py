@@ -28,13 +28,12 @@ State that is not visible in signatures, here and in the rest of torchguard, and
   compiled kernels (`kernels.py`).
 """
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
-from torchguard._torch.modules import is_compiled_or_scripted, mixes_samples, remove_forward_hooks
+from torchguard._torch.modules import is_compiled_or_scripted, remove_forward_hooks
 from torchguard._torch.settings import allow_side_effects_under_checkpoint, release_settings
 from torchguard._watch import hooks, regions, state, wrapper  # classes are looked up there: they may be reloaded
 from torchguard._watch.report import Incident
@@ -46,7 +45,7 @@ from torchguard._watch.select import (
     other_embeddings,
     watched_paths,
 )
-from torchguard.exceptions import MixedRowsWarning, WatchError
+from torchguard.exceptions import WatchError
 
 __all__ = ["Incident", "WatchError", "unwatch", "watch"]
 
@@ -111,8 +110,6 @@ def watch(
         masks=mask_positions(model),
         regions=tuple(locations for locations in of_blocks.values() if locations),
     )
-    if quarantine:
-        _warn_of_mixed_samples(model)
     allow_side_effects_under_checkpoint(watch_state)
     model.register_forward_pre_hook(wrapper.RootHook(watch_state))
     on_modules = {
@@ -162,21 +159,3 @@ def _require_model(model: Any) -> None:
         raise WatchError(
             f"watch: this {type(model).__name__} has a {own[0]!r} of its own, which watching would hide. Rename it."
         )
-
-
-def _warn_of_mixed_samples(model: nn.Module) -> None:
-    mixing = [path for path, module in model.named_modules() if mixes_samples(module)]
-    if mixing:
-        warnings.warn(
-            f"watch: {_some(mixing)} mix samples while training: a replaced sample goes into their mean and "
-            "variance as zeros. The others' outputs and gradients stay finite, but are not those of the batch without "
-            "it. In eval mode they are.",
-            MixedRowsWarning,
-            stacklevel=3,
-        )
-
-
-def _some(names: list[str]) -> str:
-    """The first five, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

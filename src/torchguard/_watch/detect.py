@@ -182,6 +182,11 @@ def _bits_of(number: float, dtype: torch.dtype) -> int:
     return bits if dtype == torch.float32 else bits >> 16
 
 
+def only_nan(status: Tensor) -> Tensor:
+    """The status, in which Inf counts as finite."""
+    return torch.where(is_nan(status), status, 0)
+
+
 def only_fault(status: Tensor, fault: int) -> Tensor:
     """The status as faults, with every fault but this one counted as OK."""
     faults = faults_of(status)

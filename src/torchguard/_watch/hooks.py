@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchguard._pytrees import map_tensors, tensors_in
-from torchguard._torch.modules import is_torch_leaf
+from torchguard._torch.modules import child_names, is_torch_leaf
+from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
 from torchguard._watch.select import is_mask, mask_positions
@@ -32,6 +33,8 @@ class ModuleHooks:
         self.is_embedding = isinstance(module, nn.Embedding)
         self.checks_output = checks_output
         self.checks_input = watch.checks.indices if self.is_embedding else watch.quarantine
+        # A mask, in which Inf is legitimate, may be any argument of a module with children; of others, all but the first.
+        self.may_get_masks = bool(child_names(module))
         # A non-finite gradient that one of torch's own modules makes is masked at the output of the module before it.
         self.mask_gradient = not is_torch_leaf(module)
         self.in_place = is_qkv_projection(module)
@@ -49,9 +52,17 @@ class ModuleHooks:
         if not call_record.quarantine:
             return None
         if len(args) == 1 and not kwargs and not self.masks and isinstance(args[0], Tensor):  # the most frequent case
-            return (call_record.check(args[0], self.location, self.mask_gradient, True, self.num_squares),), kwargs
+            how = (self.mask_gradient, True, self.num_squares, None, False, self.may_get_masks)
+            return (call_record.check(args[0], self.location, *how),), kwargs
         return checked_arguments(
-            args, kwargs, call_record, self.location, self.masks, self.mask_gradient, self.num_squares
+            args,
+            kwargs,
+            call_record,
+            self.location,
+            self.masks,
+            self.mask_gradient,
+            self.num_squares,
+            self.may_get_masks,
         )
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -97,18 +108,28 @@ def checked_arguments(
     masks: tuple[int, ...],
     mask_gradient: bool,
     num_squares: int = 0,
+    may_get_masks: bool = True,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a module, checked, and in quarantine replaced. Masks are left as they are."""
-    how = (call_record, location, mask_gradient, True, num_squares)
-    checked = tuple(value if i in masks else _checked(value, *how) for i, value in enumerate(args))
-    named = {name: value if is_mask(name) else _checked(value, *how) for name, value in kwargs.items()}
+    """The arguments of a module, checked, and in quarantine replaced. Masks are left as they are.
+
+    Inf stays in arguments that may be masks: in all with `may_get_masks`, otherwise in all but the first.
+    """
+    how = (call_record, location, mask_gradient, True, num_squares, None)
+    checked = tuple(
+        value if i in masks else _checked(value, *how, may_get_masks or i > 0) for i, value in enumerate(args)
+    )
+    keep_inf = may_get_masks or bool(args)
+    named = {}
+    for name, value in kwargs.items():
+        named[name] = value if is_mask(name) else _checked(value, *how, keep_inf)
+        keep_inf = True
     return checked, named
 
 
 def checked_output(module: Any, output: Any, call_record: CallRecord, location: int) -> Any:
     """The output of a module, checked, and in quarantine replaced."""
     if not isinstance(output, Tensor) and isinstance(module, nn.RNNBase):
-        states = _checked(output[1], call_record, location, dim=1)  # (layers, batch, width)
+        states = _checked(output[1], call_record, location, rows=row_code(1))  # (layers, batch, width)
         return _checked(output[0], call_record, location), states
     return _checked(output, call_record, location)
 
@@ -120,24 +141,24 @@ def _checked(
     mask_gradient: bool = True,
     is_argument: bool = False,
     num_squares: int = 0,
-    dim: int | None = None,
+    rows: int | None = None,
+    keep_inf: bool = False,
 ) -> Any:
     """A pytree of which every tensor was checked."""
+    how = (location, mask_gradient, is_argument, num_squares, rows, False, keep_inf)
     if isinstance(value, Tensor):
-        return call_record.check(value, location, mask_gradient, is_argument, num_squares, dim)
+        return call_record.check(value, *how)
     if call_record.quarantine:
-        return map_tensors(
-            value, lambda z: call_record.check(z, location, mask_gradient, is_argument, num_squares, dim)
-        )
+        return map_tensors(value, lambda z: call_record.check(z, *how))
     for _, z in tensors_in(value):
-        call_record.check(z, location, mask_gradient, is_argument, num_squares, dim)
+        call_record.check(z, *how)
     return value
 
 
 def _run_other_checks(z: Tensor, call_record: CallRecord, location: int) -> None:
     if not can_be_checked(z) or call_record.batch is None:
         return
-    samples = call_record.batch.samples_first(floats_of(z), call_record.dim_of(z, None))
+    samples = call_record.samples_of(floats_of(z), location)
     if samples is None or samples.ndim < 2:
         return
     for check in call_record.checks.others:
@@ -148,5 +169,5 @@ def _run_other_checks(z: Tensor, call_record: CallRecord, location: int) -> None
 def _clamped(ids: Any, embedding: Any, call_record: CallRecord, location: int) -> Any:
     if not isinstance(ids, Tensor):
         return ids
-    call_record.record(location, index_status(ids, embedding.num_embeddings))
+    call_record.record_indices(location, ids, index_status(ids, embedding.num_embeddings))
     return ids.clamp(0, embedding.num_embeddings - 1)

@@ -15,27 +15,41 @@ from torch import Tensor
 from torchguard._operators import define_opaque
 from torchguard._torch.tracing import in_transform, is_surely, is_traced, surely_equal
 from torchguard._watch.batch import Batch
-from torchguard._watch.detect import OK, faults_of
+from torchguard._watch.detect import INF, OK, faults_of
 
-# In place of the dim along which samples lie: it is that of the batch.
-UNKNOWN_DIM = -1
+# In place of a row code: sizes decide.
+BY_SIZE = -1
+_SUSPECT = 1 << 61
 _FAULT_MASK, _POSITION_SHIFT, _MAX_POSITION, _ORDER_SHIFT = 0xFF, 8, (1 << 31) - 1, 40
 
 
-class RowStatuses(NamedTuple):
-    """The statuses of a call in the order of its checks: each with its location, and the dim of its samples.
+def suspect(code: int) -> int:
+    """The row code of a status whose Infs count only if the sample goes bad elsewhere as well.
 
-    The dim is `UNKNOWN_DIM` where it is that of the batch.
+    An argument may hold Inf on purpose, such as -Inf in a mask.
     """
+    return code | _SUSPECT if code >= 0 else code - 16
+
+
+def is_suspect(code: int) -> bool:
+    return code >= _SUSPECT or code < -16
+
+
+def _without_suspicion(code: int) -> int:
+    return code & ~_SUSPECT if code >= 0 else code + 16 if code < -16 else code
+
+
+class RowStatuses(NamedTuple):
+    """The statuses of a call in the order of its checks: each with its location and its row code, or `BY_SIZE`."""
 
     statuses: list[Tensor]
     locations: list[int]
-    dims: list[int]
+    rows: list[int]
 
     def only(self, numbers: list[int]) -> "RowStatuses":
         """Those of the checks of these numbers."""
-        statuses, locations, dims = self
-        return RowStatuses([statuses[i] for i in numbers], [locations[i] for i in numbers], [dims[i] for i in numbers])
+        statuses, locations, rows = self
+        return RowStatuses([statuses[i] for i in numbers], [locations[i] for i in numbers], [rows[i] for i in numbers])
 
 
 class StatusGroup(NamedTuple):
@@ -61,8 +75,17 @@ class Faults(NamedTuple):
     times: Tensor
 
 
-def earliest_faults(checked: RowStatuses, batch: Batch, most: int) -> Faults:
-    keys = _keys(checked.statuses, checked.dims, batch)
+def earliest_faults(checked: RowStatuses, batch: Batch, most: int, mixes: bool) -> Faults:
+    """The earliest faults of each sample.
+
+    Args:
+        most: how many.
+        mixes: whether samples may have been mixed: then the earliest fault of all counts for each that has none.
+    """
+    keys = _keys(checked.statuses, checked.rows, batch)
+    if mixes:
+        worst = keys.amax() if batch.size else keys.new_zeros(())
+        keys = torch.cat([keys, torch.where((keys > 0).any(0, keepdim=True), 0, worst)])
     times = (keys > 0).sum(0)
     if most == 1:
         keys = keys.amax(0, keepdim=True)
@@ -75,9 +98,9 @@ def earliest_faults(checked: RowStatuses, batch: Batch, most: int) -> Faults:
     return Faults(fault, check, position, times)
 
 
-def _keys(statuses: list[Tensor], dims: Sequence[int], batch: Batch) -> Tensor:
+def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
     """A key for every check and sample."""
-    groups, unbatched = ([], []) if is_surely(batch.size == 0) else grouped(statuses, dims, batch)
+    groups, unbatched = ([], []) if is_surely(batch.size == 0) else grouped(statuses, rows, batch)
     parts, numbers = [], []
     for group in groups:
         faults = faults_of(group.stacked.amax(-1)).to(torch.int64)
@@ -97,7 +120,19 @@ def _keys(statuses: list[Tensor], dims: Sequence[int], batch: Batch) -> Tensor:
         keys = torch.where(faults == OK, 0, first)
         earlier = torch.cat(parts).amax() if parts else torch.zeros_like(keys)
         parts.append(torch.where(keys > earlier, keys, 0).expand(-1, batch.size))
-    return torch.cat(parts) if parts else torch.zeros(1, batch.size, dtype=torch.int64, device=batch.device)
+        numbers += unbatched
+    if not parts:
+        return torch.zeros(1, batch.size, dtype=torch.int64, device=batch.device)
+    return _without_suspects(torch.cat(parts), [is_suspect(rows[i]) for i in numbers])
+
+
+def _without_suspects(keys: Tensor, suspects: list[bool]) -> Tensor:
+    """The keys without Infs of suspects in samples that are bad nowhere else."""
+    if not any(suspects):
+        return keys
+    is_suspect = torch.tensor(suspects, device=keys.device).unsqueeze(-1)
+    is_bad = torch.where(is_suspect & (keys & _FAULT_MASK == INF), 0, keys).amax(0, keepdim=True) > 0
+    return torch.where(is_bad, keys, 0)
 
 
 def _order_bits(checks: int, numbers: list[int], like: Tensor) -> Tensor:
@@ -105,12 +140,13 @@ def _order_bits(checks: int, numbers: list[int], like: Tensor) -> Tensor:
     return _constant([(checks - i) << _ORDER_SHIFT for i in numbers], like).unsqueeze(-1)
 
 
-def grouped(statuses: list[Tensor], dims: Sequence[int], batch: Batch) -> tuple[list[StatusGroup], list[int]]:
+def grouped(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> tuple[list[StatusGroup], list[int]]:
     """The statuses in groups, and the numbers of those of unbatched tensors."""
     groups: list[dict[int, Tensor]] = []
     unbatched = []
-    for i, (status, dim) in enumerate(zip(statuses, dims, strict=True)):
-        by_sample = batch.status_by_sample(status, None if dim == UNKNOWN_DIM else dim)
+    for i, (status, code) in enumerate(zip(statuses, rows, strict=True)):
+        code = _without_suspicion(code)
+        by_sample = batch.status_by_sample(status, None if code == BY_SIZE else code)
         if any(is_surely(size == 0) for size in (status.shape if by_sample is None else by_sample.shape[1:])):
             continue  # the tensor that was checked is empty
         if by_sample is None:

@@ -14,6 +14,7 @@ from torchguard._watch import report
 from torchguard._watch.backward import region_probes
 from torchguard._watch.batch import Batch
 from torchguard._watch.call import CallRecord
+from torchguard._watch.plan import Call, Plans
 from torchguard._watch.select import Checks
 from torchguard._watch.summarize import CallSummary
 from torchguard.exceptions import WatchError
@@ -56,6 +57,8 @@ class WatchState:
         self.summary: CallSummary | None = None
         self.is_summary_lost = False
         self.poll = report.Poll()
+        self.plans = Plans()
+        self.warned = False  # whether the user knows that the model mixes samples
         self.allocate(self.device)
 
     @property
@@ -83,14 +86,14 @@ class WatchState:
             state = weakref.ref(self)
             self.probes.register_post_accumulate_grad_hook(lambda probes: _save_probe_gradient(state(), probes))
 
-    def new_record(self, batch: Batch) -> CallRecord:
+    def new_record(self, batch: Batch, owners: Call | None = None) -> CallRecord:
         # The plain model may have been moved. A leaf cannot be made in a graph: there the call goes without probes.
         if self.location_ids.device != batch.device and not torch.compiler.is_compiling():
             self.allocate(batch.device)
         probes = self.probes if torch.is_grad_enabled() and holds(batch.size <= MAX_PROBED_BATCH) else None
         if probes is not None:
             probes = probes.view_as(probes) if probes.device == batch.device else None  # a view for this call alone
-        record = CallRecord(batch, self.checks, self.quarantine, len(self.paths), probes)
+        record = CallRecord(batch, self.checks, self.quarantine, len(self.paths), probes, owners)
         if self.regions and probes is not None and use_operators():
             record.region_probes = region_probes(probes, batch.size, self.regions)
         return record
@@ -109,7 +112,7 @@ class WatchState:
         return self.summary
 
     def __getstate__(self) -> dict[str, Any]:
-        new = {"call_record": None, "summary": None, "is_summary_lost": False, "poll": report.Poll()}
+        new = {"call_record": None, "summary": None, "is_summary_lost": False, "poll": report.Poll(), "plans": Plans()}
         state = {**self.__dict__, **new, "device": self.location_ids.device}
         for name in ("ids", "location_ids", "probes", "backward_faults"):
             del state[name]

@@ -4,6 +4,7 @@ import copyreg
 import functools
 import inspect
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor, nn
 
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.record import push
-from torchguard._pytrees import map_tensors
-from torchguard._watch.batch import batch_of
+from torchguard._operators import use_operators
+from torchguard._pytrees import map_tensors, tensors_in
+from torchguard._torch.tracing import is_surely
+from torchguard._watch.batch import MIXED, Batch, batch_of
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
+from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
 from torchguard._watch.hooks import checked_arguments, checked_output
+from torchguard._watch.plan import can_follow, form_of, warn_of_mixing
 from torchguard._watch.replace import zero_samples
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.state import MAX_PROBED_BATCH, WatchState
@@ -36,19 +41,49 @@ class WatchedModel:
         forward = watch.instance_forward or super().forward  # pyright: ignore[reportAttributeAccessIssue]
         if watch.call_record is not None:  # the model calls itself
             return forward(*args, **kwargs)
-        call_record = watch.new_record(batch_of(args, kwargs, watch.batch_dim))
+        batch = batch_of(args, kwargs, watch.batch_dim)
+        if can_follow() and batch.size > 1:
+            output, call_record, codes = self._call_with_plan(forward, args, kwargs, batch)
+        else:
+            call_record = watch.new_record(batch)
+            output, codes = self._call(forward, args, kwargs, call_record), None
+            if use_operators() and not is_surely(batch.size < 2):
+                codes = codes_of_graph(watch, call_record, output)
+        mixes = codes is not None and MIXED in codes
+        summary = call_record.summarize(watch.location_ids, mixes)
+        watch.save(summary)
+        if watch.quarantine:
+            output = _without_bad_samples(summary.origins[0], output, call_record, codes)
+        return output if watch.returns == "output" else (output, summary.flags)
+
+    def _call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord) -> Any:
+        """Call the model with all its checks."""
+        watch = self._watch
+        if use_operators():
+            mark_arguments([z for _, z in tensors_in((args, kwargs))], call_record.batch)
         args, kwargs = checked_arguments(args, kwargs, call_record, 0, watch.masks, mask_gradient=True)
         watch.call_record = call_record
         try:
             output = forward(*args, **kwargs)
         finally:
             watch.call_record = None
-        output = checked_output(self, output, call_record, len(watch.paths) - 1)
-        summary = call_record.summarize(watch.location_ids)
-        watch.save(summary)
-        if watch.quarantine:
-            output = _without_bad_samples(summary.origins[0], output, call_record)
-        return output if watch.returns == "output" else (output, summary.flags)
+        return checked_output(self, output, call_record, len(watch.paths) - 1)
+
+    def _call_with_plan(
+        self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
+    ) -> tuple[Any, CallRecord, Sequence[int]]:
+        """Call the model in eager mode: the output, the record of the call, and the row codes of the outputs."""
+        watch = self._watch
+        form = form_of(watch.model, args, kwargs, batch)
+        owners = watch.plans.start(form, args, kwargs, batch)
+        call_record = watch.new_record(batch, owners)
+        with owners.running():
+            output = self._call(forward, args, kwargs, call_record)
+        plan = watch.plans.finish(form, owners, output)
+        if watch.quarantine and plan.mixes and not watch.warned:
+            watch.warned = True
+            warn_of_mixing(type(watch.model).__name__, plan.problem)
+        return output, call_record, plan.outputs
 
     @property
     def flags(self) -> Tensor | None:
@@ -117,14 +152,33 @@ class RootHook:
             self.watch.was_called = is_watched(module)
 
 
-def _without_bad_samples(origin: Tensor, output: Any, call_record: CallRecord) -> Any:
-    """The output with zeros in samples that have an origin (-1: none)."""
+def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> Sequence[int]:
+    """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
+    outputs = [z for _, z in tensors_in(output)]
+    mark_results(call_record.statuses, outputs)
+    codes = codes_in_graph(type(watch.model).__name__, watch.quarantine)
+    count = len(call_record.statuses)
+    call_record.set_rows(codes[:count])
+    return codes[count:]
 
-    def zeroed(z: Tensor) -> Tensor:
+
+def _without_bad_samples(
+    origin: Tensor, output: Any, call_record: CallRecord, codes: Sequence[int] | None
+) -> Any:
+    """The output with zeros in samples that have an origin (-1: none).
+
+    Args:
+        codes: the row codes of the tensors in the output; None if sizes decide.
+    """
+    zeroed: list[Tensor] = []
+
+    def zero(z: Tensor) -> Tensor:
+        rows = None if codes is None else codes[len(zeroed)]
         is_dense = z.layout == torch.strided and not z.is_nested
-        return zero_samples(origin, z, call_record.batch, call_record.dim_of(z, None)) if is_dense else z
+        zeroed.append(zero_samples(origin, z, call_record.batch, rows) if is_dense else z)
+        return zeroed[-1]
 
-    return map_tensors(output, zeroed)
+    return map_tensors(output, zero)
 
 
 def _reduced_to_plain(wrapper: Any, reduced: Any) -> Any:

@@ -1,0 +1,299 @@
+"""Owners: which samples each element of a tensor depends on.
+
+Sizes do not tell which row belongs to which sample: `cat([a, b])`, a batch flattened time first, or windows of an image
+all have `batch * k` rows, in different orders. So the owners are computed: `OwnerMode` runs beside a call of the model,
+starts with the samples of the arguments, and derives the owners of each operation's outputs from those of its inputs by
+the rules of `owner_rules.py`. It reads shapes and constants, never values, so its answer holds for every batch of that
+shape. It also works on fake tensors, where a graph is traced.
+
+The owners of an element are an interval from the lowest to the highest sample that it may depend on. An interval of one
+sample is exact. A longer one means that the element may mix samples: that is always a safe answer, and the one for an
+operation that has no rule. An empty interval means that the element depends on no sample, as in a weight.
+
+Intervals are kept for each storage, so that writing into a view changes what the other views hold. They are stored as
+expanded tensors: along most dims all elements have the same owners, and such a dim has the stride 0 and takes no memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchguard._torch.dispatch import (
+    DispatchMode,
+    StorageWeakRef,
+    has_tag,
+    makes_view,
+    named_arguments,
+    overload_of,
+    short_name,
+    weak_storage,
+    written_arguments,
+)
+from torchguard._torch.tensors import flatten, storage_of
+from torchguard._watch import owner_rules
+from torchguard._watch.batch import UNBATCHED, row_code, row_code_of_sample
+from torchguard._watch.owner_rules import NO_HIGH, NO_LOW, Call, Owners, Rule, union
+
+Geometry = tuple[int, tuple[int, ...], tuple[int, ...], int]
+# Operations that hand a value to Python, which may then decide by it what the model does.
+_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
+_RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
+
+
+class _StorageOwners:
+    """The owners of one storage: of the tensor that it was made for (`base`), and of views as far as they are known."""
+
+    def __init__(self, z: Tensor, owners: Owners) -> None:
+        self.reference: StorageWeakRef = weak_storage(z)
+        self.base = _geometry(z)
+        self.views = {self.base: owners}
+        if z.numel() * z.element_size() < z.untyped_storage().nbytes():  # a view of a tensor that belongs to nobody
+            self.base = (0, (_count(z),), (1,), z.element_size())
+            self.views = {self.base: _nobody(self.base[1])}
+            self.write(z, owners)
+
+    def read(self, z: Tensor) -> Owners:
+        geometry = _geometry(z)
+        if geometry not in self.views:
+            flat = self._flat(z)
+            self.views[geometry] = self.views[self.base].all().expand(z.shape) if flat is None else _part(flat, z)
+        return self.views[geometry]
+
+    def write(self, z: Tensor, owners: Owners) -> None:
+        """Set the owners of a view, and with that of all tensors that overlap it."""
+        if _geometry(z) == self.base:
+            self.views = {self.base: owners}
+            return
+        flat = self._flat(z)
+        if flat is None or _overlaps_itself(z):
+            merged = union([owners.all(), self.views[self.base].all()])
+            assert merged is not None
+            self.views = {self.base: merged.expand(self.base[1])}
+            return
+        for one, new in zip(_part(flat, z), owners, strict=True):
+            one.copy_(new)
+        self.base = (0, (_count(z),), (1,), z.element_size())
+        self.views = {self.base: flat}
+
+    def _flat(self, z: Tensor) -> Owners | None:
+        """A copy of the owners in the order of the storage; None if that cannot be told."""
+        offset, shape, stride, size = self.base
+        if size != z.element_size() or any(a == 0 and b > 1 for a, b in zip(stride, shape, strict=True)):
+            return None
+        flat = _nobody((_count(z),)).apply(Tensor.clone)
+        for one, known in zip(flat, self.views[self.base], strict=True):
+            one.as_strided(shape, stride, offset).copy_(known)
+        return flat
+
+
+def _part(flat: Owners, z: Tensor) -> Owners:
+    return flat.apply(lambda one: one.as_strided(z.shape, z.stride(), z.storage_offset()))
+
+
+def _count(z: Tensor) -> int:
+    return int(z.untyped_storage().nbytes()) // z.element_size()
+
+
+def _geometry(z: Tensor) -> Geometry:
+    return z.storage_offset(), tuple(z.shape), z.stride(), z.element_size()
+
+
+def _overlaps_itself(z: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(z.shape, z.stride(), strict=True))
+
+
+class OwnerMode(DispatchMode):
+    """Follows owners through all operations while it is active.
+
+    Attributes:
+        problem: why the owners of what comes out are not known, as far as that is: the first operation that mixed
+            samples, or that cannot be followed.
+        reads_values: whether a value that depends on samples was handed to Python.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem: str | None = None
+        self.reads_values = False
+        self._storages: dict[int, _StorageOwners] = {}
+        self._constants: dict[int, StorageWeakRef] = {}
+        self._is_paused = False
+
+    def set_samples(self, z: Tensor, dim: int) -> None:
+        """Let the samples lie along a dim of an argument."""
+        numbers = torch.arange(z.shape[dim], dtype=torch.int32)
+        shaped = numbers.reshape([-1 if i == dim else 1 for i in range(z.ndim)]).expand(z.shape)
+        self.set_owners(z, Owners(shaped, shaped))
+
+    def owners_of(self, z: Any) -> Owners | None:
+        """The owners of a tensor; None if it depends on no sample, or is no tensor."""
+        if not isinstance(z, Tensor) or not _has_storage(z):
+            return None
+        found = self._storages.get(_key(z))
+        if found is None:
+            return None
+        return found.read(z)
+
+    def set_owners(self, z: Tensor, owners: Owners | None) -> None:
+        key = _key(z)
+        if owners is None:
+            self._storages.pop(key, None)
+        elif key in self._storages and not self._storages[key].reference.expired():
+            self._storages[key].write(z, owners)
+        else:
+            self._storages[key] = _StorageOwners(z, owners)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations in it are not followed."""
+        self._is_paused, before = True, self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def is_constant(self, z: Tensor) -> bool:
+        """Whether a tensor has the same values in every call: it was made of constants alone."""
+        return _has_storage(z) and _key(z) in self._constants
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        if not self._is_paused:
+            with torch.no_grad():
+                self._follow(op, args, kwargs, result)
+        return result
+
+    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        arguments = named_arguments(op, args, kwargs)
+        outputs = [one for one in flatten(result)[0] if isinstance(one, Tensor)]
+        call = Call(short_name(op).rstrip("_"), op, arguments, self.owners_of, self.is_constant, outputs)
+        given = call.tensors()
+        if not all(_has_storage(one) for one in (*given, *outputs)):
+            if any(self.owners_of(one) is not None for one in given):
+                self.problem = self.problem or f"{op} has a sparse or nested tensor"
+            return
+        if has_tag(op, torch.Tag.inplace_view):  # another view of the same storage
+            return
+        written = [z for name in written_arguments(op) for z in _tensors(arguments[name])]
+        self._note_constants(op, given, outputs, written)
+        if not any(_key(one) in self._storages for one in given):
+            for one in outputs:
+                self._forget(one)
+            return
+        if call.name in _READS and given[0].is_floating_point() and self.owners_of(given[0]) is not None:
+            self.reads_values = True
+        before = [owners for one in given if (owners := self.owners_of(one)) is not None]
+        self._set_outputs(call, [*written, *(one for one in outputs if not any(one is w for w in written))])
+        if self.problem is None and not any(map(_mixes, before)):
+            if any(owners is not None and _mixes(owners) for owners in map(self.owners_of, (*outputs, *written))):
+                self.problem = str(op)
+
+    def _set_outputs(self, call: Call, outputs: list[Tensor]) -> None:
+        if not outputs:
+            return
+        call = call._replace(outputs=outputs)
+        try:
+            found = _rule_of(call)(call)
+            each = found if isinstance(found, list) else [found] * len(outputs)
+            spread = [None if one is None else one.expand(z.shape) for one, z in zip(each, outputs, strict=True)]
+        except (RuntimeError, ValueError, IndexError, TypeError):  # a form of the operation that the rule does not know
+            every = owner_rules.everything(call)
+            spread = [None if every is None else every.expand(z.shape) for z in outputs]
+        is_view = makes_view(call.op)
+        for z, owners in zip(outputs, spread, strict=True):
+            key = _key(z)
+            if is_view and key in self._storages:
+                self._storages[key].views.setdefault(_geometry(z), owners or _nobody(z.shape))
+            else:
+                self.set_owners(z, owners)
+
+    def _forget(self, z: Tensor) -> None:
+        """Drop the entry of a storage that is gone and whose number a new tensor has."""
+        found = self._storages.get(_key(z))
+        if found is not None and found.reference.expired():
+            del self._storages[_key(z)]
+
+    def _note_constants(self, op: Any, given: list[Tensor], outputs: list[Tensor], written: list[Tensor]) -> None:
+        known = not has_tag(op, _RANDOM_OR_NEW) and all(self.is_constant(one) for one in given)
+        for one in (*outputs, *written):
+            if known:
+                self._constants.setdefault(_key(one), weak_storage(one))
+            else:
+                self._constants.pop(_key(one), None)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [one for one in flatten(value)[0] if isinstance(one, Tensor)]
+
+
+def _has_storage(z: Tensor) -> bool:
+    return z.layout == torch.strided and not z.is_nested
+
+
+def _key(z: Tensor) -> int:
+    key = storage_of(z)
+    assert key is not None
+    return key
+
+
+def _nobody(shape: Sequence[int]) -> Owners:
+    low, high = (torch.tensor(number, dtype=torch.int32) for number in (NO_LOW, NO_HIGH))
+    return Owners(low, high).expand(shape)
+
+
+def _mixes(owners: Owners) -> bool:
+    low, high = owners.compact()
+    return bool((low < high).any())
+
+
+def _rule_of(call: Call) -> Rule:
+    if call.name == "view" and overload_of(call.op) == "dtype":
+        return owner_rules.of_other_dtype
+    rule = owner_rules.RULES.get(call.name)
+    if rule is not None:
+        return rule
+    if makes_view(call.op) and call.name != "as_strided":
+        return owner_rules.moved
+    if has_tag(call.op, torch.Tag.pointwise):
+        return owner_rules.pointwise
+    if has_tag(call.op, torch.Tag.reduction):
+        return owner_rules.reduction
+    return owner_rules.everything
+
+
+def rows_of(owners: Owners | None, size: int) -> int | None:
+    """The row code of a tensor with these owners (see `batch.py`); None if it mixes samples, or has another order."""
+    if owners is None:
+        return UNBATCHED
+    low, high = owners.compact()
+    if low.numel() == 0 or bool((high < 0).all()):
+        return UNBATCHED
+    if bool((low < high).any()):
+        return None
+    lowest, highest = int(low.amin()), int(high.amax())
+    if lowest == highest:
+        return row_code_of_sample(lowest)
+    for dim in range(low.ndim):
+        if low.shape[dim] % size == 0:
+            others = [i for i in range(low.ndim) if i != dim]
+            first, last = (low.amin(others), high.amax(others)) if others else (low, high)
+            if bool((first == last).logical_or(last < 0).all()):
+                code = _code_along(dim, last, size)
+                if code is not None:
+                    return code
+    return None
+
+
+def _code_along(dim: int, owner: Tensor, size: int) -> int | None:
+    """The row code for a dim with these owners; rows that belong to nobody (-1) fit anywhere."""
+    count = owner.shape[0] // size
+    row = torch.arange(owner.shape[0])
+    for outer in range(1, count + 1):
+        inner = count // outer
+        if count % outer == 0 and bool(((owner == row // inner % size) | (owner < 0)).all()):
+            return row_code(dim, outer, 0) if outer == 1 else row_code(dim, 0 if inner == 1 else outer, inner)
+    return None
