@@ -50,6 +50,16 @@ def makes_view(op: Any) -> bool:
     return op.is_view
 
 
+def is_composite(op: Any) -> bool:
+    """Whether an operation is made of others for every device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def is_query(op: Any) -> bool:
+    """Whether an operation only asks for a property of a fake tensor, such as its device."""
+    return op.namespace == "prim"
+
+
 def has_tag(op: Any, tag: torch.Tag) -> bool:
     return tag in op.tags
 

@@ -10,7 +10,7 @@ from torchguard._channel.config import get_config
 from torchguard._operators import use_operators
 from torchguard._watch.batch import Batch, row_code
 from torchguard._watch.detect import INF, NAN, call_row_status, only_fault, row_status
-from torchguard._watch.origins import BY_SIZE, RowStatuses, is_suspect, suspect
+from torchguard._watch.origins import BY_SIZE, RowStatuses
 from torchguard._watch.plan import FollowedCall, PlannedCall
 from torchguard._watch.quarantine import call_replace_nonfinite, replace_nonfinite
 from torchguard._watch.select import Checks
@@ -71,7 +71,7 @@ class CallRecord:
         num_squares: int = 0,
         rows: int | None = None,
         in_place: bool = False,
-        keep_inf: bool = False,
+        keep_neg_inf: bool = False,
     ) -> Tensor:
         """Record the status of a tensor at a location. In quarantine, returns it with non-finite vectors replaced.
 
@@ -81,7 +81,7 @@ class CallRecord:
             num_squares: the number of squares that the module will sum.
             rows: the row code that the module suggests, for calls whose owners are not followed.
             in_place: whether to replace in place where that can be done: no kernel that could fuse it reads the tensor.
-            keep_inf: whether Inf is left in place, and counts only if the sample goes bad elsewhere.
+            keep_neg_inf: whether -Inf is legitimate, as in a mask.
         """
         # Dynamo traces this method once per check, and each Python call in it slowly. So operators do most of the work.
         if (
@@ -95,17 +95,17 @@ class CallRecord:
             if not self.checks_values:
                 return z
             self.locations.append(location)
-            self.rows.append(suspect(BY_SIZE) if keep_inf else BY_SIZE)
+            self.rows.append(BY_SIZE)
             if self.quarantine:
                 probes, location = self._probes_at(location) if self.region else (self.probes, location)
                 z, status = call_replace_nonfinite(
-                    z, self.batch, probes, location, None, mask_gradient, num_squares, is_argument, in_place, keep_inf
+                    z, self.batch, probes, location, None, mask_gradient, num_squares, is_argument, in_place, keep_neg_inf
                 )
             else:
-                status = call_row_status(z, location in self.ends)
+                status = call_row_status(z, location in self.ends, keep_neg_inf)
             self.statuses.append(status)
             return z
-        return self._check(z, location, mask_gradient, is_argument, num_squares, rows, in_place, keep_inf)
+        return self._check(z, location, mask_gradient, is_argument, num_squares, rows, in_place, keep_neg_inf)
 
     def _check(
         self,
@@ -116,18 +116,19 @@ class CallRecord:
         num_squares: int,
         rows: int | None,
         in_place: bool,
-        keep_inf: bool,
+        keep_neg_inf: bool,
     ) -> Tensor:
         if not self.checks_values or not can_be_checked(z):
             return z
         if self.owners is not None:
             rows = self.owners.rows(z, location)
+            keep_neg_inf = keep_neg_inf or self.owners.may_have_neg_inf(z)
         if is_argument and self.batch is not None and self.batch.is_unbatched(z.shape, rows):
             return z
         if self.owners is None:
-            return self._check_rows(z, location, mask_gradient, num_squares, rows, in_place, keep_inf)
+            return self._check_rows(z, location, mask_gradient, num_squares, rows, in_place, keep_neg_inf)
         with self.owners.paused():
-            new = self._check_rows(z, location, mask_gradient, num_squares, rows, in_place, keep_inf)
+            new = self._check_rows(z, location, mask_gradient, num_squares, rows, in_place, keep_neg_inf)
         self.owners.replaced(z, new)
         return new
 
@@ -139,19 +140,18 @@ class CallRecord:
         num_squares: int,
         rows: int | None,
         in_place: bool,
-        keep_inf: bool,
+        keep_neg_inf: bool,
     ) -> Tensor:
         # A sample has to be a row of vectors, so samples along the last dim become vectors of one number.
         vectors = z.unsqueeze(-1) if self.batch is not None and self.batch.is_last(z.shape, rows) else z
         code = BY_SIZE if rows is None else rows
-        code = suspect(code) if keep_inf else code
         if not self.quarantine:
-            status = row_status(vectors, alone=location in self.ends)
+            status = row_status(vectors, location in self.ends, keep_neg_inf)
             self.record(location, status if self.only_fault is None else only_fault(status, self.only_fault), code)
             return z
         probes, index = self._probes_at(location)
         replaced, status = replace_nonfinite(
-            vectors, self.batch, probes, index, rows, mask_gradient, num_squares, in_place, keep_inf
+            vectors, self.batch, probes, index, rows, mask_gradient, num_squares, in_place, keep_neg_inf
         )
         if status is not None:
             self.record(location, status, code)
@@ -194,7 +194,7 @@ class CallRecord:
     def set_rows(self, codes: Sequence[int]) -> None:
         """Set the row codes of all statuses, which are known only at the end of a traced call."""
         odd = [self.locations[i] for i, code in enumerate(codes) if code != row_code(0)]
-        self.rows = [suspect(code) if is_suspect(old) else code for old, code in zip(self.rows, codes, strict=True)]
+        self.rows = [*codes]
         # Warnings were computed by sizes. Where these do not tell whose a tensor is, they are for all samples.
         self.warnings = [
             (location, code, mask.any().expand(mask.shape) if location in odd else mask)

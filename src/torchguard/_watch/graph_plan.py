@@ -21,7 +21,8 @@ from torchguard._watch.detect import empty_status
 from torchguard._watch.owners import OwnerMode, rows_of
 from torchguard._watch.plan import set_arguments, warn_of_mixing
 
-_ROWS = 6  # the position of the row code among the arguments of `replace_nonfinite`
+# Positions among the arguments of `replace_nonfinite`, and of `row_status`.
+_ROWS, _KEEP_NEG_INF = 6, {"replace_nonfinite": 11, "row_status": 2}
 
 
 def mark_arguments(tensors: Sequence[Tensor], batch: Batch) -> None:
@@ -79,24 +80,37 @@ class _Finder:
         self._size = 1
         self._by_size: dict[fx.Node, int] = {}
         self._found: dict[fx.Node, int] = {}
+        self._neg_inf: dict[fx.Node, int] = {}
 
     def __call__(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_call_of(node, "mark_call"):
             return self._mark(*args)
+        if not self.has_arguments:  # before the call
+            return RUN
         if _is_call_of(node, "replace_nonfinite"):
             z, _, _, size, lengths, along = args[:_ROWS]
             code = self._code(z)
             self._found[node] = code if self._found.get(node, code) == code else MIXED
             if along is not None:
                 self._by_size[node] = Batch(size, tuple(lengths), along, z.device).code_by_size(z.shape)
+            self._note_neg_inf(node, "replace_nonfinite", z)
             return z, self._status(z)
-        return self._status(args[0]) if _is_call_of(node, "row_status") else RUN
+        if _is_call_of(node, "row_status"):
+            self._note_neg_inf(node, "row_status", args[0])
+            return self._status(args[0])
+        return RUN
+
+    def _note_neg_inf(self, node: fx.Node, name: str, z: Tensor) -> None:
+        if self.mode.may_have_neg_inf(z):
+            self._neg_inf[node] = _KEEP_NEG_INF[name]
 
     def correct(self) -> None:
         """Give the nodes of replacements the row codes that were found, where sizes suggest another."""
         for node, code in self._found.items():
             if code != self._by_size.get(node, code):
                 node.update_arg(_ROWS, code)
+        for node, position in self._neg_inf.items():
+            node.update_arg(position, True)
 
     def set_all(self, graph: fx.Graph, code: int) -> None:
         """Have all replacements use one row code."""

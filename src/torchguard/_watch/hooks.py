@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchguard._pytrees import map_tensors, tensors_in
-from torchguard._torch.modules import child_names, is_torch_leaf
+from torchguard._torch.modules import is_torch_leaf
 from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
@@ -33,8 +33,6 @@ class ModuleHooks:
         self.is_embedding = isinstance(module, nn.Embedding)
         self.checks_output = checks_output
         self.checks_input = watch.checks.indices if self.is_embedding else watch.quarantine
-        # A mask, in which Inf is legitimate, may be any argument of a module with children; of others, all but the first.
-        self.may_get_masks = bool(child_names(module))
         # A non-finite gradient that one of torch's own modules makes is masked at the output of the module before it.
         self.mask_gradient = not is_torch_leaf(module)
         self.in_place = is_qkv_projection(module)
@@ -52,17 +50,9 @@ class ModuleHooks:
         if not call_record.quarantine:
             return None
         if len(args) == 1 and not kwargs and not self.masks and isinstance(args[0], Tensor):  # the most frequent case
-            how = (self.mask_gradient, True, self.num_squares, None, False, self.may_get_masks)
-            return (call_record.check(args[0], self.location, *how),), kwargs
+            return (call_record.check(args[0], self.location, self.mask_gradient, True, self.num_squares),), kwargs
         return checked_arguments(
-            args,
-            kwargs,
-            call_record,
-            self.location,
-            self.masks,
-            self.mask_gradient,
-            self.num_squares,
-            self.may_get_masks,
+            args, kwargs, call_record, self.location, self.masks, self.mask_gradient, self.num_squares
         )
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -108,21 +98,17 @@ def checked_arguments(
     masks: tuple[int, ...],
     mask_gradient: bool,
     num_squares: int = 0,
-    may_get_masks: bool = True,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a module, checked, and in quarantine replaced. Masks are left as they are.
+    """The arguments of a module, checked, and in quarantine replaced.
 
-    Inf stays in arguments that may be masks: in all with `may_get_masks`, otherwise in all but the first.
+    Masks are left as they are. All arguments but the first may be masks under another name: -Inf stays in them.
     """
     how = (call_record, location, mask_gradient, True, num_squares, None)
-    checked = tuple(
-        value if i in masks else _checked(value, *how, may_get_masks or i > 0) for i, value in enumerate(args)
-    )
-    keep_inf = may_get_masks or bool(args)
-    named = {}
+    checked = tuple([value if i in masks else _checked(value, *how, i > 0) for i, value in enumerate(args)])
+    named, count = {}, len(args)
     for name, value in kwargs.items():
-        named[name] = value if is_mask(name) else _checked(value, *how, keep_inf)
-        keep_inf = True
+        named[name] = value if is_mask(name) else _checked(value, *how, count > 0)
+        count += 1
     return checked, named
 
 
@@ -142,10 +128,10 @@ def _checked(
     is_argument: bool = False,
     num_squares: int = 0,
     rows: int | None = None,
-    keep_inf: bool = False,
+    keep_neg_inf: bool = False,
 ) -> Any:
     """A pytree of which every tensor was checked."""
-    how = (location, mask_gradient, is_argument, num_squares, rows, False, keep_inf)
+    how = (location, mask_gradient, is_argument, num_squares, rows, False, keep_neg_inf)
     if isinstance(value, Tensor):
         return call_record.check(value, *how)
     if call_record.quarantine:

@@ -14,29 +14,12 @@ from torch import Tensor
 
 from torchguard._operators import define_opaque
 from torchguard._torch.tracing import in_transform, is_surely, is_traced, surely_equal
-from torchguard._watch.batch import Batch
-from torchguard._watch.detect import INF, OK, faults_of
+from torchguard._watch.batch import MIXED, Batch
+from torchguard._watch.detect import OK, faults_of
 
 # In place of a row code: sizes decide.
 BY_SIZE = -1
-_SUSPECT = 1 << 61
 _FAULT_MASK, _POSITION_SHIFT, _MAX_POSITION, _ORDER_SHIFT = 0xFF, 8, (1 << 31) - 1, 40
-
-
-def suspect(code: int) -> int:
-    """The row code of a status whose Infs count only if the sample goes bad elsewhere as well.
-
-    An argument may hold Inf on purpose, such as -Inf in a mask.
-    """
-    return code | _SUSPECT if code >= 0 else code - 16
-
-
-def is_suspect(code: int) -> bool:
-    return code >= _SUSPECT or code < -16
-
-
-def _without_suspicion(code: int) -> int:
-    return code & ~_SUSPECT if code >= 0 else code + 16 if code < -16 else code
 
 
 class RowStatuses(NamedTuple):
@@ -113,26 +96,18 @@ def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
         keys = torch.cat(parts)
         parts = [torch.where(keys == 0, 0, keys | _order_bits(len(statuses), numbers, keys))]
     if unbatched:
-        # A fault of an unbatched tensor counts for all samples, unless one went bad before and may be its cause.
+        # A fault of an unbatched tensor counts for all samples, unless one went bad before and may be its cause. One of a
+        # tensor that has rows but mixes samples counts for all that were good before.
         faults = torch.stack([faults_of(statuses[i]).amax().to(batch.device, torch.int64) for i in unbatched])
         faults = faults.unsqueeze(-1)
         first = _order_bits(len(statuses), unbatched, faults) | (_MAX_POSITION << _POSITION_SHIFT) | faults
         keys = torch.where(faults == OK, 0, first)
         earlier = torch.cat(parts).amax() if parts else torch.zeros_like(keys)
+        has_rows = [rows[i] == MIXED and not batch.is_unbatched(statuses[i].shape) for i in unbatched]
+        if any(has_rows):
+            earlier = torch.where(torch.tensor(has_rows, device=keys.device).unsqueeze(-1), 0, earlier)
         parts.append(torch.where(keys > earlier, keys, 0).expand(-1, batch.size))
-        numbers += unbatched
-    if not parts:
-        return torch.zeros(1, batch.size, dtype=torch.int64, device=batch.device)
-    return _without_suspects(torch.cat(parts), [is_suspect(rows[i]) for i in numbers])
-
-
-def _without_suspects(keys: Tensor, suspects: list[bool]) -> Tensor:
-    """The keys without Infs of suspects in samples that are bad nowhere else."""
-    if not any(suspects):
-        return keys
-    is_suspect = torch.tensor(suspects, device=keys.device).unsqueeze(-1)
-    is_bad = torch.where(is_suspect & (keys & _FAULT_MASK == INF), 0, keys).amax(0, keepdim=True) > 0
-    return torch.where(is_bad, keys, 0)
+    return torch.cat(parts) if parts else torch.zeros(1, batch.size, dtype=torch.int64, device=batch.device)
 
 
 def _order_bits(checks: int, numbers: list[int], like: Tensor) -> Tensor:
@@ -145,7 +120,6 @@ def grouped(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> tuple[
     groups: list[dict[int, Tensor]] = []
     unbatched = []
     for i, (status, code) in enumerate(zip(statuses, rows, strict=True)):
-        code = _without_suspicion(code)
         by_sample = batch.status_by_sample(status, None if code == BY_SIZE else code)
         if any(is_surely(size == 0) for size in (status.shape if by_sample is None else by_sample.shape[1:])):
             continue  # the tensor that was checked is empty

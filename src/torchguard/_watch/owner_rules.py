@@ -530,7 +530,8 @@ def recurrent(call: Call) -> Any:
     x = call.tensors()[0]
     if x.ndim != 3 or call.arguments.get("batch_sizes"):
         return everything(call)
-    dim = 0 if call.arguments.get("batch_first") else 1
+    # oneDNN's operator gets its input time first in either case.
+    dim = 0 if call.arguments.get("batch_first") and call.name != "mkldnn_rnn_layer" else 1
     found = []
     for z in call.tensors():
         owners = call.owner(z)
@@ -592,7 +593,7 @@ RULES: dict[str, Rule] = {
     **_table(
         within_first,
         "grid_sampler_2d grid_sampler_3d grid_sampler cudnn_grid_sampler _thnn_fused_lstm_cell _thnn_fused_gru_cell "
-        "affine_grid_generator",
+        "affine_grid_generator _native_multi_head_attention _transformer_encoder_layer_fwd",
     ),
     **_table(
         along_last(1),

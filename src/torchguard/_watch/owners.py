@@ -14,6 +14,7 @@ Intervals are kept for each storage, so that writing into a view changes what th
 expanded tensors: along most dims all elements have the same owners, and such a dim has the stride 0 and takes no memory.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from torchguard._torch.dispatch import (
     DispatchMode,
     StorageWeakRef,
     has_tag,
+    is_composite,
+    is_query,
     makes_view,
     named_arguments,
     overload_of,
@@ -40,6 +43,11 @@ from torchguard._watch.owner_rules import NO_HIGH, NO_LOW, Call, Owners, Rule, u
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], int]
 # Operations that hand a value to Python, which may then decide by it what the model does.
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
+# Operations whose result has -Inf where an argument has it.
+_KEEP_NEG_INF = frozenset(
+    "clone _to_copy copy lift_fresh where masked_fill add sub cat stack index gather scatter index_put index_select "
+    "triu tril maximum minimum repeat roll flip _unsafe_view fill _log_softmax".split()
+)
 _RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
 
 
@@ -120,6 +128,7 @@ class OwnerMode(DispatchMode):
         self.reads_values = False
         self._storages: dict[int, _StorageOwners] = {}
         self._constants: dict[int, StorageWeakRef] = {}
+        self._neg_inf: dict[int, StorageWeakRef] = {}
         self._is_paused = False
 
     def set_samples(self, z: Tensor, dim: int) -> None:
@@ -159,12 +168,20 @@ class OwnerMode(DispatchMode):
         """Whether a tensor has the same values in every call: it was made of constants alone."""
         return _has_storage(z) and _key(z) in self._constants
 
+    def may_have_neg_inf(self, z: Tensor) -> bool:
+        """Whether -Inf may have been put into a tensor on purpose, as into masked logits."""
+        return _has_storage(z) and _key(z) in self._neg_inf
+
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused or is_query(op):
+            return op(*args, **kwargs)
+        if is_composite(op):  # in inference mode, they arrive whole
+            with self:
+                return op.decompose(*args, **kwargs)
         result = op(*args, **kwargs)
-        if not self._is_paused:
-            with torch.no_grad():
-                self._follow(op, args, kwargs, result)
+        with torch.no_grad():
+            self._follow(op, args, kwargs, result)
         return result
 
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -180,6 +197,9 @@ class OwnerMode(DispatchMode):
             return
         written = [z for name in written_arguments(op) for z in _tensors(arguments[name])]
         self._note_constants(op, given, outputs, written)
+        if self._passes_neg_inf(call, given):
+            for one in (*outputs, *written):
+                self._neg_inf.setdefault(_key(one), weak_storage(one))
         if not any(_key(one) in self._storages for one in given):
             for one in outputs:
                 self._forget(one)
@@ -217,6 +237,13 @@ class OwnerMode(DispatchMode):
         if found is not None and found.reference.expired():
             del self._storages[_key(z)]
 
+    def _passes_neg_inf(self, call: Call, given: list[Tensor]) -> bool:
+        if -math.inf in [value for value in call.arguments.values() if isinstance(value, float)]:
+            return True
+        if call.name not in _KEEP_NEG_INF and not makes_view(call.op):
+            return False
+        return any(_key(one) in self._neg_inf or _is_neg_inf(one) for one in given)
+
     def _note_constants(self, op: Any, given: list[Tensor], outputs: list[Tensor], written: list[Tensor]) -> None:
         known = not has_tag(op, _RANDOM_OR_NEW) and all(self.is_constant(one) for one in given)
         for one in (*outputs, *written):
@@ -224,6 +251,11 @@ class OwnerMode(DispatchMode):
                 self._constants.setdefault(_key(one), weak_storage(one))
             else:
                 self._constants.pop(_key(one), None)
+
+
+def _is_neg_inf(z: Tensor) -> bool:
+    """Whether a tensor is the number -Inf, as far as it has a value that can be read without waiting."""
+    return z.ndim == 0 and type(z) is Tensor and z.is_cpu and z.is_floating_point() and z.item() == -math.inf
 
 
 def _tensors(value: Any) -> list[Tensor]:

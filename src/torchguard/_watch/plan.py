@@ -33,11 +33,13 @@ class OwnerPlan(NamedTuple):
 
     Args:
         checks: for each check its location, the number of dims of the tensor, and its row code.
+        neg_inf: the numbers of checks of tensors that may hold -Inf on purpose.
         outputs: the row code of each tensor that the model returns.
         problem: what mixes samples; None if the model keeps them apart.
     """
 
     checks: tuple[tuple[int, int, int], ...]
+    neg_inf: frozenset[int]
     outputs: tuple[int, ...]
     problem: str | None
 
@@ -56,12 +58,20 @@ class FollowedCall:
     def __init__(self, mode: OwnerMode, size: int) -> None:
         self.mode, self.size = mode, size
         self._checks: list[tuple[int, int, int]] = []
+        self._neg_inf: set[int] = set()
 
     def rows(self, z: Tensor, location: int) -> int:
         """The row code of a tensor that is checked."""
         code = self._code(z)
         self._checks.append((location, z.ndim, code))
         return code
+
+    def may_have_neg_inf(self, z: Tensor) -> bool:
+        """Whether the tensor whose rows were asked for last may hold -Inf on purpose."""
+        may = self.mode.may_have_neg_inf(z)
+        if may:
+            self._neg_inf.add(len(self._checks))
+        return may
 
     def paused(self) -> AbstractContextManager[None]:
         return self.mode.paused()
@@ -76,7 +86,7 @@ class FollowedCall:
 
     def finish(self, output: Any) -> OwnerPlan:
         outputs = tuple([self._code(z) for _, z in tensors_in(output)])
-        return OwnerPlan(tuple(self._checks), outputs, self.mode.problem)
+        return OwnerPlan(tuple(self._checks), frozenset(self._neg_inf), outputs, self.mode.problem)
 
     def _code(self, z: Tensor) -> int:
         if z.layout != torch.strided or z.is_nested:
@@ -100,6 +110,9 @@ class PlannedCall:
         self.fits = False
         return MIXED
 
+    def may_have_neg_inf(self, z: Tensor) -> bool:
+        return self._count in self.plan.neg_inf
+
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -115,7 +128,7 @@ class PlannedCall:
             return self.plan
         self.fits = False
         problem = "this call took another way through the model than the one that was followed"
-        return OwnerPlan(self.plan.checks, tuple([MIXED] * len(tensors)), problem)
+        return self.plan._replace(outputs=tuple([MIXED] * len(tensors)), problem=problem)
 
 
 Call = FollowedCall | PlannedCall

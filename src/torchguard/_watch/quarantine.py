@@ -37,7 +37,7 @@ from torchguard._torch.tensors import mutation_count
 from torchguard._torch.tracing import in_transform, is_shape_only, is_traced
 from torchguard._watch.backward import ProbeTable, call_probes, masked_gradient
 from torchguard._watch.batch import Batch
-from torchguard._watch.detect import REVISION, empty_status, inf_from, is_finite, only_nan, row_status, skipped_status
+from torchguard._watch.detect import REVISION, empty_status, inf_from, is_finite, row_status, skipped_status
 from torchguard._watch.replace import can_zero_in_place, zero_in_place, zero_vectors
 
 # The largest square that does not overflow in the dtype that squares are summed in. A square of a float16 never does.
@@ -128,7 +128,7 @@ def replace_nonfinite(
     mask_gradient: bool,
     num_squares: int = 0,
     in_place: bool = False,
-    keep_inf: bool = False,
+    keep_neg_inf: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`z` with zeros in non-finite vectors, and its row status; None if `z` was replaced just before.
 
@@ -139,19 +139,18 @@ def replace_nonfinite(
         mask_gradient: whether to mask the gradient as well.
         num_squares: how many squares the module will sum. A number counts as Inf if that sum would overflow for it.
         in_place: whether to use the in-place kernel, where there is one: no kernel that could fuse a `where` reads `z`.
-        keep_inf: whether to replace only vectors with NaN in them.
+        keep_neg_inf: whether -Inf is legitimate, and stays.
     """
     if use_operators():
         return call_replace_nonfinite(
-            z, batch, probes, location, rows, mask_gradient, num_squares, False, in_place, keep_inf
+            z, batch, probes, location, rows, mask_gradient, num_squares, False, in_place, keep_neg_inf
         )
     if torch.compiler.is_compiling():  # an export or a transform, where there are no probes and no notes on tensors
-        status = _status(z, _limit(z.dtype, num_squares))
-        decides = only_nan(status) if keep_inf else status
+        status = _status(z, _limit(z.dtype, num_squares), keep_neg_inf)
         if in_transform():  # Dynamo traces no autograd.Function there; what is replaced has no gradient all the same
-            return zero_vectors(is_finite(decides), z), status
-        return _Replace.apply(z, decides, None, mask_gradient, None, None, None, location), status  # pyright: ignore[reportReturnType]
-    return _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_inf)
+            return zero_vectors(is_finite(status), z), status
+        return _Replace.apply(z, status, None, mask_gradient, None, None, None, location), status  # pyright: ignore[reportReturnType]
+    return _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
 
 
 def _replace(
@@ -163,7 +162,7 @@ def _replace(
     mask_gradient: bool,
     num_squares: int,
     in_place: bool,
-    keep_inf: bool,
+    keep_neg_inf: bool,
 ) -> tuple[Tensor, Tensor | None]:
     if not mask_gradient or not z.requires_grad:
         batch = None
@@ -176,9 +175,9 @@ def _replace(
         split = call_probes(probes, batch.size)
         probe, table = split.each[location], split.table
     how = (probe, mask_gradient, batch, rows, table, location)
-    if keep_inf and before is None:  # not remembered: the next check may have to replace Inf as well
-        status = _status(z, limit)
-        return _Replace.apply(z, only_nan(status), *how), status  # pyright: ignore[reportReturnType]
+    if keep_neg_inf and before is None:  # not remembered: the next check may have to replace -Inf
+        status = _status(z, limit, keep_neg_inf)
+        return _Replace.apply(z, status, *how), status  # pyright: ignore[reportReturnType]
     if in_place and before is None and limit == math.inf and is_traced(z) and can_zero_in_place(z):
         replaced, status = _ReplaceInPlace.apply(z, *how)  # pyright: ignore[reportGeneralTypeIssues]
     else:
@@ -191,8 +190,8 @@ def _replace(
     return replaced, status
 
 
-def _status(z: Tensor, limit: float) -> Tensor:
-    status = row_status(z)
+def _status(z: Tensor, limit: float, keep_neg_inf: bool = False) -> Tensor:
+    status = row_status(z, keep_neg_inf=keep_neg_inf)
     return status if limit == math.inf else inf_from(status, limit, z.dtype)
 
 
@@ -224,7 +223,7 @@ def call_replace_nonfinite(
     num_squares: int,
     is_argument: bool,
     in_place: bool,
-    keep_inf: bool,
+    keep_neg_inf: bool,
 ) -> tuple[Tensor, Tensor]:
     """Call the operator `replace_nonfinite`, which does what the function of that name does.
 
@@ -232,7 +231,7 @@ def call_replace_nonfinite(
     unbatched argument (`is_argument`), the operator returns a skipped one (`detect.skipped_status`).
     """
     size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
-    how = (mask_gradient, num_squares, is_argument, in_place, keep_inf)
+    how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
     return _REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, REVISION)
 
 
@@ -248,7 +247,7 @@ def _replace_nonfinite_op(
     num_squares: int,
     is_argument: bool,
     in_place: bool,
-    keep_inf: bool,
+    keep_neg_inf: bool,
     revision: int,
 ) -> tuple[Tensor, Tensor]:
     if is_shape_only(z):
@@ -256,7 +255,7 @@ def _replace_nonfinite_op(
     batch = None if along is None else Batch(size, tuple(lengths), along, z.device)
     if is_argument and batch is not None and batch.is_unbatched(z.shape, rows):
         return z.view_as(z), skipped_status(empty_status(z))
-    replaced, status = _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_inf)
+    replaced, status = _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
     if status is not None:
         return replaced, status
     same = z.view_as(z)
@@ -268,7 +267,7 @@ def _replace_nonfinite_op(
 
 _REPLACE_NONFINITE = define(
     "replace_nonfinite(Tensor z, Tensor? probes, int location, SymInt size, SymInt[] lengths, int? along, int? rows, "
-    "bool mask_gradient, int num_squares, bool is_argument, bool in_place, bool keep_inf, int revision) -> "
+    "bool mask_gradient, int num_squares, bool is_argument, bool in_place, bool keep_neg_inf, int revision) -> "
     "(Tensor, Tensor)",
     _replace_nonfinite_op,
 )

@@ -27,7 +27,7 @@ from torchguard._torch.tracing import can_read, is_shape_only, is_traced
 from torchguard._watch.backward import set_origins
 from torchguard._watch.batch import Batch, row_code
 from torchguard._watch.detect import FAULT_CODES, OK, REVISION, all_finite, deferred_source, is_skipped, scan
-from torchguard._watch.origins import RowStatuses, earliest_faults, grouped, is_suspect, lookup, suspect
+from torchguard._watch.origins import RowStatuses, earliest_faults, grouped, lookup
 from torchguard.checks import floats_of
 
 # The slot of each fault, and of each code that a warning may have, without the location.
@@ -229,8 +229,7 @@ def _summarize_traced(
     groups, unbatched = grouped([statuses[i] for i in rest], [rows[i] for i in rest], batch)
     in_groups = [rest[i] for group in groups for i in group.numbers]
     alone = [rest[i] for i in unbatched]
-    first = row_code(0)
-    rows = [(suspect(first) if is_suspect(code) else first) if i in in_groups else code for i, code in enumerate(rows)]
+    rows = [row_code(0) if i in in_groups else code for i, code in enumerate(rows)]
     return _call_summarize_eager(
         [group.stacked for group in groups],
         [statuses[i] for i in alone],

@@ -49,7 +49,7 @@ class WatchedModel:
             output, codes = self._call(forward, args, kwargs, call_record), None
             if use_operators() and not is_surely(batch.size < 2):
                 codes = codes_of_graph(watch, call_record, output)
-        mixes = codes is not None and MIXED in codes
+        mixes = watch.quarantine and codes is not None and MIXED in codes
         summary = call_record.summarize(watch.location_ids, mixes)
         watch.save(summary)
         if watch.quarantine:
