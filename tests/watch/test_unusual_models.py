@@ -144,6 +144,7 @@ class TestOddShapes:
         _, f = watch(model)(torch.randn(0, 4))
         assert f.shape[0] == 0
 
+    @pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
     def test_complex(self):
         model = Made(
             lambda self, x: (torch.fft.fft(self.layer(x)).conj(), self.layer(x).sum() * 1j), layer=nn.Linear(4, 4)

@@ -309,12 +309,15 @@ def test_more_locations_than_ids_keep_their_paths_in_the_report():
 
 
 def test_batch_norm_under_quarantine_is_warned_of():
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.warns(MixedRowsWarning, match="1 mix samples while training"):
-        watch(net, quarantine=True)
+    x = torch.randn(3, 2)
+    guarded = watch(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), quarantine=True)
+    with pytest.warns(MixedRowsWarning, match=r"Sequential may mix samples of a batch \(aten.native_batch_norm"):
+        guarded(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        guarded(x)  # once is enough
+        guarded.eval()(x)
+        watch(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))(x)
 
 
 @pytest.mark.parametrize(

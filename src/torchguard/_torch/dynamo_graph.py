@@ -83,6 +83,8 @@ def _call(
     autocasts: contextlib.ExitStack,
 ) -> Any:
     target: Any = node.target
+    if node.op == "call_method" and target == "item":
+        return _known_value(node)
     if node.op == "call_method":
         return getattr(args[0], target)(*args[1:], **kwargs)
     if node.op == "call_module":
@@ -137,6 +139,16 @@ def _input(node: fx.Node, mode: Any) -> Any:
         with torch.inference_mode(False), mode:
             return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
     return _number(value) if isinstance(value, (int, torch.SymInt)) else value
+
+
+def _known_value(node: fx.Node) -> Any:
+    """What `item` returned while tracing: Dynamo passes numbers that may change as tensors."""
+    value = node.meta.get("example_value")
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        value = value.node.hint if value.node.has_hint() else None
+    if value is None:
+        raise CannotRunError("what the model does depends on values")
+    return value
 
 
 def _number(size: int | torch.SymInt) -> int:

@@ -28,7 +28,7 @@ State that is not visible in signatures, here and in the rest of torchguard, and
   compiled kernels (`kernels.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -41,8 +41,11 @@ from torchguard._watch.select import (
     DEFAULT_CHECKS,
     blocks_to_compile_once,
     checks_of,
+    enclosing_location,
     mask_positions,
     other_embeddings,
+    protected_paths,
+    sample_dims,
     watched_paths,
 )
 from torchguard.exceptions import WatchError
@@ -62,6 +65,7 @@ def watch(
     quarantine: bool = False,
     returns: str = "both",
     batch_dim: int = 0,
+    sample_of: Mapping[str, int] | None = None,
     compile_once: bool | Sequence[str] | str = False,
 ) -> Any:
     """The watched model: `out, f = watch(model)(x)`, compiled or not.
@@ -76,10 +80,12 @@ def watch(
         exclude: glob patterns of paths not to check.
         checks: "nan", "inf", "indices", "overflow" or ("overflow", share), "zero", "constant", "saturated", or checks
             of your own: (name, function from (batch, values) to a mask, message).
-        quarantine: replace non-finite values by zeros at module boundaries, mask non-finite gradients, and zero bad
-            samples in the output.
+        quarantine: replace non-finite values by zeros at the boundaries of all modules with parameters, whatever the
+            level, mask non-finite gradients, and zero bad samples in the output.
         returns: "both" for `(out, f)`; "output" for `out`, with the flags in `guarded.flags`.
         batch_dim: the dim of the arguments along which the samples lie.
+        sample_of: by glob pattern of paths ("" for the model), the dim of a module's tensors along which the samples lie,
+            where it cannot be told from the operations: what you say is taken as true.
         compile_once: compile equal blocks once for all of them: those at paths that match glob patterns, or with True
             the items of the model's outermost lists of modules.
 
@@ -109,6 +115,7 @@ def watch(
         batch_dim,
         masks=mask_positions(model),
         regions=tuple(locations for locations in of_blocks.values() if locations),
+        sample_of=sample_dims(paths, sample_of or {}),
     )
     allow_side_effects_under_checkpoint(watch_state)
     model.register_forward_pre_hook(wrapper.RootHook(watch_state))
@@ -116,6 +123,9 @@ def watch(
         path: hooks.ModuleHooks(watch_state, location, modules[path], path in chosen)
         for location, path in enumerate(watched, start=1)
     }
+    if quarantine:
+        for path in protected_paths(model, watched, exclude):
+            on_modules[path] = hooks.ModuleHooks(watch_state, enclosing_location(path, paths), modules[path], True)
     for path, locations in of_blocks.items():
         block, on_block = modules[path], on_modules.pop(path, None)
         block.__dict__["forward"] = regions.Region(watch_state, block, on_block, locations)

@@ -1,6 +1,6 @@
 """The record of one call: what its checks found, in the order in which they ran."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +10,15 @@ from torchguard._channel.config import get_config
 from torchguard._operators import use_operators
 from torchguard._watch.batch import Batch, row_code
 from torchguard._watch.detect import INF, NAN, call_row_status, only_fault, row_status
+from torchguard._watch.graph_plan import mark_samples
 from torchguard._watch.origins import BY_SIZE, RowStatuses
 from torchguard._watch.plan import FollowedCall, PlannedCall
 from torchguard._watch.quarantine import call_replace_nonfinite, replace_nonfinite
 from torchguard._watch.select import Checks
 from torchguard._watch.summarize import CallSummary, first_warnings, summarize
 from torchguard.checks import can_be_checked
+
+NOTHING_SAID: Mapping[int, int] = {}
 
 
 class OuterRecord(NamedTuple):
@@ -36,6 +39,7 @@ class CallRecord:
         locations: the number of locations.
         probes: the gradient probes of the call, `(locations, MAX_PROBED_BATCH)`, if it has any.
         owners: where the row codes of tensors come from; None if sizes decide, or a graph is traced.
+        sample_of: the dim along which the samples lie at some locations, as the user said.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class CallRecord:
         locations: int,
         probes: Any = None,
         owners: FollowedCall | PlannedCall | None = None,
+        sample_of: Mapping[int, int] = NOTHING_SAID,
     ) -> None:
         self.batch: Batch = batch
+        self.sample_of = sample_of
         self.checks, self.quarantine, self.probes, self.owners = checks, quarantine, probes, owners
         self.checks_values = quarantine or checks.nan or checks.inf
         self.only_fault = None if checks.nan and checks.inf else NAN if checks.nan else INF
@@ -83,6 +89,8 @@ class CallRecord:
             in_place: whether to replace in place where that can be done: no kernel that could fuse it reads the tensor.
             keep_neg_inf: whether -Inf is legitimate, as in a mask.
         """
+        if self.sample_of:
+            self.say_samples(z, location)
         # Dynamo traces this method once per check, and each Python call in it slowly. So operators do most of the work.
         if (
             self._calls_operators
@@ -99,7 +107,16 @@ class CallRecord:
             if self.quarantine:
                 probes, location = self._probes_at(location) if self.region else (self.probes, location)
                 z, status = call_replace_nonfinite(
-                    z, self.batch, probes, location, None, mask_gradient, num_squares, is_argument, in_place, keep_neg_inf
+                    z,
+                    self.batch,
+                    probes,
+                    location,
+                    None,
+                    mask_gradient,
+                    num_squares,
+                    is_argument,
+                    in_place,
+                    keep_neg_inf,
                 )
             else:
                 status = call_row_status(z, location in self.ends, keep_neg_inf)
@@ -180,6 +197,16 @@ class CallRecord:
         self.statuses.extend(statuses)
         for (location, code), mask in zip(recorded, warnings, strict=True):
             self.warn(location, code, mask)
+
+    def say_samples(self, z: Tensor, location: int) -> None:
+        """Take over what the user said about a location, where owners are followed."""
+        dim = self.sample_of.get(location)
+        if dim is None or z.ndim <= dim:
+            return
+        if self.owners is not None:
+            self.owners.set_samples(z, dim)
+        elif use_operators():
+            mark_samples(z, dim)
 
     def record(self, location: int, status: Tensor, rows: int = BY_SIZE) -> None:
         """Record a row status with its row code."""

@@ -36,6 +36,11 @@ def mark_results(statuses: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     _MARK_CALL(outputs, "outputs", 0, 0)
 
 
+def mark_samples(z: Tensor, dim: int) -> None:
+    """Say in the graph that the samples lie along a dim of a tensor."""
+    _MARK_CALL([z], "samples", 0, dim)
+
+
 _MARK_CALL = define("mark_call(Tensor[] tensors, str role, SymInt size, int dim) -> ()", lambda *_: None)
 
 
@@ -121,6 +126,9 @@ class _Finder:
         if role == "arguments":
             self.has_arguments, self._size = True, size
             set_arguments(self.mode, tensors, size, dim)
+        elif role == "samples":
+            if self.has_arguments and tensors[0].shape[dim] == self._size:
+                self.mode.set_samples(tensors[0], dim)
         else:
             self.codes[role] = [self._code(z) for z in tensors]
 

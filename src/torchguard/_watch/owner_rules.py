@@ -415,7 +415,9 @@ def gather(call: Call) -> Owners | None:
         owners = owners.over([dim])
         for i in range(z.ndim):
             if i != dim and index.shape[i] < z.shape[i]:
-                owners = owners.apply(lambda one, i=i: one.expand(_with(one, i, z.shape[i])).narrow(i, 0, index.shape[i]))
+                owners = owners.apply(
+                    lambda one, i=i: one.expand(_with(one, i, z.shape[i])).narrow(i, 0, index.shape[i])
+                )
     return union([owners, call.of("index")])
 
 

@@ -45,8 +45,33 @@ Geometry = tuple[int, tuple[int, ...], tuple[int, ...], int]
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 # Operations whose result has -Inf where an argument has it.
 _KEEP_NEG_INF = frozenset(
-    "clone _to_copy copy lift_fresh where masked_fill add sub cat stack index gather scatter index_put index_select "
-    "triu tril maximum minimum repeat roll flip _unsafe_view fill _log_softmax".split()
+    [
+        "clone",
+        "_to_copy",
+        "copy",
+        "lift_fresh",
+        "where",
+        "masked_fill",
+        "add",
+        "sub",
+        "cat",
+        "stack",
+        "index",
+        "gather",
+        "scatter",
+        "index_put",
+        "index_select",
+        "triu",
+        "tril",
+        "maximum",
+        "minimum",
+        "repeat",
+        "roll",
+        "flip",
+        "_unsafe_view",
+        "fill",
+        "_log_softmax",
+    ]
 )
 _RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
 

@@ -73,6 +73,11 @@ class FollowedCall:
             self._neg_inf.add(len(self._checks))
         return may
 
+    def set_samples(self, z: Tensor, dim: int) -> None:
+        """The samples lie along that dim of a tensor, as the user said."""
+        if z.shape[dim] == self.size:
+            self.mode.set_samples(z, dim)
+
     def paused(self) -> AbstractContextManager[None]:
         return self.mode.paused()
 
@@ -112,6 +117,9 @@ class PlannedCall:
 
     def may_have_neg_inf(self, z: Tensor) -> bool:
         return self._count in self.plan.neg_inf
+
+    def set_samples(self, z: Tensor, dim: int) -> None:
+        return None
 
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -32,6 +32,7 @@ class WatchState:
             output. Everywhere else a location is given by its index in it.
         masks: which positional arguments of the model are masks.
         regions: the locations of each block that is compiled once.
+        sample_of: by location, the dim along which the samples lie, as the user said.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class WatchState:
         batch_dim: int,
         masks: tuple[int, ...],
         regions: tuple[range, ...],
+        sample_of: dict[int, int],
     ) -> None:
         self.model, self.paths, self.checks, self.masks = model, paths, checks, masks
-        self.quarantine, self.returns, self.batch_dim = quarantine, returns, batch_dim
+        self.quarantine, self.returns, self.batch_dim, self.sample_of = quarantine, returns, batch_dim, sample_of
         self.location_table = LocationTable(type(model).__name__, paths, ())
         messages = {check.code: check.message for check in checks.others}
         self.labels = report.Labels(tuple(path or type(model).__name__ for path in paths), messages)
@@ -93,7 +95,7 @@ class WatchState:
         probes = self.probes if torch.is_grad_enabled() and holds(batch.size <= MAX_PROBED_BATCH) else None
         if probes is not None:
             probes = probes.view_as(probes) if probes.device == batch.device else None  # a view for this call alone
-        record = CallRecord(batch, self.checks, self.quarantine, len(self.paths), probes, owners)
+        record = CallRecord(batch, self.checks, self.quarantine, len(self.paths), probes, owners, self.sample_of)
         if self.regions and probes is not None and use_operators():
             record.region_probes = region_probes(probes, batch.size, self.regions)
         return record

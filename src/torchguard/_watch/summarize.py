@@ -181,7 +181,9 @@ def _call_summarize(
 ) -> tuple[Flags, Tensor]:
     """Call the operator `summarize_call`."""
     samples = (batch.size, batch.lengths, batch.dim, batch.device)
-    return _SUMMARIZE_CALL(*checked, probes, warnings, location_ids, *samples, quarantine, mixes, *_layout(config), REVISION)
+    return _SUMMARIZE_CALL(
+        *checked, probes, warnings, location_ids, *samples, quarantine, mixes, *_layout(config), REVISION
+    )
 
 
 def _summarize_call_op(

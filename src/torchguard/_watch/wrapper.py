@@ -162,9 +162,7 @@ def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> S
     return codes[count:]
 
 
-def _without_bad_samples(
-    origin: Tensor, output: Any, call_record: CallRecord, codes: Sequence[int] | None
-) -> Any:
+def _without_bad_samples(origin: Tensor, output: Any, call_record: CallRecord, codes: Sequence[int] | None) -> Any:
     """The output with zeros in samples that have an origin (-1: none).
 
     Args:
