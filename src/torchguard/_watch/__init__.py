@@ -84,8 +84,8 @@ def watch(
             level, mask non-finite gradients, and zero bad samples in the output.
         returns: "both" for `(out, f)`; "output" for `out`, with the flags in `guarded.flags`.
         batch_dim: the dim of the arguments along which the samples lie.
-        sample_of: by glob pattern of paths ("" for the model), the dim of a module's tensors along which the samples lie,
-            where it cannot be told from the operations: what you say is taken as true.
+        sample_of: by glob pattern of paths ("" for the model), the dim of a module's tensors along which the samples
+            lie, where it cannot be told from the operations. What you say is taken as true.
         compile_once: compile equal blocks once for all of them: those at paths that match glob patterns, or with True
             the items of the model's outermost lists of modules.
 

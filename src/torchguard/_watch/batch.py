@@ -2,9 +2,9 @@
 
 Where the samples lie in a tensor is given by a number, its *row code*, since operators take numbers. The samples lie
 along one dim of the size `outer * size * inner`: in `outer` turns, with `inner` consecutive rows for each sample.
-`reshape` of `(batch, time, width)` gives one turn of `time` rows, `cat([a, b])` two turns, and a batch that is flattened
-time first `time` turns. One of `outer` and `inner` may be 0: it follows from the size of the dim. `owners.py` finds the
-code of a tensor. Without one (None), sizes decide.
+`reshape` of `(batch, time, width)` gives one turn of `time` rows, `cat([a, b])` two turns, and a batch that is
+flattened time first `time` turns. One of `outer` and `inner` may be 0: it follows from the size of the dim. `owners.py`
+finds the code of a tensor. Without one (None), sizes decide.
 """
 
 from collections.abc import Mapping, Sequence
@@ -165,8 +165,8 @@ def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> Batc
             given.append(z)
     if not given:
         raise WatchError(
-            f"watch: no argument is a tensor with a dim {dim}, so there are no samples to tell apart. Pass the batch as "
-            "a tensor, or give its dim as batch_dim."
+            f"watch: no argument is a tensor with a dim {dim}, so there are no samples to tell apart. Pass the batch "
+            "as a tensor, or give its dim as batch_dim."
         )
     first = _typical(given, dim)
     lengths, length = [], 1
@@ -180,7 +180,7 @@ def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> Batc
 def _typical(given: list[Tensor], dim: int) -> Tensor:
     """The tensor whose size along the dim is that of the batch."""
     first = given[0]
-    if len(given) == 1 or all([is_surely(z.shape[dim] == first.shape[dim]) for z in given]):
+    if len(given) == 1 or all(is_surely(z.shape[dim] == first.shape[dim]) for z in given):
         return first
     best, best_rank = first, (-1, -1)
     for z in given:

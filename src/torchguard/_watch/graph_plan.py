@@ -2,8 +2,8 @@
 
 At the end of the model's forward, Dynamo's graph holds all that was traced. It is run on fake tensors beside an
 `OwnerMode`, with the samples where the arguments of the model are. That gives the row code of every status and output,
-which become constants of the graph; there is nothing to do when the graph runs. What sizes suggested before is corrected
-in the nodes of `replace_nonfinite`, which were recorded already.
+which become constants of the graph; there is nothing to do when the graph runs. What sizes suggested before is
+corrected in the nodes of `replace_nonfinite`, which were recorded already.
 
 The operator `mark_call` tells where the arguments, statuses and outputs of the call are. It is erased from the graph.
 """

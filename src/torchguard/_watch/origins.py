@@ -96,8 +96,8 @@ def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
         keys = torch.cat(parts)
         parts = [torch.where(keys == 0, 0, keys | _order_bits(len(statuses), numbers, keys))]
     if unbatched:
-        # A fault of an unbatched tensor counts for all samples, unless one went bad before and may be its cause. One of a
-        # tensor that has rows but mixes samples counts for all that were good before.
+        # A fault of an unbatched tensor counts for all samples, unless one went bad before and may be its cause. One of
+        # a tensor that has rows but mixes samples counts for all that were good before.
         faults = torch.stack([faults_of(statuses[i]).amax().to(batch.device, torch.int64) for i in unbatched])
         faults = faults.unsqueeze(-1)
         first = _order_bits(len(statuses), unbatched, faults) | (_MAX_POSITION << _POSITION_SHIFT) | faults

@@ -1,8 +1,8 @@
 """How the owners of an operation's outputs follow from those of its inputs: see `owners.py`.
 
 A rule gets a `Call` and returns the owners of each output, None for no owners. What it returns may be broadcast to the
-shape of the output. Operations without a rule mix all that they are given. A new operation is one entry in `RULES`, or a
-name in one of the tables of names.
+shape of the output. Operations without a rule mix all that they are given. A new operation is one entry in `RULES`, or
+a name in one of the tables of names.
 """
 
 from collections.abc import Callable, Sequence
@@ -383,7 +383,7 @@ def group_norm(call: Call) -> Any:
 
 
 def batch_norm(call: Call) -> Any:
-    """While training, each channel depends on all samples in it; instance norms give each sample channels of its own."""
+    """While training, a channel depends on all samples in it. Instance norms give each sample channels of its own."""
     x = call.arguments["input"]
     owners = call.of("input")
     is_training = call.arguments.get("training", call.arguments.get("train", call.name != "_batch_norm_no_update"))
@@ -415,14 +415,8 @@ def gather(call: Call) -> Owners | None:
         owners = owners.over([dim])
         for i in range(z.ndim):
             if i != dim and index.shape[i] < z.shape[i]:
-                owners = owners.apply(
-                    lambda one, i=i: one.expand(_with(one, i, z.shape[i])).narrow(i, 0, index.shape[i])
-                )
+                owners = owners.apply(lambda one, i=i: one.narrow(i, 0, index.shape[i]))
     return union([owners, call.of("index")])
-
-
-def _with(z: Tensor, dim: int, size: int) -> list[int]:
-    return [size if i == dim else old for i, old in enumerate(z.shape)]
 
 
 def scatter(call: Call) -> Owners | None:

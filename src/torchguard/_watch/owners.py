@@ -11,7 +11,7 @@ sample is exact. A longer one means that the element may mix samples: that is al
 operation that has no rule. An empty interval means that the element depends on no sample, as in a weight.
 
 Intervals are kept for each storage, so that writing into a view changes what the other views hold. They are stored as
-expanded tensors: along most dims all elements have the same owners, and such a dim has the stride 0 and takes no memory.
+expanded tensors: along most dims all elements have the same owners. Such a dim has the stride 0 and takes no memory.
 """
 
 import math
@@ -44,8 +44,8 @@ Geometry = tuple[int, tuple[int, ...], tuple[int, ...], int]
 # Operations that hand a value to Python, which may then decide by it what the model does.
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 # Operations whose result has -Inf where an argument has it.
-_KEEP_NEG_INF = frozenset(
-    [
+_KEEP_NEG_INF = {
+    *(
         "clone",
         "_to_copy",
         "copy",
@@ -58,21 +58,10 @@ _KEEP_NEG_INF = frozenset(
         "stack",
         "index",
         "gather",
-        "scatter",
-        "index_put",
-        "index_select",
-        "triu",
-        "tril",
-        "maximum",
-        "minimum",
-        "repeat",
-        "roll",
-        "flip",
-        "_unsafe_view",
-        "fill",
-        "_log_softmax",
-    ]
-)
+    ),
+    *("scatter", "index_put", "index_select", "triu", "tril", "maximum", "minimum", "repeat", "roll", "flip"),
+    *("_unsafe_view", "fill", "_log_softmax"),
+}
 _RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
 
 
@@ -81,8 +70,8 @@ class _StorageOwners:
 
     def __init__(self, z: Tensor, owners: Owners) -> None:
         self.reference: StorageWeakRef = weak_storage(z)
-        self.base = _geometry(z)
-        self.views = {self.base: owners}
+        self.base: Geometry = _geometry(z)
+        self.views: dict[Geometry, Owners] = {self.base: owners}
         if z.numel() * z.element_size() < z.untyped_storage().nbytes():  # a view of a tensor that belongs to nobody
             self.base = (0, (_count(z),), (1,), z.element_size())
             self.views = {self.base: _nobody(self.base[1])}
@@ -131,7 +120,7 @@ def _count(z: Tensor) -> int:
 
 
 def _geometry(z: Tensor) -> Geometry:
-    return z.storage_offset(), tuple(z.shape), z.stride(), z.element_size()
+    return int(z.storage_offset()), tuple(z.shape), z.stride(), z.element_size()
 
 
 def _overlaps_itself(z: Tensor) -> bool:
@@ -233,9 +222,9 @@ class OwnerMode(DispatchMode):
             self.reads_values = True
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
         self._set_outputs(call, [*written, *(one for one in outputs if not any(one is w for w in written))])
-        if self.problem is None and not any(map(_mixes, before)):
-            if any(owners is not None and _mixes(owners) for owners in map(self.owners_of, (*outputs, *written))):
-                self.problem = str(op)
+        after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
+        if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
+            self.problem = str(op)
 
     def _set_outputs(self, call: Call, outputs: list[Tensor]) -> None:
         if not outputs:

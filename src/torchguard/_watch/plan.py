@@ -1,7 +1,7 @@
 """Which rows belong to which sample, for all tensors of a call: found once, and used in later calls of the same form.
 
-In eager mode the first call of a form (`form_of`: shapes, dtypes, modes) is followed by an `OwnerMode`. What it finds is
-an `OwnerPlan`, which later calls of that form use. Such a call has to check the same locations in the same order;
+In eager mode the first call of a form (`form_of`: shapes, dtypes, modes) is followed by an `OwnerMode`. What it finds
+is an `OwnerPlan`, which later calls of that form use. Such a call has to check the same locations in the same order;
 otherwise it took another way through the model, counts as mixing samples, and the next one is followed again. A model
 that reads values of samples to decide what it does is followed in every call.
 
@@ -24,7 +24,7 @@ from torchguard._watch.owners import OwnerMode, rows_of
 from torchguard.exceptions import MixedRowsWarning
 
 _PLAIN = torch.empty(0)
-# How many plans a watched model keeps, and how many forms that differ in sizes have to agree before one plan serves all.
+# How many plans a watched model keeps, and how many forms of other sizes have to agree before one plan serves all.
 _MOST_PLANS, _ENOUGH_FORMS = 256, 3
 
 
@@ -155,7 +155,7 @@ class Plans:
         return follow(args, kwargs, batch) if plan is None else PlannedCall(plan)
 
     def finish(self, form: "Form", call: "Call", output: Any) -> OwnerPlan:
-        """The plan of a call that is over. It is kept for others, unless the way through the model depends on values."""
+        """The plan of a call that is over. It is kept for others, unless values decide what the model does."""
         plan = call.finish(output)
         if isinstance(call, PlannedCall):
             if not call.fits:
@@ -186,7 +186,7 @@ class Plans:
 
 
 class Form(NamedTuple):
-    """What a call looks like, but for values; `pattern` leaves out the sizes of dims that are not those of the batch."""
+    """What a call looks like, but for values; `pattern` leaves out sizes that are not those of the batch."""
 
     shapes: tuple[Any, ...]
     pattern: tuple[Any, ...]
@@ -209,9 +209,9 @@ def _is_plain(value: Any) -> bool:
 
 def warn_of_mixing(model: str, problem: str | None) -> None:
     warnings.warn(
-        f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one goes "
-        "bad, it cannot be told which others it touches: all samples of the call are flagged, and zero in the output. "
-        "torchguard.Retry drops only the bad samples, on any model.",
+        f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one "
+        "goes bad, it cannot be told which others it touches: all samples of the call are flagged, and zero in the "
+        "output. torchguard.Retry drops only the bad samples, on any model.",
         MixedRowsWarning,
         stacklevel=2,
     )

@@ -70,7 +70,8 @@ def _zero_samples_op(
 
 
 _ZERO_SAMPLES = define(
-    "zero_samples(Tensor origin, Tensor z, SymInt size, SymInt[] lengths, int along, int? rows, int revision) -> Tensor",
+    "zero_samples(Tensor origin, Tensor z, SymInt size, SymInt[] lengths, int along, int? rows, int revision) -> "
+    "Tensor",
     _zero_samples_op,
 )
 

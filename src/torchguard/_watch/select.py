@@ -188,8 +188,8 @@ def sample_dims(paths: Sequence[str], sample_of: Mapping[str, int]) -> dict[int,
         matching = [i for i, path in enumerate(paths) if i > 0 and fnmatchcase(path, pattern)]
         if not matching or not isinstance(dim, int) or dim < 0:
             raise WatchError(
-                f"watch: sample_of has {pattern!r}: {dim!r}. Give a pattern of the paths of watched modules, '' for the "
-                "model itself, and the dim of its tensors along which the samples lie, from 0."
+                f"watch: sample_of has {pattern!r}: {dim!r}. Give a pattern of the paths of watched modules, '' for "
+                "the model itself, and the dim of its tensors along which the samples lie, from 0."
             )
         found.update(dict.fromkeys(matching, dim))
     return found

@@ -318,8 +318,8 @@ def _summarize_call_eager_shapes(*arguments: Any) -> tuple[Flags, Tensor]:
 
 _SUMMARIZE_CALL_EAGER = define_opaque(
     "summarize_call_eager(Tensor[] groups, Tensor[] alone, Tensor[] sources, str numbers, Tensor? warnings, "
-    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, bool quarantine, bool mixes, ScalarType dtype, int slots, "
-    "int? transposes_from) -> (Tensor, Tensor)",
+    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, bool quarantine, bool mixes, ScalarType dtype, "
+    "int slots, int? transposes_from) -> (Tensor, Tensor)",
     _summarize_call_eager_op,
     _summarize_call_eager_shapes,
 )
