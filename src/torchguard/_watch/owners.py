@@ -133,7 +133,8 @@ class OwnerMode(DispatchMode):
     Attributes:
         problem: why the owners of what comes out are not known, as far as that is: the first operation that mixed
             samples, or that cannot be followed.
-        reads_values: whether a value that depends on samples was handed to Python.
+        reads_values: whether a value that depends on floating-point numbers of samples was handed to Python. Integers
+            are token ids and masks: models test them for shortcuts that do not change what belongs to whom.
     """
 
     def __init__(self) -> None:
@@ -143,6 +144,7 @@ class OwnerMode(DispatchMode):
         self._storages: dict[int, _StorageOwners] = {}
         self._constants: dict[int, StorageWeakRef] = {}
         self._neg_inf: dict[int, StorageWeakRef] = {}
+        self._of_floats: dict[int, StorageWeakRef] = {}
         self._is_paused = False
 
     def set_samples(self, z: Tensor, dim: int) -> None:
@@ -218,18 +220,21 @@ class OwnerMode(DispatchMode):
             for one in outputs:
                 self._forget(one)
             return
-        if call.name in _READS and given[0].is_floating_point() and self.owners_of(given[0]) is not None:
-            self.reads_values = True
+        if any(_key(one) in self._of_floats or self._is_float_of_samples(one) for one in given):
+            self.reads_values = self.reads_values or call.name in _READS
+            self._of_floats |= {_key(one): weak_storage(one) for one in (*outputs, *written)}
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
-        self._set_outputs(call, [*written, *(one for one in outputs if not any(one is w for w in written))])
+        self._set_outputs(call)
+        for one in written:
+            if not any(one is output for output in outputs):  # such as the statistics of a batch norm
+                everything = owner_rules.everything(call)
+                self.set_owners(one, None if everything is None else everything.expand(one.shape))
         after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
         if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
             self.problem = str(op)
 
-    def _set_outputs(self, call: Call, outputs: list[Tensor]) -> None:
-        if not outputs:
-            return
-        call = call._replace(outputs=outputs)
+    def _set_outputs(self, call: Call) -> None:
+        outputs = call.outputs
         try:
             found = _rule_of(call)(call)
             each = found if isinstance(found, list) else [found] * len(outputs)
@@ -250,6 +255,9 @@ class OwnerMode(DispatchMode):
         found = self._storages.get(_key(z))
         if found is not None and found.reference.expired():
             del self._storages[_key(z)]
+
+    def _is_float_of_samples(self, z: Tensor) -> bool:
+        return (z.is_floating_point() or z.is_complex()) and _key(z) in self._storages
 
     def _passes_neg_inf(self, call: Call, given: list[Tensor]) -> bool:
         if -math.inf in [value for value in call.arguments.values() if isinstance(value, float)]:
