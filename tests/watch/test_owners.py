@@ -90,7 +90,9 @@ STEPS = {
     "solve": lambda x: torch.linalg.solve(x[:, :4] + 9 * torch.eye(4), x[:, :4]).repeat(1, 1, 1),
     "lstm": lambda x: LSTM(x)[0],
     "constant": lambda x: x + torch.arange(x.shape[1]).unsqueeze(-1),
-    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], 2, 2))).flatten(-2),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], 2, 2).contiguous())).flatten(
+        -2
+    ),
 }
 LSTM = nn.LSTM(4, 4, batch_first=True).double().requires_grad_(False)
 
