@@ -10,7 +10,7 @@ from torchguard._pytrees import map_tensors, tensors_in
 from torchguard._torch.modules import is_torch_leaf
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
-from torchguard._watch.select import is_mask, mask_positions
+from torchguard._watch.select import is_mask, looks_up_its_argument, mask_positions
 from torchguard._watch.state import WatchState
 from torchguard.checks import can_be_checked, floats_of
 
@@ -29,7 +29,7 @@ class ModuleHooks:
     def __init__(self, watch: WatchState, location: int, module: nn.Module, checks_output: bool) -> None:
         self.watch, self.location, self.masks = watch, location, mask_positions(module)
         self.num_squares = num_squares_of(module)
-        self.is_embedding = isinstance(module, nn.Embedding)
+        self.is_embedding = looks_up_its_argument(module)
         self.checks_output = checks_output
         self.checks_input = watch.checks.indices if self.is_embedding else watch.quarantine
         # A non-finite gradient that one of torch's own modules makes is masked at the output of the module before it.
@@ -148,5 +148,12 @@ def _run_other_checks(z: Tensor, call_record: CallRecord, location: int) -> None
 def _clamped(ids: Any, embedding: Any, call_record: CallRecord, location: int) -> Any:
     if not isinstance(ids, Tensor):
         return ids
-    call_record.record(location, index_status(ids, embedding.num_embeddings))
-    return ids.clamp(0, embedding.num_embeddings - 1)
+    rows = _rows_of(embedding)
+    call_record.record(location, index_status(ids, rows))
+    return ids.clamp(0, rows - 1)
+
+
+def _rows_of(embedding: Any) -> int:
+    """The number of rows of the table. Its `weight` may have been replaced, or, sharded, not be gathered yet."""
+    weight = embedding.weight
+    return weight.shape[0] if weight.ndim == 2 else embedding.num_embeddings

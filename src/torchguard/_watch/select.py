@@ -158,8 +158,20 @@ def other_embeddings(model: nn.Module, chosen: Sequence[str], exclude: Sequence[
     """The paths of embeddings that are not watched otherwise: their indices are checked all the same."""
     modules = dict(model.named_modules())
     left_out = _matching(modules, exclude, "exclude") if exclude is not None else set()
-    embeddings = [path for path, module in modules.items() if path and isinstance(module, nn.Embedding)]
+    embeddings = [path for path, module in modules.items() if path and looks_up_its_argument(module)]
     return [path for path in embeddings if path not in left_out and path not in chosen]
+
+
+def looks_up_its_argument(module: nn.Module) -> bool:
+    """Whether the argument of a module is what indexes its `weight`: an embedding that runs torch's own `forward`.
+
+    A `forward` of its own may hash its argument, take -1 for "missing", or make positions of token ids.
+    """
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and "forward" not in module.__dict__
+    )
 
 
 def _none(model: nn.Module) -> list[str]:
