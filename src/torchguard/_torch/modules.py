@@ -92,11 +92,43 @@ def _is_made_by_torch(call: Any) -> bool:
     return is_compiled_function(function) and getattr(function, "_torchdynamo_wrapper_id", id(function)) == id(function)
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called. Degraded where torch names the attribute otherwise: False."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+def compiled_call_of(owner: Callable[[Any], Any]) -> dict[str, Any]:
+    """A class attribute that has `module.compile()` store what it makes as `compiled_call` of the module's owner.
+
+    torch stores it in the instance's `__dict__`. A watched model and its plain model share that dict, but must not
+    share the compiled call. A property takes precedence over the dict. Degraded where torch names it otherwise: a
+    watched model cannot be compiled in place.
+    """
+
+    def get(self: Any) -> Any:
+        return owner(self).compiled_call
+
+    def set(self: Any, call: Any) -> None:
+        owner(self).compiled_call = call
+
+    return {"_compiled_call_impl": property(get, set)}
+
+
+def without_compiled_call(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module as `nn.Module.__getstate__` copies them: compiled code cannot be copied."""
+    return {name: value for name, value in attributes.items() if name != "_compiled_call_impl"}
+
+
 def wrap_compiled_call(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap what `model.compile()` made, which torch stores in `_compiled_call_impl` of the instance.
+    """Wrap what `model.compile()` made, which torch stores as `_compiled_call_impl`.
 
     Degraded where it is not there: nothing is wrapped, and only the model's last call is reported.
     """
-    call = model.__dict__.get("_compiled_call_impl")
+    call = getattr(model, "_compiled_call_impl", None)
     if call is not None:
-        model.__dict__["_compiled_call_impl"] = wrap(call)
+        model._compiled_call_impl = wrap(call)
+
+
+def share_compiled_call(source: nn.Module, target: nn.Module) -> None:
+    """Have a module run what `source.compile()` made when it is called. Degraded as `wrap_compiled_call`."""
+    target.__dict__["_compiled_call_impl"] = getattr(source, "_compiled_call_impl", None)

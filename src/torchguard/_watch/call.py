@@ -51,6 +51,7 @@ class CallRecord:
         self.statuses: list[Tensor] = []
         self.dims: list[int] = []
         self.warnings: list[tuple[int, int, Tensor]] = []
+        self.in_graph = torch.compiler.is_compiling()  # the call began in the graph that is traced
         self.region: range | None = None  # the locations of the region that is being run
         self.region_probes: list[Tensor] = []  # for each region
         self._known_dims: list[tuple[Tensor, int]] = []

@@ -10,9 +10,15 @@ from torchguard._pytrees import map_tensors, tensors_in
 from torchguard._torch.modules import is_torch_leaf
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
+from torchguard._watch.parts import (
+    address_of,
+    check_indices_in_part,
+    check_output_in_part,
+    is_in_part,
+    run_other_checks,
+)
 from torchguard._watch.select import is_mask, looks_up_its_argument, mask_positions
 from torchguard._watch.state import WatchState
-from torchguard.checks import can_be_checked, floats_of
 
 # Names of modules that square their input, and the number of squares they are taken to sum if they do not say.
 _SQUARING, _NUM_SQUARES = re.compile("norm", re.IGNORECASE), 2**20
@@ -35,6 +41,7 @@ class ModuleHooks:
         # A non-finite gradient that one of torch's own modules makes is masked at the output of the module before it.
         self.mask_gradient = not is_torch_leaf(module)
         self.in_place = is_qkv_projection(module)
+        self.address = address_of(watch.key, location)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call_record = self.watch.call_record
@@ -44,8 +51,8 @@ class ModuleHooks:
                 return None
         if self.is_embedding:
             if args:
-                return (_clamped(args[0], module, call_record, self.location), *args[1:]), kwargs
-            return args, {**kwargs, "input": _clamped(kwargs["input"], module, call_record, self.location)}
+                return (self._clamped(args[0], module, call_record), *args[1:]), kwargs
+            return args, {**kwargs, "input": self._clamped(kwargs["input"], module, call_record)}
         if not call_record.quarantine:
             return None
         if len(args) == 1 and not kwargs and not self.masks and isinstance(args[0], Tensor):  # the most frequent case
@@ -60,14 +67,27 @@ class ModuleHooks:
             call_record = self.watch.record_for_recompute()
             if call_record is None:
                 return None
+        if is_in_part(call_record):
+            check_output_in_part(module, output, self.address)
+            return None
         if isinstance(output, Tensor):
             output = call_record.check(output, self.location, in_place=self.in_place)
         else:
             output = checked_output(module, output, call_record, self.location)
         if call_record.checks.others:
             for _, z in tensors_in(output):
-                _run_other_checks(z, call_record, self.location)
+                run_other_checks(z, call_record, self.location)
         return output
+
+    def _clamped(self, ids: Any, embedding: Any, call_record: CallRecord) -> Any:
+        if not isinstance(ids, Tensor):
+            return ids
+        rows = _rows_of(embedding)
+        if is_in_part(call_record):
+            check_indices_in_part(ids, rows, self.address)
+        else:
+            call_record.record(self.location, index_status(ids, rows))
+        return ids.clamp(0, rows - 1)
 
 
 def num_squares_of(module: nn.Module) -> int:
@@ -132,25 +152,6 @@ def _checked(
     for _, z in tensors_in(value):
         call_record.check(z, location, mask_gradient, is_argument, num_squares, dim)
     return value
-
-
-def _run_other_checks(z: Tensor, call_record: CallRecord, location: int) -> None:
-    if not can_be_checked(z) or call_record.batch is None:
-        return
-    samples = call_record.batch.samples_first(floats_of(z), call_record.dim_of(z, None))
-    if samples is None or samples.ndim < 2:
-        return
-    for check in call_record.checks.others:
-        mask = check.function(samples.flatten(1))
-        call_record.warn(location, check.code, mask.flatten(1).any(-1) if mask.ndim > 1 else mask)
-
-
-def _clamped(ids: Any, embedding: Any, call_record: CallRecord, location: int) -> Any:
-    if not isinstance(ids, Tensor):
-        return ids
-    rows = _rows_of(embedding)
-    call_record.record(location, index_status(ids, rows))
-    return ids.clamp(0, rows - 1)
 
 
 def _rows_of(embedding: Any) -> int:

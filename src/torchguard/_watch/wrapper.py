@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.record import push
 from torchguard._pytrees import map_tensors
+from torchguard._torch.modules import compiled_call_of, without_compiled_call
 from torchguard._watch.batch import batch_of
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
@@ -38,11 +39,11 @@ class WatchedModel:
             return forward(*args, **kwargs)
         call_record = watch.new_record(batch_of(args, kwargs, watch.batch_dim))
         args, kwargs = checked_arguments(args, kwargs, call_record, 0, watch.masks, mask_gradient=True)
-        watch.call_record = call_record
+        watch.begin(call_record)
         try:
             output = forward(*args, **kwargs)
         finally:
-            watch.call_record = None
+            watch.end()
         output = checked_output(self, output, call_record, len(watch.paths) - 1)
         summary = call_record.summarize(watch.location_ids)
         watch.save(summary)
@@ -98,7 +99,8 @@ class WatchedModel:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if is_watched(self._watch.model):  # its class was changed in place, and there is no plain model beside it
             return _reduced_to_plain(self, super().__reduce_ex__(protocol))
-        return new_wrapper, (type(self._watch.model), "forward" in self.__dict__), self.__dict__
+        attributes = without_compiled_call(self.__dict__)
+        return new_wrapper, (type(self._watch.model), "forward" in self.__dict__), attributes
 
 
 def is_watched(model: object) -> bool:
@@ -148,6 +150,7 @@ def _wrapper_class(base: type[nn.Module], has_instance_forward: bool) -> type[nn
     forward = types.FunctionType(code, plain.__globals__, "forward", None, plain.__closure__)
     forward.__signature__ = inspect.signature(base.forward)  # pyright: ignore[reportFunctionMemberAccess]
     named: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
+    named |= compiled_call_of(lambda self: self._watch)
     if has_instance_forward:
         # A `forward` in the instance's `__dict__` takes precedence over a method, but not over a property.
         named |= {"_watched": forward, "forward": property(lambda self: self._watched)}
