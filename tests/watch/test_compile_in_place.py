@@ -79,6 +79,11 @@ class TestWholeModels:
         assert unwatch(guarded) is model
         assert isinstance(model(IDS, SCALE), torch.Tensor)
 
+    def test_a_compiled_function_calls_the_watched_model(self):
+        guarded = watch(Blocks(2))
+        _, f = torch.compile(lambda ids, scale: guarded(ids, scale), backend="aot_eager", fullgraph=True)(IDS, SCALE)
+        assert found(f) == [[], [("NAN", "input")], []]
+
     def test_copies_of_compiled_models_are_watched_and_not_compiled(self):
         counter = CompileCounterWithBackend("aot_eager")
         guarded = watch(Blocks(2))

@@ -97,20 +97,27 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None
 
 
-def compiled_call_of(owner: Callable[[Any], Any]) -> dict[str, Any]:
-    """A class attribute that has `module.compile()` store what it makes as `compiled_call` of the module's owner.
+def compiled_call_at(owner: str) -> dict[str, Any]:
+    """A class attribute that has `module.compile()` store what it makes as `compiled_call` of an attribute `owner`.
 
     torch stores it in the instance's `__dict__`. A watched model and its plain model share that dict, but must not
-    share the compiled call. A property takes precedence over the dict. Degraded where torch names it otherwise: a
-    watched model cannot be compiled in place.
+    share the compiled call. A property takes precedence over the dict. torch reads it in every call, outside of
+    the graph, so Dynamo is told not to compile the getter as a frame of its own (`skip_code`); it still traces the
+    getter where it traces the call. Degraded where torch lacks `skip_code`: a getter is compiled for each class of
+    models; where torch names the attribute otherwise: a watched model cannot be compiled in place.
     """
 
     def get(self: Any) -> Any:
-        return owner(self).compiled_call
+        return getattr(self, owner).compiled_call
 
     def set(self: Any, call: Any) -> None:
-        owner(self).compiled_call = call
+        getattr(self, owner).compiled_call = call
 
+    import torch._dynamo.eval_frame  # loads all of Dynamo: only where a model is watched
+
+    skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
+    if skip_code is not None:
+        skip_code(get.__code__)
     return {"_compiled_call_impl": property(get, set)}
 
 

@@ -96,3 +96,13 @@ def detached(value: Any) -> Any:
 def leaf_paths(value: Any) -> list[str]:
     """The path of each leaf of a pytree, as it would be written in code: `[0]['weight']`."""
     return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
+
+
+def register_tuple(kind: type) -> None:
+    """Have torch's pytrees, which DDP and FSDP use on what a model returns, take a subclass of tuple for a container.
+
+    Degraded where torch lacks `register_pytree_node`: they take it for a leaf, as any other subclass of tuple.
+    """
+    register = getattr(pytree, "register_pytree_node", None)
+    if register is not None:
+        register(kind, lambda value: ([*value], None), lambda children, _: kind(children))

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.record import push
 from torchguard._pytrees import map_tensors
-from torchguard._torch.modules import compiled_call_of, without_compiled_call
+from torchguard._torch.modules import compiled_call_at, without_compiled_call
 from torchguard._watch.batch import batch_of
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
 from torchguard._watch.hooks import checked_arguments, checked_output
 from torchguard._watch.replace import zero_samples
 from torchguard._watch.report import Incident, incidents_of
+from torchguard._watch.returned import returned
 from torchguard._watch.state import MAX_PROBED_BATCH, WatchState
 from torchguard.flags import require_boundary
 
@@ -49,7 +50,7 @@ class WatchedModel:
         watch.save(summary)
         if watch.quarantine:
             output = _without_bad_samples(summary.origins[0], output, call_record)
-        return output if watch.returns == "output" else (output, summary.flags)
+        return output if watch.returns == "output" else returned(output, summary.flags)
 
     @property
     def flags(self) -> Tensor | None:
@@ -150,7 +151,7 @@ def _wrapper_class(base: type[nn.Module], has_instance_forward: bool) -> type[nn
     forward = types.FunctionType(code, plain.__globals__, "forward", None, plain.__closure__)
     forward.__signature__ = inspect.signature(base.forward)  # pyright: ignore[reportFunctionMemberAccess]
     named: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
-    named |= compiled_call_of(lambda self: self._watch)
+    named |= compiled_call_at("_watch")
     if has_instance_forward:
         # A `forward` in the instance's `__dict__` takes precedence over a method, but not over a property.
         named |= {"_watched": forward, "forward": property(lambda self: self._watched)}
