@@ -101,8 +101,6 @@ def leaf_paths(value: Any) -> list[str]:
 def register_tuple(kind: type) -> None:
     """Have torch's pytrees, which DDP and FSDP use on what a model returns, take a subclass of tuple for a container.
 
-    Degraded where torch lacks `register_pytree_node`: they take it for a leaf, as any other subclass of tuple.
+    Required: without it they would not find the tensors that the model returned.
     """
-    register = getattr(pytree, "register_pytree_node", None)
-    if register is not None:
-        register(kind, lambda value: ([*value], None), lambda children, _: kind(children))
+    pytree.register_pytree_node(kind, lambda value: ([*value], None), lambda children, _: kind(children))

@@ -115,7 +115,9 @@ def watch(
     if quarantine:
         _warn_of_mixed_samples(model)
     allow_side_effects_under_checkpoint(watch_state)
-    model.register_forward_pre_hook(wrapper.RootHook(watch_state))
+    root_hook = wrapper.RootHook(watch_state)
+    model.register_forward_pre_hook(root_hook)
+    model.register_forward_hook(root_hook.after)
     on_modules = {
         path: hooks.ModuleHooks(watch_state, location, modules[path], path in chosen)
         for location, path in enumerate(watched, start=1)

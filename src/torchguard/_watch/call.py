@@ -42,6 +42,8 @@ class CallRecord:
         self.checks, self.quarantine, self.probes = checks, quarantine, probes
         self.checks_values = quarantine or checks.nan or checks.inf
         self.only_fault = None if checks.nan and checks.inf else NAN if checks.nan else INF
+        self.first_input = locations  # the number of "input of location 0", see `check`
+        self.argument: int | None = None  # the number of the model's argument that is being checked
         self.ends = (0, locations - 1)  # input and output: nothing but the check reads a tensor there
         self._batch_is_not_first = batch is not None and batch.dim > 0
         self._calls_operators = (
@@ -68,6 +70,9 @@ class CallRecord:
     ) -> Tensor:
         """Record the status of a tensor at a location. In quarantine, returns it with non-finite vectors replaced.
 
+        An argument is recorded as the location plus the number of locations, or as `argument` if that is set:
+        `WatchState.labels` has the names of all these numbers.
+
         Args:
             mask_gradient: whether a non-finite gradient is masked here.
             is_argument: whether the tensor goes into a module. Unbatched arguments (tables, masks) are not checked.
@@ -87,7 +92,7 @@ class CallRecord:
         ):
             if not self.checks_values:
                 return z
-            self.locations.append(location)
+            self.locations.append(self._number(location) if is_argument else location)
             self.dims.append(UNKNOWN_DIM)
             if self.quarantine:
                 probes, location = self._probes_at(location) if self.region else (self.probes, location)
@@ -112,21 +117,25 @@ class CallRecord:
     ) -> Tensor:
         if not self.checks_values or not can_be_checked(z) or (is_argument and self.is_unbatched(z)):
             return z
-        dim = self.dim_of(z, dim)
+        dim, number = self.dim_of(z, dim), self._number(location) if is_argument else location
         vectors = z.unsqueeze(-1) if self._batch_is_not_first and self.batch.dim == z.ndim - 1 else z
         if not self.quarantine:
             status = row_status(vectors, alone=location in self.ends)
-            self.record(location, status if self.only_fault is None else only_fault(status, self.only_fault), dim)
+            self.record(number, status if self.only_fault is None else only_fault(status, self.only_fault), dim)
             return z
         probes, index = self._probes_at(location)
         replaced, status = replace_nonfinite(
             vectors, self.batch, probes, index, dim, mask_gradient, num_squares, in_place
         )
         if status is not None:
-            self.record(location, status, dim)
+            self.record(number, status, dim)
         replaced = replaced if vectors is z else replaced.squeeze(-1)
         self.dim_of(replaced, dim)
         return replaced
+
+    def _number(self, location: int) -> int:
+        """The number that stands for an argument at a location."""
+        return location + self.first_input if self.argument is None else self.argument
 
     def _probes_at(self, location: int) -> tuple[Tensor | None, int]:
         """The probes that include that of a location, and its index in them. In a region, other locations have none."""

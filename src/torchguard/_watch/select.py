@@ -231,6 +231,17 @@ def mask_positions(module: nn.Module) -> tuple[int, ...]:
     return tuple(i for i, name in enumerate(names) if _MASK.search(name))
 
 
+def argument_names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the arguments of a module: of those that can be given by position, and of the others."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # not every callable has a signature
+        return (), ()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = tuple(one.name for one in parameters if one.kind in by_position)
+    return positional, tuple(one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
 @constant_in_graphs
 def is_mask(name: str) -> bool:
     """Whether a keyword argument is a mask, by its name."""

@@ -16,8 +16,9 @@ from torchguard._watch import report
 from torchguard._watch.backward import region_probes
 from torchguard._watch.batch import Batch
 from torchguard._watch.call import CallRecord
+from torchguard._watch.history import History
 from torchguard._watch.parts import enter_call, leave_call
-from torchguard._watch.select import Checks
+from torchguard._watch.select import Checks, argument_names
 from torchguard._watch.summarize import CallSummary
 from torchguard.exceptions import WatchError
 from torchguard.locations._tracked import LocationTable
@@ -26,6 +27,8 @@ from torchguard.locations._tracked import LocationTable
 MAX_PROBED_BATCH = 4_096
 # A copy of a watched model has the key of its original.
 _KEYS = itertools.count()
+# The argument that a watched model takes beside those of the model: an id for each sample.
+IDS = "sample_ids"
 
 
 class Running(threading.local):
@@ -37,6 +40,7 @@ class Running(threading.local):
 
     call_record: CallRecord | None = None
     summary: CallSummary | None = None
+    summary_before: CallSummary | None = None  # that of the model when this call of it began
 
 
 class WatchState:
@@ -64,12 +68,23 @@ class WatchState:
         self.quarantine, self.returns, self.batch_dim = quarantine, returns, batch_dim
         self.location_table = LocationTable(type(model).__name__, paths, ())
         messages = {check.code: check.message for check in checks.others}
-        self.labels = report.Labels(tuple(path or type(model).__name__ for path in paths), messages)
+        self.positional, keyword_only = argument_names(model)
+        names = (*self.positional, *keyword_only)
+        # What an origin can be: a location, an argument of the module there, or an argument of the model.
+        self.arguments = {name: 2 * len(paths) + i for i, name in enumerate(names)}
+        self.takes_ids = IDS in self.arguments
+        labels = tuple(path or type(model).__name__ for path in paths)
+        given = (*("" for _ in paths), *names)
+        self.labels = report.Labels(
+            (*labels, *labels, *(labels[0] for _ in names)), (*(None for _ in paths), *given), messages
+        )
+        self.history = History()
         self.instance_forward = model.__dict__.get("forward")  # some tools set it on the instance
         self.key = next(_KEYS)
         self.running = Running()
         self.traced_record: CallRecord | None = None
         self.compiled_call: Any = None  # what `guarded.compile()` made
+        self.generation_call: Any = None  # what `guarded.generate()` made
         self.regions = regions
         self.was_called = False  # whether the last call was one of the watched model, not of the plain one
         self.summary: CallSummary | None = None
@@ -110,11 +125,14 @@ class WatchState:
     def allocate(self, device: torch.device) -> None:
         """Make the tensors that a call needs, on a device.
 
-        `location_ids` has the id of each location, and 0. It is a tensor: with ids as constants, every model would be
-        compiled anew. `probes` are the gradient probes, see `backward.py`.
+        `location_ids` has the id of each location, of the arguments of its module, of the model's arguments, and 0. It
+        is a tensor: with ids as constants, every model would be compiled anew. `probes` are the gradient probes, see
+        `backward.py`.
         """
         self.ids = tuple(self.location_table.locate(path).id for path in self.paths)
-        self.location_ids = keep_static(torch.tensor([*self.ids, 0], device=device))
+        of_arguments = [self.ids[0]] * len(self.arguments)
+        self.location_ids = keep_static(torch.tensor([*self.ids, *self.ids, *of_arguments, 0], device=device))
+        self.history.allocate(device)
         self.probes: Tensor | None = None
         self.backward_faults: Tensor | None = None  # the gradients of the probes since they were read last
         if self.quarantine:
@@ -153,7 +171,7 @@ class WatchState:
         return self.summary if own is None else own
 
     def __getstate__(self) -> dict[str, Any]:
-        new = {"traced_record": None, "compiled_call": None, "poll": report.Poll()}
+        new = {"traced_record": None, "compiled_call": None, "generation_call": None, "poll": report.Poll()}
         new |= {"summary": None, "is_summary_lost": False, "is_summary_of_graph": False}
         state = {**self.__dict__, **new, "device": self.location_ids.device}
         for name in ("running", "ids", "location_ids", "probes", "backward_faults"):
