@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchguard._pytrees import map_tensors, tensors_in
+from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
 from torchguard._torch.modules import is_torch_leaf
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
@@ -75,7 +75,7 @@ class ModuleHooks:
         else:
             output = checked_output(module, output, call_record, self.location)
         if call_record.checks.others:
-            for _, z in tensors_in(output):
+            for _, z in tensors_in(output, objects=OBJECTS):
                 run_other_checks(z, call_record, self.location)
         return output
 
@@ -145,11 +145,12 @@ def _checked(
     """A pytree of which every tensor was checked."""
     if isinstance(value, Tensor):
         return call_record.check(value, location, mask_gradient, is_argument, num_squares, dim)
+    objects = 0 if is_argument else OBJECTS  # a module may write to the objects that it is given
     if call_record.quarantine:
         return map_tensors(
-            value, lambda z: call_record.check(z, location, mask_gradient, is_argument, num_squares, dim)
+            value, lambda z: call_record.check(z, location, mask_gradient, is_argument, num_squares, dim), objects
         )
-    for _, z in tensors_in(value):
+    for _, z in tensors_in(value, objects=objects):
         call_record.check(z, location, mask_gradient, is_argument, num_squares, dim)
     return value
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._operators import define_opaque
-from torchguard._pytrees import tensors_in
+from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
 from torchguard.checks import can_be_checked, floats_of
@@ -56,7 +56,7 @@ def is_in_part(call_record: CallRecord) -> bool:
 def check_output_in_part(module: nn.Module, output: Any, address: Tensor) -> None:
     """Check what a module returns, when the graph runs."""
     is_recurrent = isinstance(module, nn.RNNBase)
-    for keys, z in tensors_in(output):
+    for keys, z in tensors_in(output, objects=OBJECTS):
         if can_be_checked(z):
             dim = 1 if is_recurrent and keys and keys[0] == 1 else None  # states are (layers, batch, width)
             _CHECK_IN_PART_(z.detach(), address, dim, None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.record import push
-from torchguard._pytrees import map_tensors
+from torchguard._pytrees import OBJECTS, map_tensors
 from torchguard._torch.modules import compiled_call_at, without_compiled_call
 from torchguard._torch.tracing import in_transform
 from torchguard._watch.batch import Batch, batch_of
@@ -197,7 +197,7 @@ def _without_bad_samples(origin: Tensor, output: Any, call_record: CallRecord) -
         is_dense = z.layout == torch.strided and not z.is_nested
         return zero_samples(origin, z, call_record.batch, call_record.dim_of(z, None)) if is_dense else z
 
-    return map_tensors(output, zeroed)
+    return map_tensors(output, zeroed, OBJECTS)
 
 
 def _reduced_to_plain(wrapper: Any, reduced: Any) -> Any:
