@@ -97,6 +97,18 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None
 
 
+def skip_frame(function: Any) -> None:
+    """Have Dynamo not compile a function as a frame of its own. It still traces it where it traces a call of it.
+
+    Degraded where torch lacks `skip_code`: the function is compiled, without a graph.
+    """
+    import torch._dynamo.eval_frame  # loads all of Dynamo: only where a model is watched
+
+    skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
+    if skip_code is not None:
+        skip_code(function.__code__)
+
+
 def compiled_call_at(owner: str) -> dict[str, Any]:
     """A class attribute that has `module.compile()` store what it makes as `compiled_call` of an attribute `owner`.
 
@@ -113,11 +125,7 @@ def compiled_call_at(owner: str) -> dict[str, Any]:
     def set(self: Any, call: Any) -> None:
         getattr(self, owner).compiled_call = call
 
-    import torch._dynamo.eval_frame  # loads all of Dynamo: only where a model is watched
-
-    skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
-    if skip_code is not None:
-        skip_code(get.__code__)
+    skip_frame(get)
     return {"_compiled_call_impl": property(get, set)}
 
 

@@ -35,7 +35,13 @@ from typing import Any
 
 from torch import nn
 
-from torchguard._torch.modules import is_compiled_in_place, is_compiled_or_scripted, mixes_samples, remove_forward_hooks
+from torchguard._torch.modules import (
+    is_compiled_in_place,
+    is_compiled_or_scripted,
+    mixes_samples,
+    remove_forward_hooks,
+    skip_frame,
+)
 from torchguard._torch.settings import allow_side_effects_under_checkpoint, release_settings
 from torchguard._watch import hooks, regions, state, wrapper  # classes are looked up there: they may be reloaded
 from torchguard._watch.report import Incident
@@ -118,6 +124,7 @@ def watch(
     root_hook = wrapper.RootHook(watch_state)
     model.register_forward_pre_hook(root_hook)
     model.register_forward_hook(root_hook.after)
+    skip_frame(wrapper.RootHook.after)
     on_modules = {
         path: hooks.ModuleHooks(watch_state, location, modules[path], path in chosen)
         for location, path in enumerate(watched, start=1)

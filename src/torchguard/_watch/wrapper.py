@@ -148,7 +148,8 @@ class RootHook:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Refuse a result that was not checked: of a `forward` that was set on the model after `watch`."""
-        if torch.compiler.is_compiling() or not is_watched(module):
+        # Not `is_watched`: Dynamo would compile it as a frame of its own.
+        if torch.compiler.is_compiling() or not getattr(type(module), "_is_watched", False):
             return
         watch = self.watch
         if watch.summary is watch.running.summary_before and watch.call_record is None and not in_transform():
