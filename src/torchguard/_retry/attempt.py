@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchguard._health import all_finite, total_norm, wide_norm
 from torchguard._retry.batch import Batch, tensors_of
-from torchguard._retry.health import all_finite, total_norm, wide_norm
 from torchguard._retry.plan import Plan
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.run import Closure, Losses, Result, Step

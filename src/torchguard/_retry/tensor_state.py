@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchguard._retry.health import local
+from torchguard._health import local
 from torchguard._retry.reach import Reached
 from torchguard._torch.tensors import Versions, is_unchanged, versions_of
 from torchguard._torch.training import copy_all, module_dicts, norms

@@ -9,9 +9,10 @@ State that is not visible in signatures, here and in the rest of torchguard, and
 - Between forward and backward, since a backward pass returns gradients and nothing else: the cells
   `CallOrigins.origins` and `ProbeTable.opened`, and a hook on the leaf of the gradient probes that saves their gradient
   (`backward.py`, `state.py`).
-- For one call: `WatchState.call_record` is set before the model's own `forward` and unset after it, since module hooks
-  get no argument from the call. `CallRecord.enter_region` swaps five fields of the record, since tensors leave a region
-  by being returned (`regions.py`).
+- For one call: `WatchState.begin` notes the call record before the model's own `forward`, and `end` removes it, since
+  module hooks get no argument from the call. In eager mode each thread has its own (`state.Running`; `parts.py` has it
+  by the key of the model). `CallRecord.enter_region` swaps five fields of the record, since tensors leave a region by
+  being returned (`regions.py`).
 - On modules, and removed by `unwatch`: forward hooks; a `Region` as `forward` of blocks that are compiled once; the
   `WatchState` as attribute `_watch` of the model. The watched model and the model share one `__dict__`. Of `@tracked`,
   and not removed: `_fx_path` and `_fx_location` on modules; and `_fx_building` on a model while its `__init__` runs
@@ -33,7 +34,12 @@ from typing import Any
 
 from torch import nn
 
-from torchguard._torch.modules import is_compiled_or_scripted, remove_forward_hooks
+from torchguard._torch.modules import (
+    is_compiled_in_place,
+    is_compiled_or_scripted,
+    remove_forward_hooks,
+    skip_frame,
+)
 from torchguard._torch.settings import allow_side_effects_under_checkpoint, release_settings
 from torchguard._watch import hooks, regions, state, wrapper  # classes are looked up there: they may be reloaded
 from torchguard._watch.report import Incident
@@ -118,7 +124,10 @@ def watch(
         sample_of=sample_dims(paths, sample_of or {}),
     )
     allow_side_effects_under_checkpoint(watch_state)
-    model.register_forward_pre_hook(wrapper.RootHook(watch_state))
+    root_hook = wrapper.RootHook(watch_state)
+    model.register_forward_pre_hook(root_hook)
+    model.register_forward_hook(root_hook.after)
+    skip_frame(wrapper.RootHook.after)
     on_modules = {
         path: hooks.ModuleHooks(watch_state, location, modules[path], path in chosen)
         for location, path in enumerate(watched, start=1)
@@ -161,8 +170,13 @@ def unwatch(guarded: Any) -> nn.Module:
 def _require_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise WatchError(f"watch: expected an nn.Module, got {type(model).__name__}.")
-    if is_compiled_or_scripted(model):
-        raise WatchError("watch: this model is compiled already. Watch first: torch.compile(watch(model)).")
+    for path, module in model.named_modules():
+        if is_compiled_or_scripted(module) or is_compiled_in_place(module):
+            what = f"{path!r} of this model" if path else "this model"
+            raise WatchError(
+                f"watch: {what} is compiled already, and what was compiled has no checks. Watch first, then compile: "
+                "torch.compile(watch(model)), or guarded.compile()."
+            )
     if _STATE in model.__dict__:
         raise WatchError(f"watch: this {type(model).__name__} is watched already. unwatch it first.")
     if own := [name for name in wrapper.ADDED_NAMES if hasattr(model, name)]:

@@ -57,6 +57,8 @@ class CallRecord:
         self.checks, self.quarantine, self.probes, self.owners = checks, quarantine, probes, owners
         self.checks_values = quarantine or checks.nan or checks.inf
         self.only_fault = None if checks.nan and checks.inf else NAN if checks.nan else INF
+        self.first_input = locations  # the number of "input of location 0", see `check`
+        self.argument: int | None = None  # the number of the model's argument that is being checked
         self.ends = (0, locations - 1)  # input and output: nothing but the check reads a tensor there
         self._calls_operators = (
             use_operators() and batch is not None and batch.dim == 0 and (quarantine or self.only_fault is None)
@@ -65,6 +67,7 @@ class CallRecord:
         self.statuses: list[Tensor] = []
         self.rows: list[int] = []
         self.warnings: list[tuple[int, int, Tensor]] = []
+        self.in_graph = torch.compiler.is_compiling()  # the call began in the graph that is traced
         self.region: range | None = None  # the locations of the region that is being run
         self.region_probes: list[Tensor] = []  # for each region
 
@@ -80,6 +83,9 @@ class CallRecord:
         keep_neg_inf: bool = False,
     ) -> Tensor:
         """Record the status of a tensor at a location. In quarantine, returns it with non-finite vectors replaced.
+
+        An argument is recorded as the location plus the number of locations, or as `argument` if that is set:
+        `WatchState.labels` has the names of all these numbers.
 
         Args:
             mask_gradient: whether a non-finite gradient is masked here.
@@ -102,7 +108,7 @@ class CallRecord:
         ):
             if not self.checks_values:
                 return z
-            self.locations.append(location)
+            self.locations.append(self._number(location) if is_argument else location)
             self.rows.append(BY_SIZE)
             if self.quarantine:
                 probes, location = self._probes_at(location) if self.region else (self.probes, location)
@@ -142,10 +148,11 @@ class CallRecord:
             keep_neg_inf = keep_neg_inf or self.owners.may_have_neg_inf(z)
         if is_argument and self.batch is not None and self.batch.is_unbatched(z.shape, rows):
             return z
+        how = (is_argument, mask_gradient, num_squares, rows, in_place, keep_neg_inf)
         if self.owners is None:
-            return self._check_rows(z, location, mask_gradient, num_squares, rows, in_place, keep_neg_inf)
+            return self._check_rows(z, location, *how)
         with self.owners.paused():
-            new = self._check_rows(z, location, mask_gradient, num_squares, rows, in_place, keep_neg_inf)
+            new = self._check_rows(z, location, *how)
         self.owners.replaced(z, new)
         return new
 
@@ -153,6 +160,7 @@ class CallRecord:
         self,
         z: Tensor,
         location: int,
+        is_argument: bool,
         mask_gradient: bool,
         num_squares: int,
         rows: int | None,
@@ -161,18 +169,22 @@ class CallRecord:
     ) -> Tensor:
         # A sample has to be a row of vectors, so samples along the last dim become vectors of one number.
         vectors = z.unsqueeze(-1) if self.batch is not None and self.batch.is_last(z.shape, rows) else z
-        code = BY_SIZE if rows is None else rows
+        code, number = BY_SIZE if rows is None else rows, self._number(location) if is_argument else location
         if not self.quarantine:
             status = row_status(vectors, location in self.ends, keep_neg_inf)
-            self.record(location, status if self.only_fault is None else only_fault(status, self.only_fault), code)
+            self.record(number, status if self.only_fault is None else only_fault(status, self.only_fault), code)
             return z
         probes, index = self._probes_at(location)
         replaced, status = replace_nonfinite(
             vectors, self.batch, probes, index, rows, mask_gradient, num_squares, in_place, keep_neg_inf
         )
         if status is not None:
-            self.record(location, status, code)
+            self.record(number, status, code)
         return replaced if vectors is z else replaced.squeeze(-1)
+
+    def _number(self, location: int) -> int:
+        """The number that stands for an argument at a location."""
+        return location + self.first_input if self.argument is None else self.argument
 
     def _probes_at(self, location: int) -> tuple[Tensor | None, int]:
         """The probes that include that of a location, and its index in them. In a region, other locations have none."""

@@ -62,6 +62,7 @@ _KEEP_NEG_INF = {
     *("scatter", "index_put", "index_select", "triu", "tril", "maximum", "minimum", "repeat", "roll", "flip"),
     *("_unsafe_view", "fill", "_log_softmax"),
 }
+_NEW = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros")
 _RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
 
 
@@ -145,10 +146,13 @@ class OwnerMode(DispatchMode):
         self._constants: dict[int, StorageWeakRef] = {}
         self._neg_inf: dict[int, StorageWeakRef] = {}
         self._of_floats: dict[int, StorageWeakRef] = {}
+        self._unwritten: dict[int, StorageWeakRef] = {}
+        self._samples = 0
         self._is_paused = False
 
     def set_samples(self, z: Tensor, dim: int) -> None:
         """Let the samples lie along a dim of an argument."""
+        self._samples = max(self._samples, z.shape[dim])
         numbers = torch.arange(z.shape[dim], dtype=torch.int32)
         shaped = numbers.reshape([-1 if i == dim else 1 for i in range(z.ndim)]).expand(z.shape)
         self.set_owners(z, Owners(shaped, shaped))
@@ -212,6 +216,7 @@ class OwnerMode(DispatchMode):
         if has_tag(op, torch.Tag.inplace_view):  # another view of the same storage
             return
         written = [z for name in written_arguments(op) for z in _tensors(arguments[name])]
+        self._note_unwritten(call, given, written)
         self._note_constants(op, given, outputs, written)
         if self._passes_neg_inf(call, given):
             for one in (*outputs, *written):
@@ -256,6 +261,18 @@ class OwnerMode(DispatchMode):
         if found is not None and found.reference.expired():
             del self._storages[_key(z)]
 
+    def _note_unwritten(self, call: Call, given: list[Tensor], written: list[Tensor]) -> None:
+        """Note memory that no operation has written yet. If one reads it, a kernel that is no operation of torch, such
+        as a Triton kernel, may have written anything into it."""
+        for one in given:
+            is_written = any(one is other for other in written)
+            if self._unwritten.pop(_key(one), None) is not None and not is_written and _may_have_changed(one):
+                low, high = (torch.tensor(number, dtype=torch.int32) for number in (0, max(1, self._samples - 1)))
+                self.set_owners(one, Owners(low.expand(one.shape), high.expand(one.shape)))
+                self.problem = self.problem or f"a kernel that is no operation of torch, before {call.op}"
+        if call.name in _NEW:
+            self._unwritten |= {_key(one): weak_storage(one) for one in call.outputs}
+
     def _is_float_of_samples(self, z: Tensor) -> bool:
         return (z.is_floating_point() or z.is_complex()) and _key(z) in self._storages
 
@@ -278,6 +295,11 @@ class OwnerMode(DispatchMode):
 def _is_neg_inf(z: Tensor) -> bool:
     """Whether a tensor is the number -Inf, as far as it has a value that can be read without waiting."""
     return z.ndim == 0 and type(z) is Tensor and z.is_cpu and z.is_floating_point() and z.item() == -math.inf
+
+
+def _may_have_changed(z: Tensor) -> bool:
+    """Whether memory that was zero, or had any content, holds something else than zeros."""
+    return type(z) is not Tensor or bool(z.detach().count_nonzero())
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchguard._pytrees import tensors_in
+from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.tracing import is_plain
 from torchguard._watch.batch import MIXED, Batch, is_size_free
 from torchguard._watch.owners import OwnerMode, rows_of
@@ -90,7 +90,7 @@ class FollowedCall:
             self.mode.set_owners(new, self.mode.owners_of(z))
 
     def finish(self, output: Any) -> OwnerPlan:
-        outputs = tuple([self._code(z) for _, z in tensors_in(output)])
+        outputs = tuple([self._code(z) for _, z in tensors_in(output, objects=OBJECTS)])
         return OwnerPlan(tuple(self._checks), frozenset(self._neg_inf), outputs, self.mode.problem)
 
     def _code(self, z: Tensor) -> int:
@@ -131,7 +131,7 @@ class PlannedCall:
         return None
 
     def finish(self, output: Any) -> OwnerPlan:
-        tensors = tensors_in(output)
+        tensors = tensors_in(output, objects=OBJECTS)
         if self.fits and self._count == len(self.plan.checks) and len(tensors) == len(self.plan.outputs):
             return self.plan
         self.fits = False

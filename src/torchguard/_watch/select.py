@@ -158,7 +158,7 @@ def other_embeddings(model: nn.Module, chosen: Sequence[str], exclude: Sequence[
     """The paths of embeddings that are not watched otherwise: their indices are checked all the same."""
     modules = dict(model.named_modules())
     left_out = _matching(modules, exclude, "exclude") if exclude is not None else set()
-    embeddings = [path for path, module in modules.items() if path and isinstance(module, nn.Embedding)]
+    embeddings = [path for path, module in modules.items() if path and looks_up_its_argument(module)]
     return [path for path in embeddings if path not in left_out and path not in chosen]
 
 
@@ -193,6 +193,18 @@ def sample_dims(paths: Sequence[str], sample_of: Mapping[str, int]) -> dict[int,
             )
         found.update(dict.fromkeys(matching, dim))
     return found
+
+
+def looks_up_its_argument(module: nn.Module) -> bool:
+    """Whether the argument of a module is what indexes its `weight`: an embedding that runs torch's own `forward`.
+
+    A `forward` of its own may hash its argument, take -1 for "missing", or make positions of token ids.
+    """
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and "forward" not in module.__dict__
+    )
 
 
 def _none(model: nn.Module) -> list[str]:
@@ -250,6 +262,17 @@ def mask_positions(module: nn.Module) -> tuple[int, ...]:
     except (TypeError, ValueError):  # not every callable has a signature
         return ()
     return tuple(i for i, name in enumerate(names) if _MASK.search(name))
+
+
+def argument_names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the arguments of a module: of those that can be given by position, and of the others."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # not every callable has a signature
+        return (), ()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = tuple(one.name for one in parameters if one.kind in by_position)
+    return positional, tuple(one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
 @constant_in_graphs

@@ -41,16 +41,19 @@ class CallSummary(NamedTuple):
     """One call, sample by sample. Locations are given by their index in `WatchState.paths`.
 
     Args:
-        origins: `(3, batch)`: the location where the sample went bad first, at how many further locations it was bad,
-            and the position of the first bad vector at the origin, counted over the dims between batch and last. All
-            three are -1 for a sample that is finite everywhere.
+        origins: `(3, batch)`: the location where the sample went bad first (`CallRecord.check` has the numbers of
+            arguments), at how many further locations it was bad, and the position of the first bad vector at the
+            origin, counted over the dims between batch and last. All three are -1 for a sample that is finite
+            everywhere.
         warnings: `(codes, batch)`, if there are any: 16 times the location where the warning came up first, plus its
             code; -1 for none.
+        ids: `(batch,)`, the ids of the samples, if they were given.
     """
 
     flags: Flags
     origins: Tensor
     warnings: Tensor | None
+    ids: Tensor | None = None
 
 
 def summarize(
