@@ -79,8 +79,8 @@ class History:
 
         Returns the summary to use from now on.
         """
-        f, origins, warnings, _ = summary
-        summary = CallSummary(f, origins, warnings, ids)
+        summary = summary._replace(ids=ids) if ids is not None else summary
+        f, origins, warnings, _, _ = summary
         in_graph = use_operators()
         if not in_graph and (not is_plain(f) or backward_number() != -1):  # in backward, a checkpoint repeats a call
             return summary
@@ -96,7 +96,7 @@ class History:
         """Add the faults of a call. Reads them, so waits for the device if there is one."""
         with self._lock:
             step, self.calls = self.calls, self.calls + 1
-        if summary.origins.numel() == 0 or summary.origins.amax().item() < 0:  # all are -1
+        if summary.is_clean or summary.origins.numel() == 0 or summary.origins.amax().item() < 0:  # all are -1
             return
         found = _columns(summary).t().tolist()
         with self._lock:

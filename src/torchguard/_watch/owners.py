@@ -298,8 +298,8 @@ def _is_neg_inf(z: Tensor) -> bool:
 
 
 def _may_have_changed(z: Tensor) -> bool:
-    """Whether memory that was zero, or had any content, holds something else than zeros."""
-    return type(z) is not Tensor or bool(z.detach().count_nonzero())
+    """Whether memory that was zero, or had any content, holds something else. A graph has all that writes to it."""
+    return type(z) is Tensor and bool(z.detach().count_nonzero())
 
 
 def _tensors(value: Any) -> list[Tensor]:

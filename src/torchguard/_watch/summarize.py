@@ -48,12 +48,14 @@ class CallSummary(NamedTuple):
         warnings: `(codes, batch)`, if there are any: 16 times the location where the warning came up first, plus its
             code; -1 for none.
         ids: `(batch,)`, the ids of the samples, if they were given.
+        is_clean: whether it is known without reading that there is no fault.
     """
 
     flags: Flags
     origins: Tensor
     warnings: Tensor | None
     ids: Tensor | None = None
+    is_clean: bool = False
 
 
 def summarize(
@@ -77,10 +79,14 @@ def summarize(
     """
     if use_operators():
         found = _call_summarize(checked, probes, warnings, location_ids, batch, quarantine, mixes, config)
+        return CallSummary(*found, warnings)
+    is_clean = warnings is None and _all_ok(checked.statuses)
+    if is_clean:
+        found = _clean(batch, config)
     else:
         found = _summarize(checked, warnings, location_ids, batch, quarantine, mixes, config)
-        set_origins(probes, found[1])
-    return CallSummary(*found, warnings)
+    set_origins(probes, found[1])
+    return CallSummary(*found, warnings, None, is_clean)
 
 
 def _summarize(
@@ -93,8 +99,6 @@ def _summarize(
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     """Flags and origins."""
-    if warnings is None and _all_ok(checked.statuses):
-        return _clean(batch, config)
     f = zero_flags(batch.size, batch.device, config.flag_dtype, config)
     room = capacity(f, config)
     most = max(1, min(room // 2, len(checked.statuses))) if quarantine else 1
