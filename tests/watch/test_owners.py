@@ -117,6 +117,7 @@ def _write_in_place(x):
 
 def _write_a_column(x):
     out = x.clone()
+    out = out.contiguous()
     out.view(-1)[: out[0].numel()] = x.flatten()[-out[0].numel() :]
     return out
 
@@ -184,13 +185,47 @@ def test_row_codes(program, code):
     assert rows_of(owners, BATCH) == code
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: torch.renorm(x, 2, 1, 0.5),
+        lambda x: x + torch.linspace(x[0, 0, 0], x[1, 0, 0], 4),
+        lambda x: x.index_fill(1, torch.tensor([0]), x[0, 0, 0]),
+        lambda x: torch.normal(x, 1.0),
+        lambda x: torch.where(x > 0, x, x.flip(0)).index_select(1, torch.arange(2)),
+    ],
+)
+def test_operations_with_unusual_arguments(program):
+    assert_sound(program, torch.randn(BATCH, 4, 4, dtype=torch.float64))
+
+
+def test_a_constant_that_is_written_into_a_part_leaves_the_owners_of_the_rest():
+    def program(x):
+        x = x * 2
+        x[:, 0] = 0.0
+        x[:, 1].zero_()
+        return x
+
+    _, owners = assert_sound(program, torch.randn(BATCH, 4, 4, dtype=torch.float64))
+    assert rows_of(owners, BATCH) == row_code(0)
+
+
+def test_memory_that_no_operation_wrote_may_depend_on_everything():
+    def program(x):
+        out = torch.empty_like(x)
+        out.numpy()[:] = x.numpy()[::-1]  # as a kernel would that is not torch's
+        return out * 1
+
+    assert_sound(program, torch.randn(BATCH, 4, 4, dtype=torch.float64))
+
+
 def test_a_value_that_reaches_python_is_noticed():
     mode, x, ids = OwnerMode(), torch.randn(BATCH, 4), torch.ones(BATCH, 4, dtype=torch.long)
     with mode:
         mode.set_samples(x, 0)
         mode.set_samples(ids, 0)
         assert (ids == 1).all()
-    assert not mode.reads_values
+    assert not mode.is_lost
     with mode:
         bool((x > 1).any())
-    assert mode.reads_values
+    assert mode.is_lost

@@ -35,6 +35,12 @@ class TracedGraph:
         self.graph: fx.Graph = output.current_tracer.graph
         self._modules = output.nn_modules
 
+    def has_symbols(self) -> bool:
+        """Whether a size of the graph is a symbol: it then runs for other sizes as well."""
+        values = [node.meta.get("example_value") for node in self.graph.nodes if node.op == "placeholder"]
+        sizes = [size for value in values if isinstance(value, Tensor) for size in value.shape]
+        return any(isinstance(one, torch.SymInt) for one in (*values, *sizes))
+
     def attribute(self, name: str) -> Any:
         return self._modules[name]
 

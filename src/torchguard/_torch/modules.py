@@ -57,6 +57,12 @@ def is_compiled_or_scripted(module: nn.Module) -> bool:
     return is_compiled_module(module) or isinstance(module, torch.jit.ScriptModule)
 
 
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether a module within a model is compiled on its own, by `compile()` or `torch.compile`."""
+    parts = [module for module in model.modules() if module is not model]
+    return any("_orig_mod" in m._modules or m.__dict__.get("_compiled_call_impl") is not None for m in parts)
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that was passed to `torch.compile`, however often it was compiled."""
     while is_compiled_module(module):

@@ -53,9 +53,17 @@ MAX_SAMPLE_SIZE = 2**31 - 2**20
 
 
 class CallOrigins:
-    """A cell for the origins of a call (`CallSummary.origins`): None until the call is summarized."""
+    """A cell for the origins of a call (`CallSummary.origins`): None until the call is summarized, and in regions."""
 
     origins: Tensor | None = None
+
+    def __init__(self, is_of_region: bool) -> None:
+        self.is_of_region = is_of_region
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the call is not over: a gradient that is taken now is part of what the model computes."""
+        return self.origins is None and not self.is_of_region
 
 
 class ProbeTable:
@@ -105,7 +113,7 @@ class CallProbes:
     """The probes of one call: `each` has one per location, `(batch,)`."""
 
     def __init__(self, probes: Tensor, size: int) -> None:
-        self.cell = CallOrigins()
+        self.cell = CallOrigins(is_of_region=is_surely(probes.shape[1] == size))
         self.table = ProbeTable(probes.shape[0], size, probes.device, self.cell)
         # Neither argument may reference `each`: see the top of the file.
         self.each: tuple[Tensor, ...] = _SplitProbes.apply(probes, size, self.cell, self.table)  # pyright: ignore[reportAttributeAccessIssue]
@@ -261,6 +269,8 @@ def masked_gradient(
         rows: the row code of the tensor, if it is known.
         table: where to write the probe's gradient, if the table is on the device of `grad`.
     """
+    if table is not None and table.cell.is_running:
+        return grad, None  # a fault in it is found where the model uses it
     if grad.dtype == torch.float16:
         return _masked_float16(grad, batch, rows, None if table is None else table.cell.origins)
     if is_traced(grad) and batch.is_sample_major(grad.shape, rows) and not _needs_traced_mask(grad):

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torchguard._operators import define
 from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, run
 from torchguard._torch.tracing import constant_in_graphs
-from torchguard._watch.batch import MIXED, UNBATCHED, Batch
+from torchguard._watch.batch import MIXED, UNBATCHED, Batch, is_size_free
 from torchguard._watch.detect import empty_status
 from torchguard._watch.owners import OwnerMode, rows_of
 from torchguard._watch.plan import set_arguments, warn_of_mixing
@@ -58,6 +58,7 @@ def codes_in_graph(model: str, warns: bool) -> tuple[int, ...]:
         with finder.mode:
             run(traced.graph, traced.attribute, finder)
         problem = finder.mode.problem if finder.has_arguments else "the graph breaks inside the model"
+        finder.failed = finder.mode.is_lost
     except CannotRunError as error:
         problem, finder.failed = str(error), True
     except Exception as error:  # whatever an operation raises that fake tensors do not support
@@ -66,6 +67,8 @@ def codes_in_graph(model: str, warns: bool) -> tuple[int, ...]:
     counts = {node.args[1]: len(node.args[0]) for node in marks}
     for node in marks:
         traced.graph.erase_node(node)
+    if traced.has_symbols():
+        finder.drop_sizes()
     if finder.failed or not finder.has_arguments:
         finder.codes = {role: [MIXED] * count for role, count in counts.items()}
         finder.set_all(traced.graph, MIXED)
@@ -117,6 +120,11 @@ class _Finder:
         for node, position in self._neg_inf.items():
             node.update_arg(position, True)
 
+    def drop_sizes(self) -> None:
+        """Give up row codes that hold for the sizes of this trace alone."""
+        self.codes = {role: [*map(_size_free, codes)] for role, codes in self.codes.items()}
+        self._found = {node: _size_free(code) for node, code in self._found.items()}
+
     def set_all(self, graph: fx.Graph, code: int) -> None:
         """Have all replacements use one row code."""
         self._found = dict.fromkeys([node for node in graph.nodes if _is_call_of(node, "replace_nonfinite")], code)
@@ -133,7 +141,8 @@ class _Finder:
             self.codes[role] = [self._code(z) for z in tensors]
 
     def _code(self, z: Tensor) -> int:
-        code = rows_of(self.mode.owners_of(z), self._size)
+        with self.mode.paused():
+            code = rows_of(self.mode.owners_of(z), self._size)
         return MIXED if code is None else code
 
     def _status(self, z: Tensor) -> Tensor:
@@ -146,6 +155,10 @@ class _Finder:
             spread = owners.over([-1]) if z.ndim == status.ndim else owners.all()
             self.mode.set_owners(status, spread.expand(status.shape))
         return status
+
+
+def _size_free(code: int) -> int:
+    return code if is_size_free(code) else MIXED
 
 
 def _is_call_of(node: fx.Node, name: str) -> bool:

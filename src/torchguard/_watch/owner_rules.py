@@ -152,6 +152,10 @@ def filled(call: Call) -> Owners | None:
     return call.of("value")
 
 
+def random_around(call: Call) -> Owners | None:
+    return union([call.of("mean"), call.of("std")])
+
+
 def source(call: Call) -> Owners | None:
     """Copies: what was in the output before does not matter."""
     return call.of("src")
@@ -435,10 +439,11 @@ def scatter(call: Call) -> Owners | None:
 
 def index_select(call: Call) -> Any:
     index = call.arguments["index"]
-    if call.is_constant(index):
-        return moved(call)
     z, owners, of_index = call.arguments["self"], call.of("self"), call.of("index")
     dim = call.arguments["dim"] % max(1, z.ndim)
+    if owners is not None and call.is_constant(index) and z.ndim:
+        known = index.detach().cpu()
+        return owners.apply(lambda one: one.index_select(dim, known))
     kept = None if owners is None else owners.over([dim])
     if of_index is not None:
         of_index = of_index.reshape([-1 if i == dim else 1 for i in range(max(1, z.ndim))])
@@ -449,7 +454,9 @@ def index_add(call: Call) -> Owners | None:
     z = call.arguments["self"]
     dim = call.arguments["dim"] % max(1, z.ndim)
     added, index = call.of("source"), call.of("index")
-    return union([call.of("self"), None if added is None else added.over([dim]), index and index.all()])
+    value = call.of("value")
+    parts = [None if added is None else added.over([dim]), index and index.all(), value and value.all()]
+    return union([call.of("self"), *parts])
 
 
 class _Indices(NamedTuple):
@@ -579,7 +586,7 @@ RULES: dict[str, Rule] = {
     **_table(
         along,
         "_softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod logcumsumexp cummax cummin "
-        "_cummax_helper _cummin_helper sort argsort topk renorm _fft_r2c _fft_c2c _fft_c2r glu cross linalg_cross",
+        "_cummax_helper _cummin_helper sort argsort topk _fft_r2c _fft_c2c _fft_c2r glu cross linalg_cross",
     ),
     **_table(
         reduction,
@@ -632,6 +639,7 @@ RULES: dict[str, Rule] = {
     "_cdist_forward": distances,
     **_table(layer_norm, "native_layer_norm _fused_rms_norm"),
     "fill": filled,
+    "normal": random_around,
     "native_group_norm": group_norm,
     **_table(
         batch_norm,
@@ -653,8 +661,8 @@ RULES: dict[str, Rule] = {
     **_table(
         nothing,
         "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones "
-        "full full_like new_full scalar_tensor arange linspace logspace eye rand rand_like randn randn_like randint "
-        "randint_like randperm zero uniform normal normal_functional exponential random geometric cauchy log_normal "
+        "full full_like new_full scalar_tensor arange eye rand rand_like randn randn_like randint "
+        "randint_like randperm zero uniform exponential random geometric cauchy log_normal "
         "tril_indices triu_indices hann_window hamming_window",
     ),
 }

@@ -128,27 +128,77 @@ def _overlaps_itself(z: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(z.shape, z.stride(), strict=True))
 
 
-class OwnerMode(DispatchMode):
+class PathMode(DispatchMode):
+    """Identifies the way that a call takes through a model: `path` is a hash of all operations so far.
+
+    It has the order of operations, the shapes of their tensors and all other arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = 0
+        self._is_paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have Dynamo compile all the same. It would never compile again what it meets under another mode."""
+        return True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations in it do not count."""
+        self._is_paused, before = True, self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused or is_query(op):
+            return op(*args, **kwargs)
+        if is_composite(op):  # in inference mode, they arrive whole
+            with self:
+                return op.decompose(*args, **kwargs)
+        result = op(*args, **kwargs)
+        self.path = hash((self.path, op, _outline(args), _outline([*kwargs.items()])))
+        self._follow(op, args, kwargs, result)
+        return result
+
+    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Do more with an operation."""
+
+
+def _outline(value: Any) -> Any:
+    """A value that can be hashed: of tensors the shape, of what cannot be hashed the type."""
+    if isinstance(value, Tensor):
+        return value.shape if _has_storage(value) else type(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_outline(one) for one in value])
+    return value if isinstance(value, (int, float, str, bool)) or value is None else str(value)
+
+
+class OwnerMode(PathMode):
     """Follows owners through all operations while it is active.
 
     Attributes:
         problem: why the owners of what comes out are not known, as far as that is: the first operation that mixed
             samples, or that cannot be followed.
-        reads_values: whether a value that depends on floating-point numbers of samples was handed to Python. Integers
-            are token ids and masks: models test them for shortcuts that do not change what belongs to whom.
+        is_lost: whether owners are not known from some operation on. One handed a value that depends on floating-point
+            numbers of samples to Python, for example. (Integers are token ids and masks: models test them for
+            shortcuts that do not change what belongs to whom.)
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.problem: str | None = None
-        self.reads_values = False
+        self.is_lost = False
         self._storages: dict[int, _StorageOwners] = {}
         self._constants: dict[int, StorageWeakRef] = {}
         self._neg_inf: dict[int, StorageWeakRef] = {}
         self._of_floats: dict[int, StorageWeakRef] = {}
         self._unwritten: dict[int, StorageWeakRef] = {}
         self._samples = 0
-        self._is_paused = False
 
     def set_samples(self, z: Tensor, dim: int) -> None:
         """Let the samples lie along a dim of an argument."""
@@ -168,21 +218,13 @@ class OwnerMode(DispatchMode):
 
     def set_owners(self, z: Tensor, owners: Owners | None) -> None:
         key = _key(z)
-        if owners is None:
+        found = self._storages.get(key)
+        if found is not None and not found.reference.expired():
+            found.write(z, _nobody(z.shape) if owners is None else owners)
+        elif owners is None:
             self._storages.pop(key, None)
-        elif key in self._storages and not self._storages[key].reference.expired():
-            self._storages[key].write(z, owners)
         else:
             self._storages[key] = _StorageOwners(z, owners)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Operations in it are not followed."""
-        self._is_paused, before = True, self._is_paused
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     def is_constant(self, z: Tensor) -> bool:
         """Whether a tensor has the same values in every call: it was made of constants alone."""
@@ -192,18 +234,7 @@ class OwnerMode(DispatchMode):
         """Whether -Inf may have been put into a tensor on purpose, as into masked logits."""
         return _has_storage(z) and _key(z) in self._neg_inf
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._is_paused or is_query(op):
-            return op(*args, **kwargs)
-        if is_composite(op):  # in inference mode, they arrive whole
-            with self:
-                return op.decompose(*args, **kwargs)
-        result = op(*args, **kwargs)
-        with torch.no_grad():
-            self._follow(op, args, kwargs, result)
-        return result
-
+    @torch.no_grad()
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         arguments = named_arguments(op, args, kwargs)
         outputs = [one for one in flatten(result)[0] if isinstance(one, Tensor)]
@@ -211,11 +242,11 @@ class OwnerMode(DispatchMode):
         given = call.tensors()
         if not all(_has_storage(one) for one in (*given, *outputs)):
             if any(self.owners_of(one) is not None for one in given):
-                self.problem = self.problem or f"{op} has a sparse or nested tensor"
+                self._lose(f"{op} has a sparse or nested tensor")
             return
         if has_tag(op, torch.Tag.inplace_view):  # another view of the same storage
             return
-        written = [z for name in written_arguments(op) for z in _tensors(arguments[name])]
+        written = [z for name in (*written_arguments(op), *_written_by_norm(call)) for z in _tensors(arguments[name])]
         self._note_unwritten(call, given, written)
         self._note_constants(op, given, outputs, written)
         if self._passes_neg_inf(call, given):
@@ -226,7 +257,8 @@ class OwnerMode(DispatchMode):
                 self._forget(one)
             return
         if any(_key(one) in self._of_floats or self._is_float_of_samples(one) for one in given):
-            self.reads_values = self.reads_values or call.name in _READS
+            if call.name in _READS:
+                self._lose(f"{op} hands a value of a sample to Python")
             self._of_floats |= {_key(one): weak_storage(one) for one in (*outputs, *written)}
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
         self._set_outputs(call)
@@ -237,6 +269,9 @@ class OwnerMode(DispatchMode):
         after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
         if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
             self.problem = str(op)
+
+    def _lose(self, problem: str) -> None:
+        self.is_lost, self.problem = True, self.problem or problem
 
     def _set_outputs(self, call: Call) -> None:
         outputs = call.outputs
@@ -295,6 +330,12 @@ class OwnerMode(DispatchMode):
 def _is_neg_inf(z: Tensor) -> bool:
     """Whether a tensor is the number -Inf, as far as it has a value that can be read without waiting."""
     return z.ndim == 0 and type(z) is Tensor and z.is_cpu and z.is_floating_point() and z.item() == -math.inf
+
+
+def _written_by_norm(call: Call) -> Sequence[str]:
+    """The statistics that a batch norm updates: not all of its operators say so."""
+    is_training = call.arguments.get("training", call.arguments.get("train"))
+    return ("running_mean", "running_var") if is_training and "running_mean" in call.arguments else ()
 
 
 def _may_have_changed(z: Tensor) -> bool:

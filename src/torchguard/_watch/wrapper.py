@@ -66,7 +66,7 @@ class WatchedModel:
         """Call the model with all its checks."""
         watch = self._watch
         if use_operators():
-            mark_arguments([z for _, z in tensors_in((args, kwargs))], call_record.batch)
+            mark_arguments([z for _, z in tensors_in((args, kwargs), objects=OBJECTS)], call_record.batch)
         args, kwargs = _checked_inputs(args, kwargs, call_record, watch)
         watch.begin(call_record)
         try:
@@ -80,8 +80,8 @@ class WatchedModel:
     ) -> tuple[Any, CallRecord, Sequence[int]]:
         """Call the model in eager mode: the output, the record of the call, and the row codes of the outputs."""
         watch = self._watch
-        form = form_of(watch.model, args, kwargs, batch)
-        owners = watch.plans.start(form, args, kwargs, batch)
+        form = form_of(watch.model, args, kwargs)
+        owners = watch.plans.start(form, watch.model, args, kwargs, batch)
         call_record = watch.new_record(batch, owners)
         with owners.running():
             output = self._call(forward, args, kwargs, call_record)
