@@ -5,7 +5,6 @@ the graph so far at the translator that is at work, `InstructionTranslator.curre
 same in torch 2.11 to 2.13; what cannot be run raises `CannotRunError`, which callers have to expect.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -53,8 +52,13 @@ def run(graph: fx.Graph, attribute: Callable[[str], Any], intercept: Intercept) 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.no_grad(), contextlib.ExitStack() as autocasts:
-        _run(graph, attribute, intercept, lambda node: _input(node, mode), autocasts)
+    entered: list[Any] = []
+    with torch.no_grad():
+        try:
+            _run(graph, attribute, intercept, lambda node: _input(node, mode), entered)
+        finally:
+            for autocast in reversed(entered):
+                torch.amp.autocast_mode._exit_autocast(autocast)
 
 
 def _run(
@@ -62,7 +66,7 @@ def _run(
     attribute: Callable[[str], Any],
     intercept: Intercept,
     given: Callable[[fx.Node], Any],
-    autocasts: contextlib.ExitStack,
+    autocasts: list[Any],
 ) -> Any:
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
@@ -86,7 +90,7 @@ def _call(
     kwargs: dict[str, Any],
     attribute: Callable[[str], Any],
     intercept: Intercept,
-    autocasts: contextlib.ExitStack,
+    autocasts: list[Any],
 ) -> Any:
     target: Any = node.target
     if node.op == "call_method" and target == "item":
@@ -100,22 +104,17 @@ def _call(
         return None
     if name == "_enter_autocast":
         entered = target(*args, **kwargs)
-        autocasts.callback(_exit_once, entered)
+        autocasts.append(entered)
         return entered
     if name == "_exit_autocast":
-        return _exit_once(*args)
+        autocasts.remove(args[0])
+        return target(*args)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _call_graph(target.name(), args, intercept, autocasts)
     return target(*args, **kwargs)
 
 
-def _exit_once(mode: Any) -> None:
-    if not getattr(mode, "_torchguard_left", False):
-        mode._torchguard_left = True
-        torch.amp.autocast_mode._exit_autocast(mode)
-
-
-def _call_graph(name: str, args: tuple[Any, ...], intercept: Intercept, autocasts: contextlib.ExitStack) -> Any:
+def _call_graph(name: str, args: tuple[Any, ...], intercept: Intercept, autocasts: list[Any]) -> Any:
     if name not in _CALLS_GRAPH:
         raise CannotRunError(f"{name} cannot be followed")
     module = next(one for one in args if isinstance(one, fx.GraphModule))
