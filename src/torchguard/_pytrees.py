@@ -4,7 +4,7 @@ torchguard walks pytrees in four places, because one walker cannot serve them al
 
 - `children`, `map_tensors` and `tensors_in` below take whatever a model is given or returns. Dynamo traces them, so
   they are plain loops and list comprehensions. They enter every mapping and dataclass, also those that nobody
-  registered with torch, and they never raise.
+  registered with torch; with `objects`, for what a model returns, also plain objects.
 - `PytreeSpec` below describes the arguments and results of a compiled function. It uses torch's own pytrees, which
   compare two structures exactly and know the classes that a user registered. It raises for leaves that are no tensors.
 - `typing/_nodes.py` walks an annotation and a value side by side: the annotation decides what is entered.
@@ -28,8 +28,16 @@ from torchguard.exceptions import CompileError, LeafTypeError
 Key = Any
 
 
-def children(value: Any) -> list[tuple[Key, Any]]:
-    """The children of a container that may hold tensors, each with its key; empty for anything else."""
+# How many plain objects, one inside the other, are entered in what a model returns. It ends cycles as well.
+OBJECTS = 2
+
+
+def children(value: Any, objects: int = 0) -> list[tuple[Key, Any]]:
+    """The children of a container that may hold tensors, each with its key; empty for anything else.
+
+    Args:
+        objects: how many plain objects to enter, one inside the other.
+    """
     if value is None or isinstance(value, (Tensor, str, int, float, FunctionType)):
         return []
     if isinstance(value, Mapping):
@@ -38,7 +46,36 @@ def children(value: Any) -> list[tuple[Key, Any]]:
         return [*zip(getattr(value, "_fields", range(len(value))), value, strict=True)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(name, getattr(value, name, None)) for name in value.__dataclass_fields__]
-    return []
+    return _attributes(value) if objects and _is_plain_object(value) else []
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether an object is nothing but its attributes.
+
+    Not if it can be called, as functions and modules can, nor if it has a method `update`: the caches of transformers
+    and the metrics of torchmetrics are state, which a copy would separate from its owner.
+    """
+    return not isinstance(value, type) and not callable(value) and not hasattr(value, "update")
+
+
+def _attributes(value: Any) -> list[tuple[Key, Any]]:
+    """The attributes of an object: those in its `__dict__`, or in the slots of its classes."""
+    if hasattr(value, "__dict__"):
+        return [*value.__dict__.items()]
+    names = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def _slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else [*slots]
+
+
+def _inner(value: Any, objects: int) -> int:
+    """How many plain objects to enter in the children of a value."""
+    if not objects or isinstance(value, (Mapping, tuple, list)) or dataclasses.is_dataclass(value):
+        return objects
+    return objects - 1
 
 
 def child_at(value: Any, key: Key) -> Any:
@@ -51,43 +88,53 @@ def child_at(value: Any, key: Key) -> Any:
 
 
 def replace_children(value: Any, new: Mapping[Key, Any]) -> Any:
-    """A copy of a container, of the same class, with other children under some keys."""
+    """A copy of a container, of the same class, with other children under some keys.
+
+    Raises:
+        LeafTypeError: a plain object cannot be copied.
+    """
     if not new:
         return value
+    if not isinstance(value, (Mapping, tuple, list)) and not dataclasses.is_dataclass(value):
+        return _copy_object(value, new)
     return _traced_copy(value, new) if is_compiling() else _copy(value, new)
 
 
-def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `fn` to every tensor in a pytree."""
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], objects: int = 0) -> Any:
+    """Apply `fn` to every tensor in a pytree; `objects` as in `children`."""
     if isinstance(value, Tensor):
         return fn(value)
     if type(value) is tuple:  # the most frequent container: Dynamo is slow to trace the general case below
         items = []
         for child in value:
-            items.append(map_tensors(child, fn))  # noqa: PERF401
+            items.append(map_tensors(child, fn, objects))  # noqa: PERF401
         return tuple(items)
+    inner = _inner(value, objects)
     return replace_children(
-        value, {key: map_tensors(child, fn) for key, child in children(value) if _holds_tensor(child)}
+        value,
+        {key: map_tensors(child, fn, inner) for key, child in children(value, objects) if _holds_tensor(child, inner)},
     )
 
 
-def tensors_in(value: Any, ancestors: tuple[Any, ...] = ()) -> list[tuple[tuple[Key, ...], Tensor]]:
+def tensors_in(value: Any, ancestors: tuple[Any, ...] = (), objects: int = 0) -> list[tuple[tuple[Key, ...], Tensor]]:
     """Every tensor in a pytree, with the keys that lead to it. A container that holds itself is entered once."""
     if isinstance(value, Tensor):
         return [((), value)]
     found = []
     # A list, because Dynamo is slow to trace generators. Dynamo cannot compare the ancestors, so it skips that.
     if is_compiling() or not any(value is ancestor for ancestor in ancestors):
-        for key, child in children(value):
-            found += [((key, *keys), tensor) for keys, tensor in tensors_in(child, (*ancestors, value))]
+        inner = _inner(value, objects)
+        for key, child in children(value, objects):
+            found += [((key, *keys), tensor) for keys, tensor in tensors_in(child, (*ancestors, value), inner)]
     return found
 
 
-def _holds_tensor(value: Any) -> bool:
+def _holds_tensor(value: Any, objects: int = 0) -> bool:
     if isinstance(value, Tensor):
         return True
-    for _, child in children(value):  # noqa: SIM110 (a loop is faster to trace than a generator)
-        if _holds_tensor(child):
+    inner = _inner(value, objects)
+    for _, child in children(value, objects):  # noqa: SIM110 (a loop is faster to trace than a generator)
+        if _holds_tensor(child, inner):
             return True
     return False
 
@@ -103,6 +150,20 @@ def _copy(value: Any, new: Mapping[Key, Any]) -> Any:
             copied[key] = child
         else:
             object.__setattr__(copied, key, child)
+    return copied
+
+
+def _copy_object(value: Any, new: Mapping[Key, Any]) -> Any:
+    """A copy of a plain object, attribute by attribute: no code of its class runs."""
+    kind = type(value)
+    if not is_compiling() and kind.__new__ is not object.__new__:
+        raise LeafTypeError(
+            f"a {kind.__name__} cannot be copied with other tensors: its class has a __new__ of its own. Return a "
+            "tuple, a dict or a dataclass."
+        )
+    copied = object.__new__(kind)
+    for name, child in _attributes(value):
+        object.__setattr__(copied, name, new.get(name, child))
     return copied
 
 

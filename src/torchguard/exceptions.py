@@ -45,6 +45,7 @@ __all__ = [
     "RecompileError",
     "RetryError",
     "RetryWarning",
+    "ReturnsError",
     "SampleIndexError",
     "SavedGraphError",
     "StaleGuardError",
@@ -164,6 +165,10 @@ class IdsGivenError(TorchGuardError, RuntimeError):
 
 class WatchError(TorchGuardError, ValueError):
     """A model cannot be watched as requested."""
+
+
+class ReturnsError(WatchError, AttributeError, TypeError):
+    """What a watched model returned, `(out, f)`, was used as if it were the model's own output."""
 
 
 class RetryError(TorchGuardError, RuntimeError):

@@ -22,8 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from torchguard._health import check_grads, check_params, local
 from torchguard._retry import Retry, RetryError, RetryReport
-from torchguard._retry.health import check_grads, check_params, local
 
 NAN = float("nan")
 HIDDEN = 7.0  # as the first number of a sample: its loss is finite, and its gradient is not

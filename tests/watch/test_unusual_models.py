@@ -144,6 +144,7 @@ class TestOddShapes:
         _, f = watch(model)(torch.randn(0, 4))
         assert f.shape[0] == 0
 
+    @pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
     def test_complex(self):
         model = Made(
             lambda self, x: (torch.fft.fft(self.layer(x)).conj(), self.layer(x).sum() * 1j), layer=nn.Linear(4, 4)
@@ -217,7 +218,7 @@ class TestCalls:
         guarded = watch(Made(call, layer=nn.Linear(4, 4), gate=Gate()), quarantine=True)
         with torch.inference_mode():
             guarded(torch.randn(3, 4))
-        assert reported(guarded) == ["sample 1: NAN at gate, position 0"]
+        assert reported(guarded) == ["sample 1: NAN at input of gate, position 0"]
 
     def test_the_signature_is_the_models(self):
         model = encoder()

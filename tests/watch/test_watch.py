@@ -69,7 +69,7 @@ def test_locations_that_propagate_a_fault_are_counted():
     (incident,) = guarded.report()
     assert (incident.sample, incident.path, incident.code) == (1, "input", err.NAN)
     assert incident.times == 7  # the input, five modules behind it, the output
-    assert str(incident) == "sample 1: NAN at input, position 0, seen at 7 locations"
+    assert str(incident) == "sample 1: NAN at input scale, position 0, seen at 7 locations"
 
 
 def test_the_position_within_the_sample():
@@ -175,7 +175,7 @@ def test_a_check_of_ones_own_says_what_it_means(run):
     run(guarded)(torch.tensor([[1.0, 101.0, 2.0], [NAN, 1.0, 1.0], [0.0, 0.0, 0.0]]))
     assert [str(incident) for incident in guarded.report()] == [
         "sample 0: SPIKE at layer: the learning rate is too high",
-        "sample 1: NAN at input, position 0, seen at 3 locations",
+        "sample 1: NAN at input x, position 0, seen at 3 locations",
         "sample 2: ZERO_OUTPUT at layer",
     ]
 
@@ -309,12 +309,15 @@ def test_more_locations_than_ids_keep_their_paths_in_the_report():
 
 
 def test_batch_norm_under_quarantine_is_warned_of():
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.warns(MixedRowsWarning, match="1 mix samples while training"):
-        watch(net, quarantine=True)
+    x = torch.randn(3, 2)
+    guarded = watch(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), quarantine=True)
+    with pytest.warns(MixedRowsWarning, match=r"Sequential may mix samples of a batch \(aten.native_batch_norm"):
+        guarded(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        guarded(x)  # once is enough
+        guarded.eval()(x)
+        watch(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))(x)
 
 
 @pytest.mark.parametrize(

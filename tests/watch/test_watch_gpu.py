@@ -92,7 +92,7 @@ def test_nothing_waits(run, dtype, no_sync):
             call(*bad)
             guarded.poll()
         torch.cuda.synchronize()
-        assert [str(i) for i in guarded.poll()] == ["sample 1: NAN at input, position 0, seen at 4 locations"]
+        assert [str(i) for i in guarded.poll()] == ["sample 1: NAN at input scale, position 0, seen at 4 locations"]
 
 
 def test_indices_out_of_range_end_no_run(run):

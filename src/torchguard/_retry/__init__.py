@@ -6,7 +6,7 @@ that the step changed is put back (`tensor_state.py`, `python_state.py`, `random
 samples, whatever the model does with its rows, since that is what was run.
 """
 
-from torchguard._retry.health import TensorHealth, check_grads, check_params
+from torchguard._health import TensorHealth, check_grads, check_params
 from torchguard._retry.report import RetryReport
 from torchguard._retry.retry import Retry
 from torchguard._retry.run import is_retrying

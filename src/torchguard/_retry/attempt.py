@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchguard._health import all_finite, total_norm, wide_norm
 from torchguard._retry.batch import Batch
 from torchguard._retry.device_step import DeviceStep, decides_on_host
-from torchguard._retry.health import all_finite, total_norm, wide_norm
 from torchguard._retry.plan import Plan
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.run import Closure, Losses, Result, Step

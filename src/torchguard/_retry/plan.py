@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchguard._retry.health import local
+from torchguard._health import local
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.random_state import RandomState
 from torchguard._retry.ranks import Alone, ranks_of

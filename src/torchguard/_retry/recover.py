@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchguard._health import health_of
 from torchguard._retry.attempt import Attempt
 from torchguard._retry.device_step import DeviceStep
-from torchguard._retry.health import health_of
 from torchguard._retry.report import RetryReport
 from torchguard._retry.run import Closure, Result
 from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchguard._health import local
 from torchguard._retry.copies import Copies, alike, elements_of, is_floating, wide
-from torchguard._retry.health import local
 from torchguard._retry.reach import Reached
 from torchguard._torch.tensors import versions
 from torchguard._torch.training import module_dicts

@@ -30,6 +30,20 @@ def keep_static(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def keep_in_place(tensor: Tensor) -> Tensor:
+    """Have CUDA graphs write to the memory of a tensor that a graph changes, instead of giving up on the graph.
+
+    `mark_static_address` is documented, under a private name. Degraded where it is missing: a graph that changes the
+    tensor runs without CUDA graphs.
+    """
+    import torch._dynamo
+
+    mark_static_address = getattr(torch._dynamo, "mark_static_address", None)
+    if mark_static_address is not None:
+        mark_static_address(tensor)
+    return keep_static(tensor)
+
+
 class FunctionName(NamedTuple):
     """The qualified name of a compiled function, and where it is defined."""
 

@@ -57,6 +57,12 @@ def is_compiled_or_scripted(module: nn.Module) -> bool:
     return is_compiled_module(module) or isinstance(module, torch.jit.ScriptModule)
 
 
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether a module within a model is compiled on its own, by `compile()` or `torch.compile`."""
+    parts = [module for module in model.modules() if module is not model]
+    return any("_orig_mod" in m._modules or m.__dict__.get("_compiled_call_impl") is not None for m in parts)
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that was passed to `torch.compile`, however often it was compiled."""
     while is_compiled_module(module):
@@ -92,11 +98,58 @@ def _is_made_by_torch(call: Any) -> bool:
     return is_compiled_function(function) and getattr(function, "_torchdynamo_wrapper_id", id(function)) == id(function)
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called. Degraded where torch names the attribute otherwise: False."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+def skip_frame(function: Any) -> None:
+    """Have Dynamo not compile a function as a frame of its own. It still traces it where it traces a call of it.
+
+    Degraded where torch lacks `skip_code`: the function is compiled, without a graph.
+    """
+    import torch._dynamo.eval_frame  # loads all of Dynamo: only where a model is watched
+
+    skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
+    if skip_code is not None:
+        skip_code(function.__code__)
+
+
+def compiled_call_at(owner: str) -> dict[str, Any]:
+    """A class attribute that has `module.compile()` store what it makes as `compiled_call` of an attribute `owner`.
+
+    torch stores it in the instance's `__dict__`. A watched model and its plain model share that dict, but must not
+    share the compiled call. A property takes precedence over the dict. torch reads it in every call, outside of
+    the graph, so Dynamo is told not to compile the getter as a frame of its own (`skip_code`); it still traces the
+    getter where it traces the call. Degraded where torch lacks `skip_code`: a getter is compiled for each class of
+    models; where torch names the attribute otherwise: a watched model cannot be compiled in place.
+    """
+
+    def get(self: Any) -> Any:
+        return getattr(self, owner).compiled_call
+
+    def set(self: Any, call: Any) -> None:
+        getattr(self, owner).compiled_call = call
+
+    skip_frame(get)
+    return {"_compiled_call_impl": property(get, set)}
+
+
+def without_compiled_call(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module as `nn.Module.__getstate__` copies them: compiled code cannot be copied."""
+    return {name: value for name, value in attributes.items() if name != "_compiled_call_impl"}
+
+
 def wrap_compiled_call(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap what `model.compile()` made, which torch stores in `_compiled_call_impl` of the instance.
+    """Wrap what `model.compile()` made, which torch stores as `_compiled_call_impl`.
 
     Degraded where it is not there: nothing is wrapped, and only the model's last call is reported.
     """
-    call = model.__dict__.get("_compiled_call_impl")
+    call = getattr(model, "_compiled_call_impl", None)
     if call is not None:
-        model.__dict__["_compiled_call_impl"] = wrap(call)
+        model._compiled_call_impl = wrap(call)
+
+
+def share_compiled_call(source: nn.Module, target: nn.Module) -> None:
+    """Have a module run what `source.compile()` made when it is called. Degraded as `wrap_compiled_call`."""
+    target.__dict__["_compiled_call_impl"] = getattr(source, "_compiled_call_impl", None)

@@ -90,3 +90,11 @@ def detached(value: Any) -> Any:
 def leaf_paths(value: Any) -> list[str]:
     """The path of each leaf of a pytree, as it would be written in code: `[0]['weight']`."""
     return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
+
+
+def register_tuple(kind: type) -> None:
+    """Have torch's pytrees, which DDP and FSDP use on what a model returns, take a subclass of tuple for a container.
+
+    Required: without it they would not find the tensors that the model returned.
+    """
+    pytree.register_pytree_node(kind, lambda value: ([*value], None), lambda children, _: kind(children))

@@ -9,9 +9,10 @@ State that is not visible in signatures, here and in the rest of torchguard, and
 - Between forward and backward, since a backward pass returns gradients and nothing else: the cells
   `CallOrigins.origins` and `ProbeTable.opened`, and a hook on the leaf of the gradient probes that saves their gradient
   (`backward.py`, `state.py`).
-- For one call: `WatchState.call_record` is set before the model's own `forward` and unset after it, since module hooks
-  get no argument from the call. `CallRecord.enter_region` swaps five fields of the record, since tensors leave a region
-  by being returned (`regions.py`).
+- For one call: `WatchState.begin` notes the call record before the model's own `forward`, and `end` removes it, since
+  module hooks get no argument from the call. In eager mode each thread has its own (`state.Running`; `parts.py` has it
+  by the key of the model). `CallRecord.enter_region` swaps five fields of the record, since tensors leave a region by
+  being returned (`regions.py`).
 - On modules, and removed by `unwatch`: forward hooks; a `Region` as `forward` of blocks that are compiled once; the
   `WatchState` as attribute `_watch` of the model. The watched model and the model share one `__dict__`. Of `@tracked`,
   and not removed: `_fx_path` and `_fx_location` on modules; and `_fx_building` on a model while its `__init__` runs
@@ -28,13 +29,17 @@ State that is not visible in signatures, here and in the rest of torchguard, and
   compiled kernels (`kernels.py`).
 """
 
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from torchguard._torch.modules import is_compiled_or_scripted, mixes_samples, remove_forward_hooks
+from torchguard._torch.modules import (
+    is_compiled_in_place,
+    is_compiled_or_scripted,
+    remove_forward_hooks,
+    skip_frame,
+)
 from torchguard._torch.settings import allow_side_effects_under_checkpoint, release_settings
 from torchguard._watch import hooks, regions, state, wrapper  # classes are looked up there: they may be reloaded
 from torchguard._watch.report import Incident
@@ -42,11 +47,14 @@ from torchguard._watch.select import (
     DEFAULT_CHECKS,
     blocks_to_compile_once,
     checks_of,
+    enclosing_location,
     mask_positions,
     other_embeddings,
+    protected_paths,
+    sample_dims,
     watched_paths,
 )
-from torchguard.exceptions import MixedRowsWarning, WatchError
+from torchguard.exceptions import WatchError
 
 __all__ = ["Incident", "WatchError", "unwatch", "watch"]
 
@@ -63,6 +71,7 @@ def watch(
     quarantine: bool = False,
     returns: str = "both",
     batch_dim: int = 0,
+    sample_of: Mapping[str, int] | None = None,
     compile_once: bool | Sequence[str] | str = False,
 ) -> Any:
     """The watched model: `out, f = watch(model)(x)`, compiled or not.
@@ -77,10 +86,12 @@ def watch(
         exclude: glob patterns of paths not to check.
         checks: "nan", "inf", "indices", "overflow" or ("overflow", share), "zero", "constant", "saturated", or checks
             of your own: (name, function from (batch, values) to a mask, message).
-        quarantine: replace non-finite values by zeros at module boundaries, mask non-finite gradients, and zero bad
-            samples in the output.
+        quarantine: replace non-finite values by zeros at the boundaries of all modules with parameters, whatever the
+            level, mask non-finite gradients, and zero bad samples in the output.
         returns: "both" for `(out, f)`; "output" for `out`, with the flags in `guarded.flags`.
         batch_dim: the dim of the arguments along which the samples lie.
+        sample_of: by glob pattern of paths ("" for the model), the dim of a module's tensors along which the samples
+            lie, where it cannot be told from the operations. What you say is taken as true.
         compile_once: compile equal blocks once for all of them: those at paths that match glob patterns, or with True
             the items of the model's outermost lists of modules.
 
@@ -110,15 +121,20 @@ def watch(
         batch_dim,
         masks=mask_positions(model),
         regions=tuple(locations for locations in of_blocks.values() if locations),
+        sample_of=sample_dims(paths, sample_of or {}),
     )
-    if quarantine:
-        _warn_of_mixed_samples(model)
     allow_side_effects_under_checkpoint(watch_state)
-    model.register_forward_pre_hook(wrapper.RootHook(watch_state))
+    root_hook = wrapper.RootHook(watch_state)
+    model.register_forward_pre_hook(root_hook)
+    model.register_forward_hook(root_hook.after)
+    skip_frame(wrapper.RootHook.after)
     on_modules = {
         path: hooks.ModuleHooks(watch_state, location, modules[path], path in chosen)
         for location, path in enumerate(watched, start=1)
     }
+    if quarantine:
+        for path in protected_paths(model, watched, exclude):
+            on_modules[path] = hooks.ModuleHooks(watch_state, enclosing_location(path, paths), modules[path], True)
     for path, locations in of_blocks.items():
         block, on_block = modules[path], on_modules.pop(path, None)
         block.__dict__["forward"] = regions.Region(watch_state, block, on_block, locations)
@@ -154,29 +170,16 @@ def unwatch(guarded: Any) -> nn.Module:
 def _require_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise WatchError(f"watch: expected an nn.Module, got {type(model).__name__}.")
-    if is_compiled_or_scripted(model):
-        raise WatchError("watch: this model is compiled already. Watch first: torch.compile(watch(model)).")
+    for path, module in model.named_modules():
+        if is_compiled_or_scripted(module) or is_compiled_in_place(module):
+            what = f"{path!r} of this model" if path else "this model"
+            raise WatchError(
+                f"watch: {what} is compiled already, and what was compiled has no checks. Watch first, then compile: "
+                "torch.compile(watch(model)), or guarded.compile()."
+            )
     if _STATE in model.__dict__:
         raise WatchError(f"watch: this {type(model).__name__} is watched already. unwatch it first.")
     if own := [name for name in wrapper.ADDED_NAMES if hasattr(model, name)]:
         raise WatchError(
             f"watch: this {type(model).__name__} has a {own[0]!r} of its own, which watching would hide. Rename it."
         )
-
-
-def _warn_of_mixed_samples(model: nn.Module) -> None:
-    mixing = [path for path, module in model.named_modules() if mixes_samples(module)]
-    if mixing:
-        warnings.warn(
-            f"watch: {_some(mixing)} mix samples while training: a replaced sample goes into their mean and "
-            "variance as zeros. The others' outputs and gradients stay finite, but are not those of the batch without "
-            "it. In eval mode they are.",
-            MixedRowsWarning,
-            stacklevel=3,
-        )
-
-
-def _some(names: list[str]) -> str:
-    """The first five, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from torchguard._operators import define, define_opaque
 from torchguard._torch.tracing import backward_number, can_read, is_shape_only, is_surely, is_traced
-from torchguard._watch.batch import Batch
+from torchguard._watch.batch import Batch, row_code
 from torchguard._watch.detect import PROBE_INF, PROBE_NAN, all_finite, is_finite, is_nan, row_status
 from torchguard._watch.replace import has_kernel, zero_vectors
 from torchguard.checks import floats_of
@@ -53,16 +53,28 @@ MAX_SAMPLE_SIZE = 2**31 - 2**20
 
 
 class CallOrigins:
-    """A cell for the origins of a call (`CallSummary.origins`): None until the call is summarized."""
+    """A cell for the origins of a call (`CallSummary.origins`): None until the call is summarized, and in regions."""
 
     origins: Tensor | None = None
 
+    def __init__(self, is_of_region: bool) -> None:
+        self.is_of_region = is_of_region
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the call is not over: a gradient that is taken now is part of what the model computes."""
+        return self.origins is None and not self.is_of_region
+
 
 class ProbeTable:
-    """The gradients of the probes while a backward pass is traced, one for each location and sample."""
+    """The gradients of the probes while a backward pass is traced, one for each location and sample.
 
-    def __init__(self, locations: int, size: int, device: torch.device) -> None:
-        self.locations, self.size, self.device = locations, size, device
+    Args:
+        cell: the origins of the call, for masks that need them.
+    """
+
+    def __init__(self, locations: int, size: int, device: torch.device, cell: CallOrigins) -> None:
+        self.locations, self.size, self.device, self.cell = locations, size, device, cell
         self.opened: tuple[int, Tensor] | None = None  # the number of the backward pass, and its table
 
     def open(self) -> Tensor:
@@ -101,7 +113,8 @@ class CallProbes:
     """The probes of one call: `each` has one per location, `(batch,)`."""
 
     def __init__(self, probes: Tensor, size: int) -> None:
-        self.cell, self.table = CallOrigins(), ProbeTable(probes.shape[0], size, probes.device)
+        self.cell = CallOrigins(is_of_region=is_surely(probes.shape[1] == size))
+        self.table = ProbeTable(probes.shape[0], size, probes.device, self.cell)
         # Neither argument may reference `each`: see the top of the file.
         self.each: tuple[Tensor, ...] = _SplitProbes.apply(probes, size, self.cell, self.table)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -243,18 +256,24 @@ _MERGE_PROBES = define_opaque(
 
 
 def masked_gradient(
-    grad: Tensor, batch: Batch, dim: int | None, table: ProbeTable | None, location: int
+    grad: Tensor, batch: Batch, rows: int | None, table: ProbeTable | None, location: int
 ) -> tuple[Tensor, Tensor | None]:
     """A gradient with zeros in every sample that is not finite, and the probe's gradient, `(batch,)`.
 
     The latter is None if it was written into the table.
 
+    A float16 gradient is masked only for samples that were bad going forward. It may have overflowed because of the
+    loss scale, and a `GradScaler` has to see that to lower the scale.
+
     Args:
-        dim: the dim along which the samples lie, if it is known.
+        rows: the row code of the tensor, if it is known.
         table: where to write the probe's gradient, if the table is on the device of `grad`.
     """
-    along = batch.dim if dim is None else dim
-    if is_traced(grad) and along == 0 and batch.has_samples(grad.shape, 0) and not _needs_traced_mask(grad):
+    if table is not None and table.cell.is_running:
+        return grad, None  # a fault in it is found where the model uses it
+    if grad.dtype == torch.float16:
+        return _masked_float16(grad, batch, rows, None if table is None else table.cell.origins)
+    if is_traced(grad) and batch.is_sample_major(grad.shape, rows) and not _needs_traced_mask(grad):
         finite = grad.clone()  # Inductor leaves the copy out if nothing else reads `grad`
         if table is not None and table.device == grad.device:
             _call_mask_gradient_(finite, table.open(), location, batch.size)
@@ -262,7 +281,7 @@ def masked_gradient(
         own = _new_table(1, batch.size, grad.device)
         _call_mask_gradient_(finite, own, 0, batch.size)
         return finite, own[0, 0]
-    return _masked_gradient(grad, batch, along)
+    return _masked_gradient(grad, batch, rows)
 
 
 def _needs_traced_mask(grad: Tensor) -> bool:
@@ -270,16 +289,30 @@ def _needs_traced_mask(grad: Tensor) -> bool:
     return grad.is_complex() or torch.is_grad_enabled()
 
 
-def _masked_gradient(grad: Tensor, batch: Batch, along: int) -> tuple[Tensor, Tensor]:
+def _masked_float16(
+    grad: Tensor, batch: Batch, rows: int | None, origins: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if origins is None:
+        return grad, None
+    _, probe = _masked_gradient(grad, batch, rows)
+    is_bad = (origins[0] >= 0).to(grad.device)
+    keep = batch.broadcast(~is_bad, grad, rows)
+    if keep is None:
+        status = row_status(grad)
+        return torch.where(is_bad.any(), zero_vectors(is_finite(status), grad), grad), probe
+    return torch.where(keep, grad, 0).to(grad.dtype), probe
+
+
+def _masked_gradient(grad: Tensor, batch: Batch, rows: int | None) -> tuple[Tensor, Tensor]:
     if can_read(grad) and all_finite(floats_of(grad)):
         return grad, torch.zeros(batch.size, device=batch.device)
     status = row_status(grad)
-    by_sample = batch.status_by_sample(status, along)
+    by_sample = batch.status_by_sample(status, rows)
     if by_sample is None:  # an unbatched gradient counts for all samples
         worst = status.amax().expand(batch.size)
         return zero_vectors(is_finite(status), grad), _probe_gradient(worst).to(batch.device)
     worst = by_sample.amax(tuple(range(1, by_sample.ndim)))
-    keep = batch.broadcast(is_finite(worst).to(grad.device), grad, along)
+    keep = batch.broadcast(is_finite(worst).to(grad.device), grad, rows)
     assert keep is not None
     return torch.where(keep, grad, 0).to(grad.dtype), _probe_gradient(worst)
 
@@ -301,7 +334,7 @@ def _mask_gradient_op(grad: Tensor, table: Tensor, location: int, samples: int) 
         mask_gradient(grad, table, location, samples)
         return
     batch = Batch(samples, (grad.shape[0] // samples,) if samples else (), 0, grad.device)
-    finite, probe = _masked_gradient(grad, batch, 0)
+    finite, probe = _masked_gradient(grad, batch, row_code(0))
     if finite is not grad:
         grad.copy_(finite)
         table[0, location] = torch.maximum(table[0, location], probe)

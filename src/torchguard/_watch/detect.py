@@ -50,30 +50,39 @@ REVISION = source_checksum(Path(__file__).parent)
 PROBE_INF, PROBE_NAN = 1.0, 2.0**20
 
 
-def row_status(z: Tensor, alone: bool = False) -> Tensor:
+def row_status(z: Tensor, alone: bool = False, keep_neg_inf: bool = False) -> Tensor:
     """The row status of `z`, by a reduction that fuses with what else reads the vectors.
 
     Args:
         alone: whether nothing else reads the vectors in the same pass, so that the scan may be deferred.
+        keep_neg_inf: whether -Inf counts as finite.
     """
-    return call_row_status(z, alone) if use_operators() else scan(z)
+    if use_operators():
+        return call_row_status(z, alone, keep_neg_inf)
+    return scan(_without_neg_inf(z) if keep_neg_inf else z)
 
 
-def call_row_status(z: Tensor, alone: bool) -> Tensor:
+def _without_neg_inf(z: Tensor) -> Tensor:
+    return z if z.is_complex() else torch.where(z.detach() == -math.inf, 0, z.detach())
+
+
+def call_row_status(z: Tensor, alone: bool, keep_neg_inf: bool) -> Tensor:
     """Call the operator `row_status`."""
-    return _ROW_STATUS(z, alone, REVISION)
+    return _ROW_STATUS(z, alone, keep_neg_inf, REVISION)
 
 
-def _row_status_op(z: Tensor, alone: bool, revision: int) -> Tensor:
+def _row_status_op(z: Tensor, alone: bool, keep_neg_inf: bool, revision: int) -> Tensor:
     if is_shape_only(z):
         return empty_status(z)
+    if keep_neg_inf:
+        return scan(_without_neg_inf(z))
     status = scan(z)
     if alone and z.is_cpu and is_traced(z) and not z.is_inference():  # inference tensors do not count their changes
         setattr(status, _SOURCE, (z.detach(), mutation_count(z)))
     return status
 
 
-_ROW_STATUS = define("row_status(Tensor z, bool alone, int revision) -> Tensor", _row_status_op)
+_ROW_STATUS = define("row_status(Tensor z, bool alone, bool keep_neg_inf, int revision) -> Tensor", _row_status_op)
 
 
 def deferred_source(status: Tensor) -> Tensor | None:

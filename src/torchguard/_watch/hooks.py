@@ -6,13 +6,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchguard._pytrees import map_tensors, tensors_in
+from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
 from torchguard._torch.modules import is_torch_leaf
+from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
-from torchguard._watch.select import is_mask, mask_positions
+from torchguard._watch.parts import (
+    address_of,
+    check_indices_in_part,
+    check_output_in_part,
+    is_in_part,
+    run_other_checks,
+)
+from torchguard._watch.select import is_mask, looks_up_its_argument, mask_positions
 from torchguard._watch.state import WatchState
-from torchguard.checks import can_be_checked, floats_of
 
 # Names of modules that square their input, and the number of squares they are taken to sum if they do not say.
 _SQUARING, _NUM_SQUARES = re.compile("norm", re.IGNORECASE), 2**20
@@ -29,12 +36,13 @@ class ModuleHooks:
     def __init__(self, watch: WatchState, location: int, module: nn.Module, checks_output: bool) -> None:
         self.watch, self.location, self.masks = watch, location, mask_positions(module)
         self.num_squares = num_squares_of(module)
-        self.is_embedding = isinstance(module, nn.Embedding)
+        self.is_embedding = looks_up_its_argument(module)
         self.checks_output = checks_output
         self.checks_input = watch.checks.indices if self.is_embedding else watch.quarantine
         # A non-finite gradient that one of torch's own modules makes is masked at the output of the module before it.
         self.mask_gradient = not is_torch_leaf(module)
         self.in_place = is_qkv_projection(module)
+        self.address = address_of(watch.key, location)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call_record = self.watch.call_record
@@ -44,8 +52,8 @@ class ModuleHooks:
                 return None
         if self.is_embedding:
             if args:
-                return (_clamped(args[0], module, call_record, self.location), *args[1:]), kwargs
-            return args, {**kwargs, "input": _clamped(kwargs["input"], module, call_record, self.location)}
+                return (self._clamped(args[0], module, call_record), *args[1:]), kwargs
+            return args, {**kwargs, "input": self._clamped(kwargs["input"], module, call_record)}
         if not call_record.quarantine:
             return None
         if len(args) == 1 and not kwargs and not self.masks and isinstance(args[0], Tensor):  # the most frequent case
@@ -60,14 +68,27 @@ class ModuleHooks:
             call_record = self.watch.record_for_recompute()
             if call_record is None:
                 return None
+        if is_in_part(call_record):
+            check_output_in_part(module, output, self.address)
+            return None
         if isinstance(output, Tensor):
             output = call_record.check(output, self.location, in_place=self.in_place)
         else:
             output = checked_output(module, output, call_record, self.location)
         if call_record.checks.others:
-            for _, z in tensors_in(output):
-                _run_other_checks(z, call_record, self.location)
+            for _, z in tensors_in(output, objects=OBJECTS):
+                run_other_checks(z, call_record, self.location)
         return output
+
+    def _clamped(self, ids: Any, embedding: Any, call_record: CallRecord) -> Any:
+        if not isinstance(ids, Tensor):
+            return ids
+        rows = _rows_of(embedding)
+        if is_in_part(call_record):
+            check_indices_in_part(ids, rows, self.address)
+        else:
+            call_record.record_indices(self.location, ids, index_status(ids, rows))
+        return ids.clamp(0, rows - 1)
 
 
 def num_squares_of(module: nn.Module) -> int:
@@ -97,18 +118,26 @@ def checked_arguments(
     masks: tuple[int, ...],
     mask_gradient: bool,
     num_squares: int = 0,
+    first: int = 0,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a module, checked, and in quarantine replaced. Masks are left as they are."""
-    how = (call_record, location, mask_gradient, True, num_squares)
-    checked = tuple(value if i in masks else _checked(value, *how) for i, value in enumerate(args))
-    named = {name: value if is_mask(name) else _checked(value, *how) for name, value in kwargs.items()}
+    """The arguments of a module, checked, and in quarantine replaced.
+
+    Masks are left as they are. All arguments but the first may be masks under another name: -Inf stays in them.
+    `first` is the number of arguments before these.
+    """
+    how = (call_record, location, mask_gradient, True, num_squares, None)
+    checked = tuple([value if i in masks else _checked(value, *how, first + i > 0) for i, value in enumerate(args)])
+    named, count = {}, first + len(args)
+    for name, value in kwargs.items():
+        named[name] = value if is_mask(name) else _checked(value, *how, count > 0)
+        count += 1
     return checked, named
 
 
 def checked_output(module: Any, output: Any, call_record: CallRecord, location: int) -> Any:
     """The output of a module, checked, and in quarantine replaced."""
     if not isinstance(output, Tensor) and isinstance(module, nn.RNNBase):
-        states = _checked(output[1], call_record, location, dim=1)  # (layers, batch, width)
+        states = _checked(output[1], call_record, location, rows=row_code(1))  # (layers, batch, width)
         return _checked(output[0], call_record, location), states
     return _checked(output, call_record, location)
 
@@ -120,33 +149,22 @@ def _checked(
     mask_gradient: bool = True,
     is_argument: bool = False,
     num_squares: int = 0,
-    dim: int | None = None,
+    rows: int | None = None,
+    keep_neg_inf: bool = False,
 ) -> Any:
     """A pytree of which every tensor was checked."""
+    how = (location, mask_gradient, is_argument, num_squares, rows, False, keep_neg_inf)
     if isinstance(value, Tensor):
-        return call_record.check(value, location, mask_gradient, is_argument, num_squares, dim)
+        return call_record.check(value, *how)
+    objects = 0 if is_argument else OBJECTS  # a module may write to the objects that it is given
     if call_record.quarantine:
-        return map_tensors(
-            value, lambda z: call_record.check(z, location, mask_gradient, is_argument, num_squares, dim)
-        )
-    for _, z in tensors_in(value):
-        call_record.check(z, location, mask_gradient, is_argument, num_squares, dim)
+        return map_tensors(value, lambda z: call_record.check(z, *how), objects)
+    for _, z in tensors_in(value, objects=objects):
+        call_record.check(z, *how)
     return value
 
 
-def _run_other_checks(z: Tensor, call_record: CallRecord, location: int) -> None:
-    if not can_be_checked(z) or call_record.batch is None:
-        return
-    samples = call_record.batch.samples_first(floats_of(z), call_record.dim_of(z, None))
-    if samples is None or samples.ndim < 2:
-        return
-    for check in call_record.checks.others:
-        mask = check.function(samples.flatten(1))
-        call_record.warn(location, check.code, mask.flatten(1).any(-1) if mask.ndim > 1 else mask)
-
-
-def _clamped(ids: Any, embedding: Any, call_record: CallRecord, location: int) -> Any:
-    if not isinstance(ids, Tensor):
-        return ids
-    call_record.record(location, index_status(ids, embedding.num_embeddings))
-    return ids.clamp(0, embedding.num_embeddings - 1)
+def _rows_of(embedding: Any) -> int:
+    """The number of rows of the table. Its `weight` may have been replaced, or, sharded, not be gathered yet."""
+    weight = embedding.weight
+    return weight.shape[0] if weight.ndim == 2 else embedding.num_embeddings

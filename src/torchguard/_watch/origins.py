@@ -14,28 +14,25 @@ from torch import Tensor
 
 from torchguard._operators import define_opaque
 from torchguard._torch.tracing import in_transform, is_surely, is_traced, surely_equal
-from torchguard._watch.batch import Batch
+from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.detect import OK, faults_of
 
-# In place of the dim along which samples lie: it is that of the batch.
-UNKNOWN_DIM = -1
+# In place of a row code: sizes decide.
+BY_SIZE = -1
 _FAULT_MASK, _POSITION_SHIFT, _MAX_POSITION, _ORDER_SHIFT = 0xFF, 8, (1 << 31) - 1, 40
 
 
 class RowStatuses(NamedTuple):
-    """The statuses of a call in the order of its checks: each with its location, and the dim of its samples.
-
-    The dim is `UNKNOWN_DIM` where it is that of the batch.
-    """
+    """The statuses of a call in the order of its checks: each with its location and its row code, or `BY_SIZE`."""
 
     statuses: list[Tensor]
     locations: list[int]
-    dims: list[int]
+    rows: list[int]
 
     def only(self, numbers: list[int]) -> "RowStatuses":
         """Those of the checks of these numbers."""
-        statuses, locations, dims = self
-        return RowStatuses([statuses[i] for i in numbers], [locations[i] for i in numbers], [dims[i] for i in numbers])
+        statuses, locations, rows = self
+        return RowStatuses([statuses[i] for i in numbers], [locations[i] for i in numbers], [rows[i] for i in numbers])
 
 
 class StatusGroup(NamedTuple):
@@ -61,8 +58,17 @@ class Faults(NamedTuple):
     times: Tensor
 
 
-def earliest_faults(checked: RowStatuses, batch: Batch, most: int) -> Faults:
-    keys = _keys(checked.statuses, checked.dims, batch)
+def earliest_faults(checked: RowStatuses, batch: Batch, most: int, mixes: bool) -> Faults:
+    """The earliest faults of each sample.
+
+    Args:
+        most: how many.
+        mixes: whether samples may have been mixed: then the earliest fault of all counts for each that has none.
+    """
+    keys = _keys(checked.statuses, checked.rows, batch)
+    if mixes:
+        worst = keys.amax() if batch.size else keys.new_zeros(())
+        keys = torch.cat([keys, torch.where((keys > 0).any(0, keepdim=True), 0, worst)])
     times = (keys > 0).sum(0)
     if most == 1:
         keys = keys.amax(0, keepdim=True)
@@ -75,9 +81,9 @@ def earliest_faults(checked: RowStatuses, batch: Batch, most: int) -> Faults:
     return Faults(fault, check, position, times)
 
 
-def _keys(statuses: list[Tensor], dims: Sequence[int], batch: Batch) -> Tensor:
+def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
     """A key for every check and sample."""
-    groups, unbatched = ([], []) if is_surely(batch.size == 0) else grouped(statuses, dims, batch)
+    groups, unbatched = ([], []) if is_surely(batch.size == 0) else grouped(statuses, rows, batch)
     parts, numbers = [], []
     for group in groups:
         faults = faults_of(group.stacked.amax(-1)).to(torch.int64)
@@ -90,12 +96,16 @@ def _keys(statuses: list[Tensor], dims: Sequence[int], batch: Batch) -> Tensor:
         keys = torch.cat(parts)
         parts = [torch.where(keys == 0, 0, keys | _order_bits(len(statuses), numbers, keys))]
     if unbatched:
-        # A fault of an unbatched tensor counts for all samples, unless one went bad before and may be its cause.
+        # A fault of an unbatched tensor counts for all samples, unless one went bad before and may be its cause. One of
+        # a tensor that has rows but mixes samples counts for all that were good before.
         faults = torch.stack([faults_of(statuses[i]).amax().to(batch.device, torch.int64) for i in unbatched])
         faults = faults.unsqueeze(-1)
         first = _order_bits(len(statuses), unbatched, faults) | (_MAX_POSITION << _POSITION_SHIFT) | faults
         keys = torch.where(faults == OK, 0, first)
         earlier = torch.cat(parts).amax() if parts else torch.zeros_like(keys)
+        has_rows = [rows[i] == MIXED and not batch.is_unbatched(statuses[i].shape) for i in unbatched]
+        if any(has_rows):
+            earlier = torch.where(torch.tensor(has_rows, device=keys.device).unsqueeze(-1), 0, earlier)
         parts.append(torch.where(keys > earlier, keys, 0).expand(-1, batch.size))
     return torch.cat(parts) if parts else torch.zeros(1, batch.size, dtype=torch.int64, device=batch.device)
 
@@ -105,12 +115,12 @@ def _order_bits(checks: int, numbers: list[int], like: Tensor) -> Tensor:
     return _constant([(checks - i) << _ORDER_SHIFT for i in numbers], like).unsqueeze(-1)
 
 
-def grouped(statuses: list[Tensor], dims: Sequence[int], batch: Batch) -> tuple[list[StatusGroup], list[int]]:
+def grouped(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> tuple[list[StatusGroup], list[int]]:
     """The statuses in groups, and the numbers of those of unbatched tensors."""
     groups: list[dict[int, Tensor]] = []
     unbatched = []
-    for i, (status, dim) in enumerate(zip(statuses, dims, strict=True)):
-        by_sample = batch.status_by_sample(status, None if dim == UNKNOWN_DIM else dim)
+    for i, (status, code) in enumerate(zip(statuses, rows, strict=True)):
+        by_sample = batch.status_by_sample(status, None if code == BY_SIZE else code)
         if any(is_surely(size == 0) for size in (status.shape if by_sample is None else by_sample.shape[1:])):
             continue  # the tensor that was checked is empty
         if by_sample is None:

@@ -66,7 +66,7 @@ class _Replace(torch.autograd.Function):
         probe: Tensor | None,
         mask_gradient: bool,
         batch: Batch | None,
-        dim: int | None,
+        rows: int | None,
         table: ProbeTable | None,
         location: int,
     ) -> Tensor:
@@ -108,14 +108,14 @@ class _ReplaceInPlace(torch.autograd.Function):
 
 
 def _backward(
-    grad: Tensor, mask_gradient: bool, batch: Batch | None, dim: int | None, table: ProbeTable | None, location: int
+    grad: Tensor, mask_gradient: bool, batch: Batch | None, rows: int | None, table: ProbeTable | None, location: int
 ) -> tuple[Tensor, Tensor | None]:
     """The masked gradient, and that of the probe, if there is one: then there is a table."""
     if not mask_gradient:
         return grad, None
     if batch is None:
         return zero_vectors(is_finite(row_status(grad)), grad), None
-    grad, probe = masked_gradient(grad, batch, dim, table, location)
+    grad, probe = masked_gradient(grad, batch, rows, table, location)
     return grad, None if probe is None or table is None else probe.to(table.device)
 
 
@@ -124,29 +124,33 @@ def replace_nonfinite(
     batch: Batch | None,
     probes: Tensor | None,
     location: int,
-    dim: int | None,
+    rows: int | None,
     mask_gradient: bool,
     num_squares: int = 0,
     in_place: bool = False,
+    keep_neg_inf: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`z` with zeros in non-finite vectors, and its row status; None if `z` was replaced just before.
 
     Args:
         batch: None where it is not known: when a checkpoint recomputes a part of the model.
         probes: `(locations, MAX_PROBED_BATCH)`, the gradient probes of the call, if it has any.
-        dim: the dim along which the samples lie, if it is known.
+        rows: the row code of `z`, if it is known.
         mask_gradient: whether to mask the gradient as well.
         num_squares: how many squares the module will sum. A number counts as Inf if that sum would overflow for it.
         in_place: whether to use the in-place kernel, where there is one: no kernel that could fuse a `where` reads `z`.
+        keep_neg_inf: whether -Inf is legitimate, and stays.
     """
     if use_operators():
-        return call_replace_nonfinite(z, batch, probes, location, dim, mask_gradient, num_squares, False, in_place)
+        return call_replace_nonfinite(
+            z, batch, probes, location, rows, mask_gradient, num_squares, False, in_place, keep_neg_inf
+        )
     if torch.compiler.is_compiling():  # an export or a transform, where there are no probes and no notes on tensors
-        status = _status(z, _limit(z.dtype, num_squares))
+        status = _status(z, _limit(z.dtype, num_squares), keep_neg_inf)
         if in_transform():  # Dynamo traces no autograd.Function there; what is replaced has no gradient all the same
             return zero_vectors(is_finite(status), z), status
         return _Replace.apply(z, status, None, mask_gradient, None, None, None, location), status  # pyright: ignore[reportReturnType]
-    return _replace(z, batch, probes, location, dim, mask_gradient, num_squares, in_place)
+    return _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
 
 
 def _replace(
@@ -154,10 +158,11 @@ def _replace(
     batch: Batch | None,
     probes: Tensor | None,
     location: int,
-    dim: int | None,
+    rows: int | None,
     mask_gradient: bool,
     num_squares: int,
     in_place: bool,
+    keep_neg_inf: bool,
 ) -> tuple[Tensor, Tensor | None]:
     if not mask_gradient or not z.requires_grad:
         batch = None
@@ -169,7 +174,10 @@ def _replace(
     if probes is not None and batch is not None:
         split = call_probes(probes, batch.size)
         probe, table = split.each[location], split.table
-    how = (probe, mask_gradient, batch, dim, table, location)
+    how = (probe, mask_gradient, batch, rows, table, location)
+    if keep_neg_inf and before is None:  # not remembered: the next check may have to replace -Inf
+        status = _status(z, limit, keep_neg_inf)
+        return _Replace.apply(z, status, *how), status  # pyright: ignore[reportReturnType]
     if in_place and before is None and limit == math.inf and is_traced(z) and can_zero_in_place(z):
         replaced, status = _ReplaceInPlace.apply(z, *how)  # pyright: ignore[reportGeneralTypeIssues]
     else:
@@ -182,8 +190,8 @@ def _replace(
     return replaced, status
 
 
-def _status(z: Tensor, limit: float) -> Tensor:
-    status = row_status(z)
+def _status(z: Tensor, limit: float, keep_neg_inf: bool = False) -> Tensor:
+    status = row_status(z, keep_neg_inf=keep_neg_inf)
     return status if limit == math.inf else inf_from(status, limit, z.dtype)
 
 
@@ -210,11 +218,12 @@ def call_replace_nonfinite(
     batch: Batch | None,
     probes: Tensor | None,
     location: int,
-    dim: int | None,
+    rows: int | None,
     mask_gradient: bool,
     num_squares: int,
     is_argument: bool,
     in_place: bool,
+    keep_neg_inf: bool,
 ) -> tuple[Tensor, Tensor]:
     """Call the operator `replace_nonfinite`, which does what the function of that name does.
 
@@ -222,9 +231,8 @@ def call_replace_nonfinite(
     unbatched argument (`is_argument`), the operator returns a skipped one (`detect.skipped_status`).
     """
     size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
-    return _REPLACE_NONFINITE(
-        z, probes, location, size, lengths, along, dim, mask_gradient, num_squares, is_argument, in_place, REVISION
-    )
+    how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
+    return _REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, REVISION)
 
 
 def _replace_nonfinite_op(
@@ -234,19 +242,20 @@ def _replace_nonfinite_op(
     size: int,
     lengths: Sequence[int],
     along: int | None,
-    dim: int | None,
+    rows: int | None,
     mask_gradient: bool,
     num_squares: int,
     is_argument: bool,
     in_place: bool,
+    keep_neg_inf: bool,
     revision: int,
 ) -> tuple[Tensor, Tensor]:
     if is_shape_only(z):
         return z.clone(), empty_status(z)  # a clone requires a gradient where `z` does
     batch = None if along is None else Batch(size, tuple(lengths), along, z.device)
-    if is_argument and batch is not None and not batch.has_samples(z.shape, dim):
+    if is_argument and batch is not None and batch.is_unbatched(z.shape, rows):
         return z.view_as(z), skipped_status(empty_status(z))
-    replaced, status = _replace(z, batch, probes, location, dim, mask_gradient, num_squares, in_place)
+    replaced, status = _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
     if status is not None:
         return replaced, status
     same = z.view_as(z)
@@ -257,7 +266,8 @@ def _replace_nonfinite_op(
 
 
 _REPLACE_NONFINITE = define(
-    "replace_nonfinite(Tensor z, Tensor? probes, int location, SymInt size, SymInt[] lengths, int? along, int? dim, "
-    "bool mask_gradient, int num_squares, bool is_argument, bool in_place, int revision) -> (Tensor, Tensor)",
+    "replace_nonfinite(Tensor z, Tensor? probes, int location, SymInt size, SymInt[] lengths, int? along, int? rows, "
+    "bool mask_gradient, int num_squares, bool is_argument, bool in_place, bool keep_neg_inf, int revision) -> "
+    "(Tensor, Tensor)",
     _replace_nonfinite_op,
 )

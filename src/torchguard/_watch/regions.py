@@ -63,6 +63,7 @@ class Region:
         call_record = self.watch.call_record
         if (
             call_record is None
+            or not call_record.in_graph
             or not use_operators()
             or (call_record.probes is not None and not call_record.region_probes)  # the block is compiled alone
         ):

@@ -10,7 +10,7 @@ from torch.library import triton_op
 
 from torchguard._operators import define, define_opaque, free_namespace, use_operators
 from torchguard._torch.tracing import is_shape_only, is_traced
-from torchguard._watch.batch import Batch
+from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.detect import REVISION, empty_status, has_bit_status, is_finite, scan
 
 # The longest piece of a vector that the kernel holds in registers.
@@ -37,30 +37,41 @@ def _where(keep: Tensor, z: Tensor) -> Tensor:
 # Whole samples.
 
 
-def zero_samples(origin: Tensor, z: Tensor, batch: Batch, dim: int | None) -> Tensor:
-    """`z` with zeros in samples that have an origin (-1: none); unchanged if it is unbatched."""
+def zero_samples(origin: Tensor, z: Tensor, batch: Batch, rows: int | None) -> Tensor:
+    """`z` with zeros in samples that have an origin (-1: none); unchanged if it is unbatched.
+
+    If `z` mixes samples, all of it is zero as soon as one sample has an origin.
+    """
     if use_operators():
-        return _call_zero_samples(origin, z, batch, batch.dim if dim is None else dim)
-    keep = batch.broadcast((origin < 0).to(z.device), z, dim)
+        return _call_zero_samples(origin, z, batch, rows)
+    keep = _kept(origin, z, batch, rows)
     return z if keep is None else _where(keep, z)
 
 
-def _call_zero_samples(origin: Tensor, z: Tensor, batch: Batch, along: int) -> Tensor:
+def _kept(origin: Tensor, z: Tensor, batch: Batch, rows: int | None) -> Tensor | None:
+    is_good = (origin < 0).to(z.device)
+    return is_good.all() if rows == MIXED else batch.broadcast(is_good, z, rows)
+
+
+def _call_zero_samples(origin: Tensor, z: Tensor, batch: Batch, rows: int | None) -> Tensor:
     """Call the operator `zero_samples`."""
-    return _ZERO_SAMPLES(origin, z, batch.size, batch.lengths, along, REVISION)
+    return _ZERO_SAMPLES(origin, z, batch.size, batch.lengths, batch.dim, rows, REVISION)
 
 
-def _zero_samples_op(origin: Tensor, z: Tensor, size: int, lengths: Sequence[int], along: int, revision: int) -> Tensor:
+def _zero_samples_op(
+    origin: Tensor, z: Tensor, size: int, lengths: Sequence[int], along: int, rows: int | None, revision: int
+) -> Tensor:
     batch = Batch(size, tuple(lengths), along, z.device)
-    if not batch.has_samples(z.shape, along):
+    if rows != MIXED and not batch.has_samples(z.shape, rows):
         return z.view_as(z)  # an operator may not return its input
     if is_traced(z) and z.is_cpu and not z.is_complex() and not is_shape_only(z):
-        return _ZeroSamples.apply(z, origin, batch)  # pyright: ignore[reportReturnType]
-    return _zeroed(z, origin, batch)
+        return _ZeroSamples.apply(z, origin, batch, rows)  # pyright: ignore[reportReturnType]
+    return _zeroed(z, origin, batch, rows)
 
 
 _ZERO_SAMPLES = define(
-    "zero_samples(Tensor origin, Tensor z, SymInt size, SymInt[] lengths, int along, int revision) -> Tensor",
+    "zero_samples(Tensor origin, Tensor z, SymInt size, SymInt[] lengths, int along, int? rows, int revision) -> "
+    "Tensor",
     _zero_samples_op,
 )
 
@@ -69,40 +80,42 @@ class _ZeroSamples(torch.autograd.Function):
     """By an operator that is not compiled: as `where`, it would be two more kernels to compile."""
 
     @staticmethod
-    def forward(z: Tensor, origin: Tensor, batch: Batch) -> Tensor:
-        return _call_zero_samples_eager(z, origin, batch)
+    def forward(z: Tensor, origin: Tensor, batch: Batch, rows: int | None) -> Tensor:
+        return _call_zero_samples_eager(z, origin, batch, rows)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, origin, ctx.batch = inputs
+        _, origin, ctx.batch, ctx.rows = inputs
         ctx.save_for_backward(origin)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (origin,) = ctx.saved_tensors
-        return _ZeroSamples.apply(grad, origin, ctx.batch), None, None  # pyright: ignore[reportReturnType]
+        return _ZeroSamples.apply(grad, origin, ctx.batch, ctx.rows), None, None, None  # pyright: ignore[reportReturnType]
 
 
-def _call_zero_samples_eager(z: Tensor, origin: Tensor, batch: Batch) -> Tensor:
+def _call_zero_samples_eager(z: Tensor, origin: Tensor, batch: Batch, rows: int | None) -> Tensor:
     """Call the operator `zero_samples_eager`."""
-    return _ZERO_SAMPLES_EAGER(z, origin, batch.size, batch.lengths, batch.dim)
+    return _ZERO_SAMPLES_EAGER(z, origin, batch.size, batch.lengths, batch.dim, rows)
 
 
-def _zero_samples_eager_op(z: Tensor, origin: Tensor, size: int, lengths: Sequence[int], along: int) -> Tensor:
+def _zero_samples_eager_op(
+    z: Tensor, origin: Tensor, size: int, lengths: Sequence[int], along: int, rows: int | None
+) -> Tensor:
     if (origin < 0).all():
         return z.clone()
-    return _zeroed(z, origin, Batch(size, tuple(lengths), along, z.device))
+    return _zeroed(z, origin, Batch(size, tuple(lengths), along, z.device), rows)
 
 
 _ZERO_SAMPLES_EAGER = define_opaque(
-    "zero_samples_eager(Tensor z, Tensor origin, SymInt size, SymInt[] lengths, int along) -> Tensor",
+    "zero_samples_eager(Tensor z, Tensor origin, SymInt size, SymInt[] lengths, int along, int? rows) -> Tensor",
     _zero_samples_eager_op,
     lambda z, *_: torch.empty_like(z),
 )
 
 
-def _zeroed(z: Tensor, origin: Tensor, batch: Batch) -> Tensor:
-    keep = batch.broadcast(origin.to(z.device) < 0, z)
+def _zeroed(z: Tensor, origin: Tensor, batch: Batch, rows: int | None) -> Tensor:
+    keep = _kept(origin, z, batch, rows)
     assert keep is not None
     return _where(keep, z)
 

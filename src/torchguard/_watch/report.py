@@ -9,6 +9,7 @@ from torch import Tensor
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.layout import slot_code
 from torchguard._channel.slots import unpack
+from torchguard._watch.history import NO_ID
 from torchguard._watch.summarize import CallSummary
 
 
@@ -24,6 +25,11 @@ class Incident:
             warning: approaching overflow, quality, checks of your own.
         times: at how many locations the sample was bad; 1 for a warning.
         message: that of a check of your own.
+        argument: None if the fault was found in an output. Otherwise it was found in an argument, so it was created
+            before the module: the name of that argument of the model, or "" where there is none.
+        id: that of the sample, if `sample_ids` were given.
+        step: the number of the call, in a history.
+        cause: what else is known of it, such as a parameter that is NaN.
     """
 
     sample: int
@@ -32,18 +38,41 @@ class Incident:
     position: int | None
     times: int
     message: str = ""
+    argument: str | None = None
+    id: int | None = None
+    step: int | None = None
+    cause: str = ""
+
+    @property
+    def where(self) -> str:
+        """The origin in words: "layer", "input of layer", "input pixel_values"."""
+        if self.argument is None:
+            return self.path
+        if self.path != "input":
+            return f"input of {self.path}"
+        return "input" if self.argument in ("", "input") else f"input {self.argument}"
 
     def __str__(self) -> str:
-        where = self.path if self.position is None else f"{self.path}, position {self.position}"
+        step = "" if self.step is None else f"step {self.step}, "
+        name = "" if self.id is None else f" (id {self.id})"
+        where = self.where if self.position is None else f"{self.where}, position {self.position}"
         times = f", seen at {self.times} locations" if self.times > 1 else ""
+        cause = f"; {self.cause}" if self.cause else ""
         message = f": {self.message}" if self.message else ""
-        return f"sample {self.sample}: {ErrorCode.name(self.code)} at {where}{times}{message}"
+        return f"{step}sample {self.sample}{name}: {ErrorCode.name(self.code)} at {where}{times}{cause}{message}"
 
 
 class Labels(NamedTuple):
-    """What a report needs beside the summary: the name of each location, and the message of each code that has one."""
+    """What a report needs beside the summary.
+
+    Args:
+        paths: for each number that an origin can have, the path of its location.
+        arguments: and the argument, see `Incident`.
+        messages: that of each code that has one.
+    """
 
     paths: tuple[str, ...]
+    arguments: tuple[str | None, ...]
     messages: dict[int, str]
 
 
@@ -79,16 +108,19 @@ class Poll:
 def _packed(summary: CallSummary) -> Tensor:
     """All that a report needs as one tensor, so that it is copied at once."""
     code = slot_code(unpack(summary.flags)[:, 0].to(torch.int64))
+    ids = torch.full_like(code, NO_ID) if summary.ids is None else summary.ids
     warnings = [] if summary.warnings is None else [summary.warnings]
-    return torch.cat([code.unsqueeze(0), summary.origins, *warnings])
+    return torch.cat([code.unsqueeze(0), ids.unsqueeze(0), summary.origins, *warnings])
 
 
 def _incidents(packed: Tensor, labels: Labels) -> list[Incident]:
     incidents = []
-    for sample, (code, origin, further, position, *warnings) in enumerate(packed.t().tolist()):
+    for sample, (code, known, origin, further, position, *warnings) in enumerate(packed.t().tolist()):
+        number = None if known == NO_ID else known
         if origin >= 0:
-            incidents.append(Incident(sample, code, labels.paths[origin], position, further + 1))
+            where = (labels.paths[origin], position, further + 1)
+            incidents.append(Incident(sample, code, *where, argument=labels.arguments[origin], id=number))
         for location, other in (divmod(warning, 16) for warning in warnings if warning >= 0):
             message = labels.messages.get(other, "")
-            incidents.append(Incident(sample, other, labels.paths[location], None, 1, message))
+            incidents.append(Incident(sample, other, labels.paths[location], None, 1, message, id=number))
     return incidents

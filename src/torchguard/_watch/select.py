@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -158,8 +158,53 @@ def other_embeddings(model: nn.Module, chosen: Sequence[str], exclude: Sequence[
     """The paths of embeddings that are not watched otherwise: their indices are checked all the same."""
     modules = dict(model.named_modules())
     left_out = _matching(modules, exclude, "exclude") if exclude is not None else set()
-    embeddings = [path for path, module in modules.items() if path and isinstance(module, nn.Embedding)]
+    embeddings = [path for path, module in modules.items() if path and looks_up_its_argument(module)]
     return [path for path in embeddings if path not in left_out and path not in chosen]
+
+
+def protected_paths(model: nn.Module, watched: Sequence[str], exclude: Sequence[str] | str | None) -> list[str]:
+    """The modules with parameters that are not watched. Quarantine replaces non-finite values there all the same.
+
+    Otherwise their parameters would get NaN gradients: the activations that they save would not be finite.
+    """
+    modules = [path for path, _ in model.named_modules()]
+    left_out = _matching(modules, exclude, "exclude") if exclude is not None else set()
+    return [path for path in _with_parameters(model) if path not in left_out and path not in watched]
+
+
+def enclosing_location(path: str, paths: Sequence[str]) -> int:
+    """The location at which a fault of a module that is not watched is recorded: the watched module around it.
+
+    Without one, it is the model itself, the last of the locations.
+    """
+    around = [i for i, other in enumerate(paths[1:-1], start=1) if f"{path}.".startswith(f"{other}.")]
+    return max(around, key=lambda i: len(paths[i]), default=len(paths) - 1)
+
+
+def sample_dims(paths: Sequence[str], sample_of: Mapping[str, int]) -> dict[int, int]:
+    """By location, the dim along which the samples lie, from the dim for each glob pattern."""
+    found = {}
+    for pattern, dim in sample_of.items():
+        matching = [i for i, path in enumerate(paths) if i > 0 and fnmatchcase(path, pattern)]
+        if not matching or not isinstance(dim, int) or dim < 0:
+            raise WatchError(
+                f"watch: sample_of has {pattern!r}: {dim!r}. Give a pattern of the paths of watched modules, '' for "
+                "the model itself, and the dim of its tensors along which the samples lie, from 0."
+            )
+        found.update(dict.fromkeys(matching, dim))
+    return found
+
+
+def looks_up_its_argument(module: nn.Module) -> bool:
+    """Whether the argument of a module is what indexes its `weight`: an embedding that runs torch's own `forward`.
+
+    A `forward` of its own may hash its argument, take -1 for "missing", or make positions of token ids.
+    """
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and "forward" not in module.__dict__
+    )
 
 
 def _none(model: nn.Module) -> list[str]:
@@ -217,6 +262,17 @@ def mask_positions(module: nn.Module) -> tuple[int, ...]:
     except (TypeError, ValueError):  # not every callable has a signature
         return ()
     return tuple(i for i, name in enumerate(names) if _MASK.search(name))
+
+
+def argument_names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the arguments of a module: of those that can be given by position, and of the others."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # not every callable has a signature
+        return (), ()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = tuple(one.name for one in parameters if one.kind in by_position)
+    return positional, tuple(one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
 @constant_in_graphs

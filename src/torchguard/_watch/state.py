@@ -1,5 +1,7 @@
 """The state of a watched model: how it is watched, the call that is running, and the summary of the last one."""
 
+import itertools
+import threading
 import weakref
 from typing import Any
 
@@ -14,13 +16,32 @@ from torchguard._watch import report
 from torchguard._watch.backward import region_probes
 from torchguard._watch.batch import Batch
 from torchguard._watch.call import CallRecord
-from torchguard._watch.select import Checks
+from torchguard._watch.history import History
+from torchguard._watch.parts import enter_call, leave_call
+from torchguard._watch.plan import Call, Plans
+from torchguard._watch.select import Checks, argument_names
 from torchguard._watch.summarize import CallSummary
 from torchguard.exceptions import WatchError
 from torchguard.locations._tracked import LocationTable
 
 # The largest batch for which faults created in backward are recorded.
 MAX_PROBED_BATCH = 4_096
+# A copy of a watched model has the key of its original.
+_KEYS = itertools.count()
+# The argument that a watched model takes beside those of the model: an id for each sample.
+IDS = "sample_ids"
+
+
+class Running(threading.local):
+    """What one thread does with a watched model, in eager mode.
+
+    Dynamo reads attributes of a `threading.local`, with a guard, but does not write them: a call in a graph is noted in
+    `WatchState.traced_record` instead, which has a value while Dynamo traces and at no other time.
+    """
+
+    call_record: CallRecord | None = None
+    summary: CallSummary | None = None
+    summary_before: CallSummary | None = None  # that of the model when this call of it began
 
 
 class WatchState:
@@ -31,6 +52,7 @@ class WatchState:
             output. Everywhere else a location is given by its index in it.
         masks: which positional arguments of the model are masks.
         regions: the locations of each block that is compiled once.
+        sample_of: by location, the dim along which the samples lie, as the user said.
     """
 
     def __init__(
@@ -43,24 +65,61 @@ class WatchState:
         batch_dim: int,
         masks: tuple[int, ...],
         regions: tuple[range, ...],
+        sample_of: dict[int, int],
     ) -> None:
         self.model, self.paths, self.checks, self.masks = model, paths, checks, masks
-        self.quarantine, self.returns, self.batch_dim = quarantine, returns, batch_dim
+        self.quarantine, self.returns, self.batch_dim, self.sample_of = quarantine, returns, batch_dim, sample_of
         self.location_table = LocationTable(type(model).__name__, paths, ())
         messages = {check.code: check.message for check in checks.others}
-        self.labels = report.Labels(tuple(path or type(model).__name__ for path in paths), messages)
+        self.positional, keyword_only = argument_names(model)
+        names = (*self.positional, *keyword_only)
+        # What an origin can be: a location, an argument of the module there, or an argument of the model.
+        self.arguments = {name: 2 * len(paths) + i for i, name in enumerate(names)}
+        self.takes_ids = IDS in self.arguments
+        labels = tuple(path or type(model).__name__ for path in paths)
+        given = (*("" for _ in paths), *names)
+        self.labels = report.Labels(
+            (*labels, *labels, *(labels[0] for _ in names)), (*(None for _ in paths), *given), messages
+        )
+        self.history = History()
         self.instance_forward = model.__dict__.get("forward")  # some tools set it on the instance
-        self.call_record: CallRecord | None = None
+        self.key = next(_KEYS)
+        self.running = Running()
+        self.traced_record: CallRecord | None = None
+        self.compiled_call: Any = None  # what `guarded.compile()` made
+        self.generation_call: Any = None  # what `guarded.generate()` made
         self.regions = regions
         self.was_called = False  # whether the last call was one of the watched model, not of the plain one
         self.summary: CallSummary | None = None
-        self.is_summary_lost = False
+        self.is_summary_lost = self.is_summary_of_graph = False
         self.poll = report.Poll()
+        self.plans = Plans()
+        self.warned = False  # whether the user knows that the model mixes samples
         self.allocate(self.device)
 
     @property
     def device(self) -> torch.device:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    @property
+    def call_record(self) -> CallRecord | None:
+        """The record of the call that this thread is in."""
+        return self.running.call_record if self.traced_record is None else self.traced_record
+
+    def begin(self, call_record: CallRecord) -> None:
+        """Begin a call in this thread."""
+        if call_record.in_graph:
+            self.traced_record = call_record
+        else:
+            self.running.call_record = call_record
+            enter_call(self.key, call_record)
+
+    def end(self) -> None:
+        if torch.compiler.is_compiling():
+            self.traced_record = None
+        else:
+            self.running.call_record = None
+            leave_call(self.key)
 
     def record_for_recompute(self) -> CallRecord | None:
         """A record that is never read, if no call is running but a checkpoint recomputes a part of one in backward."""
@@ -71,11 +130,14 @@ class WatchState:
     def allocate(self, device: torch.device) -> None:
         """Make the tensors that a call needs, on a device.
 
-        `location_ids` has the id of each location, and 0. It is a tensor: with ids as constants, every model would be
-        compiled anew. `probes` are the gradient probes, see `backward.py`.
+        `location_ids` has the id of each location, of the arguments of its module, of the model's arguments, and 0. It
+        is a tensor: with ids as constants, every model would be compiled anew. `probes` are the gradient probes, see
+        `backward.py`.
         """
         self.ids = tuple(self.location_table.locate(path).id for path in self.paths)
-        self.location_ids = keep_static(torch.tensor([*self.ids, 0], device=device))
+        of_arguments = [self.ids[0]] * len(self.arguments)
+        self.location_ids = keep_static(torch.tensor([*self.ids, *self.ids, *of_arguments, 0], device=device))
+        self.history.allocate(device)
         self.probes: Tensor | None = None
         self.backward_faults: Tensor | None = None  # the gradients of the probes since they were read last
         if self.quarantine:
@@ -83,14 +145,14 @@ class WatchState:
             state = weakref.ref(self)
             self.probes.register_post_accumulate_grad_hook(lambda probes: _save_probe_gradient(state(), probes))
 
-    def new_record(self, batch: Batch) -> CallRecord:
+    def new_record(self, batch: Batch, owners: Call | None = None) -> CallRecord:
         # The plain model may have been moved. A leaf cannot be made in a graph: there the call goes without probes.
         if self.location_ids.device != batch.device and not torch.compiler.is_compiling():
             self.allocate(batch.device)
         probes = self.probes if torch.is_grad_enabled() and holds(batch.size <= MAX_PROBED_BATCH) else None
         if probes is not None:
             probes = probes.view_as(probes) if probes.device == batch.device else None  # a view for this call alone
-        record = CallRecord(batch, self.checks, self.quarantine, len(self.paths), probes)
+        record = CallRecord(batch, self.checks, self.quarantine, len(self.paths), probes, owners, self.sample_of)
         if self.regions and probes is not None and use_operators():
             record.region_probes = region_probes(probes, batch.size, self.regions)
         return record
@@ -99,25 +161,32 @@ class WatchState:
         """Save the summary of a call, unless a `torch.func` transform made it: its tensors have no values outside."""
         self.is_summary_lost = in_transform()
         self.summary = None if self.is_summary_lost else summary
+        self.is_summary_of_graph = torch.compiler.is_compiling()
+        if not self.is_summary_of_graph:
+            self.running.summary = self.summary
 
     def last_summary(self) -> CallSummary | None:
+        """The summary of this thread's last call; of any thread's where this one made none or the last was compiled."""
         if self.is_summary_lost:
             raise WatchError(
                 "watch: the last call was made under a torch.func transform, and nothing of it can be read outside. "
                 "Have the transformed function return the flags, with returns='both', the default."
             )
-        return self.summary
+        own = None if self.is_summary_of_graph else self.running.summary
+        return self.summary if own is None else own
 
     def __getstate__(self) -> dict[str, Any]:
-        new = {"call_record": None, "summary": None, "is_summary_lost": False, "poll": report.Poll()}
+        new = {"traced_record": None, "compiled_call": None, "generation_call": None, "poll": report.Poll()}
+        new |= {"summary": None, "is_summary_lost": False, "is_summary_of_graph": False, "plans": Plans()}
         state = {**self.__dict__, **new, "device": self.location_ids.device}
-        for name in ("ids", "location_ids", "probes", "backward_faults"):
+        for name in ("running", "ids", "location_ids", "probes", "backward_faults"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         device = state.pop("device")  # the model may have no parameters yet
         self.__dict__.update(state)
+        self.running = Running()
         self.allocate(device)
         allow_side_effects_under_checkpoint(self)
 

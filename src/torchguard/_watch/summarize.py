@@ -25,7 +25,7 @@ from torchguard._channel.slots import Flags, capacity, pack, zero_flags
 from torchguard._operators import define, define_opaque, use_operators
 from torchguard._torch.tracing import can_read, is_shape_only, is_traced
 from torchguard._watch.backward import set_origins
-from torchguard._watch.batch import Batch
+from torchguard._watch.batch import Batch, row_code
 from torchguard._watch.detect import FAULT_CODES, OK, REVISION, all_finite, deferred_source, is_skipped, scan
 from torchguard._watch.origins import RowStatuses, earliest_faults, grouped, lookup
 from torchguard.checks import floats_of
@@ -41,16 +41,21 @@ class CallSummary(NamedTuple):
     """One call, sample by sample. Locations are given by their index in `WatchState.paths`.
 
     Args:
-        origins: `(3, batch)`: the location where the sample went bad first, at how many further locations it was bad,
-            and the position of the first bad vector at the origin, counted over the dims between batch and last. All
-            three are -1 for a sample that is finite everywhere.
+        origins: `(3, batch)`: the location where the sample went bad first (`CallRecord.check` has the numbers of
+            arguments), at how many further locations it was bad, and the position of the first bad vector at the
+            origin, counted over the dims between batch and last. All three are -1 for a sample that is finite
+            everywhere.
         warnings: `(codes, batch)`, if there are any: 16 times the location where the warning came up first, plus its
             code; -1 for none.
+        ids: `(batch,)`, the ids of the samples, if they were given.
+        is_clean: whether it is known without reading that there is no fault.
     """
 
     flags: Flags
     origins: Tensor
     warnings: Tensor | None
+    ids: Tensor | None = None
+    is_clean: bool = False
 
 
 def summarize(
@@ -59,6 +64,7 @@ def summarize(
     location_ids: Tensor,
     batch: Batch,
     quarantine: bool,
+    mixes: bool,
     config: ErrorConfig,
     probes: Tensor | None,
 ) -> CallSummary:
@@ -68,14 +74,19 @@ def summarize(
         warnings: see `CallSummary`.
         location_ids: the id of each location, followed by 0.
         quarantine: whether each fault was replaced when it was met, so that the next is a fault of its own.
+        mixes: whether the model may have mixed samples, so that a fault of one counts for all.
         probes: the gradient probes of the call, if it has any. Their backward pass is given the origins.
     """
     if use_operators():
-        found = _call_summarize(checked, probes, warnings, location_ids, batch, quarantine, config)
+        found = _call_summarize(checked, probes, warnings, location_ids, batch, quarantine, mixes, config)
+        return CallSummary(*found, warnings)
+    is_clean = warnings is None and _all_ok(checked.statuses)
+    if is_clean:
+        found = _clean(batch, config)
     else:
-        found = _summarize(checked, warnings, location_ids, batch, quarantine, config)
-        set_origins(probes, found[1])
-    return CallSummary(*found, warnings)
+        found = _summarize(checked, warnings, location_ids, batch, quarantine, mixes, config)
+    set_origins(probes, found[1])
+    return CallSummary(*found, warnings, None, is_clean)
 
 
 def _summarize(
@@ -84,15 +95,14 @@ def _summarize(
     location_ids: Tensor,
     batch: Batch,
     quarantine: bool,
+    mixes: bool,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     """Flags and origins."""
-    if warnings is None and _all_ok(checked.statuses):
-        return _clean(batch, config)
     f = zero_flags(batch.size, batch.device, config.flag_dtype, config)
     room = capacity(f, config)
     most = max(1, min(room // 2, len(checked.statuses))) if quarantine else 1
-    fault, check, position, times = earliest_faults(checked, batch, most)
+    fault, check, position, times = earliest_faults(checked, batch, most, mixes)
     location = lookup(check, [*checked.locations, -1])
     location_bits = location_ids.to(location.device)[location] << LOCATION_SHIFT
     slots = torch.where(fault == OK, 0, location_bits | lookup(fault, _FAULT_SLOTS))
@@ -173,17 +183,20 @@ def _call_summarize(
     location_ids: Tensor,
     batch: Batch,
     quarantine: bool,
+    mixes: bool,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     """Call the operator `summarize_call`."""
     samples = (batch.size, batch.lengths, batch.dim, batch.device)
-    return _SUMMARIZE_CALL(*checked, probes, warnings, location_ids, *samples, quarantine, *_layout(config), REVISION)
+    return _SUMMARIZE_CALL(
+        *checked, probes, warnings, location_ids, *samples, quarantine, mixes, *_layout(config), REVISION
+    )
 
 
 def _summarize_call_op(
     statuses: list[Tensor],
     locations: list[int],
-    dims: list[int],
+    rows: list[int],
     probes: Tensor | None,
     warnings: Tensor | None,
     location_ids: Tensor,
@@ -192,14 +205,15 @@ def _summarize_call_op(
     dim: int,
     device: torch.device,
     quarantine: bool,
+    mixes: bool,
     dtype: torch.dtype,
     slots: int,
     transposes_from: int | None,
     revision: int,
 ) -> tuple[Flags, Tensor]:
-    checked, batch = RowStatuses(statuses, locations, dims), Batch(size, tuple(lengths), dim, device)
+    checked, batch = RowStatuses(statuses, locations, rows), Batch(size, tuple(lengths), dim, device)
     config = _config(dtype, slots, transposes_from)
-    found = _summarize_traced(checked, warnings, location_ids, batch, quarantine, config)
+    found = _summarize_traced(checked, warnings, location_ids, batch, quarantine, mixes, config)
     set_origins(probes, found[1])
     return found
 
@@ -210,37 +224,39 @@ def _summarize_traced(
     location_ids: Tensor,
     batch: Batch,
     quarantine: bool,
+    mixes: bool,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     if is_shape_only(checked.statuses[0]):
         return _clean(batch, config)
     checked = checked.only([i for i, status in enumerate(checked.statuses) if not is_skipped(status)])
-    statuses, locations, dims = checked
+    statuses, locations, rows = checked
     if not statuses or batch.device.type != "cpu" or not is_traced(statuses[0]):
-        return _summarize(checked, warnings, location_ids, batch, quarantine, config)
+        return _summarize(checked, warnings, location_ids, batch, quarantine, mixes, config)
     sources = {i: z for i, z in enumerate(map(deferred_source, statuses)) if z is not None}
     rest = [i for i in range(len(statuses)) if i not in sources]
-    groups, unbatched = grouped([statuses[i] for i in rest], [dims[i] for i in rest], batch)
+    groups, unbatched = grouped([statuses[i] for i in rest], [rows[i] for i in rest], batch)
     in_groups = [rest[i] for group in groups for i in group.numbers]
     alone = [rest[i] for i in unbatched]
-    dims = [0 if i in in_groups else dim for i, dim in enumerate(dims)]
+    rows = [row_code(0) if i in in_groups else code for i, code in enumerate(rows)]
     return _call_summarize_eager(
         [group.stacked for group in groups],
         [statuses[i] for i in alone],
         [*sources.values()],
-        json.dumps([in_groups, alone, [*sources], locations, dims]),
+        json.dumps([in_groups, alone, [*sources], locations, rows]),
         warnings,
         location_ids,
         batch,
         quarantine,
+        mixes,
         config,
     )
 
 
 _SUMMARIZE_CALL = define(
-    "summarize_call(Tensor[] statuses, int[] locations, int[] dims, Tensor? probes, Tensor? warnings, "
-    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, Device device, bool quarantine, ScalarType dtype, "
-    "int slots, int? transposes_from, int revision) -> (Tensor, Tensor)",
+    "summarize_call(Tensor[] statuses, int[] locations, int[] rows, Tensor? probes, Tensor? warnings, "
+    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, Device device, bool quarantine, bool mixes, "
+    "ScalarType dtype, int slots, int? transposes_from, int revision) -> (Tensor, Tensor)",
     _summarize_call_op,
 )
 
@@ -254,6 +270,7 @@ def _call_summarize_eager(
     location_ids: Tensor,
     batch: Batch,
     quarantine: bool,
+    mixes: bool,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     """Call the operator `summarize_call_eager`.
@@ -264,11 +281,11 @@ def _call_summarize_eager(
         sources: tensors whose scan was deferred.
         numbers: five lists as JSON, because passing lists of integers to an operator takes longer than all its work:
             the numbers of the checks in `groups`, `alone` and `sources`; and for every check its location and
-            the dim of its samples.
+            its row code.
     """
     samples = (batch.size, batch.lengths, batch.dim)
     return _SUMMARIZE_CALL_EAGER(
-        groups, alone, sources, numbers, warnings, location_ids, *samples, quarantine, *_layout(config)
+        groups, alone, sources, numbers, warnings, location_ids, *samples, quarantine, mixes, *_layout(config)
     )
 
 
@@ -283,6 +300,7 @@ def _summarize_call_eager_op(
     lengths: list[int],
     dim: int,
     quarantine: bool,
+    mixes: bool,
     dtype: torch.dtype,
     slots: int,
     transposes_from: int | None,
@@ -291,24 +309,24 @@ def _summarize_call_eager_op(
     is_ok = all(map(_is_ok, groups)) and all(map(_is_ok, alone)) and all(all_finite(floats_of(z)) for z in sources)
     if warnings is None and is_ok:
         return _clean(batch, config)
-    in_groups, in_alone, in_sources, locations, dims = json.loads(numbers)
+    in_groups, in_alone, in_sources, locations, rows = json.loads(numbers)
     statuses = dict(zip(in_groups, (one for group in groups for one in group), strict=True))
     statuses |= zip(in_alone, alone, strict=True)
     statuses |= zip(in_sources, map(scan, sources), strict=True)
     order = sorted(statuses)
-    checked = RowStatuses([statuses[i] for i in order], [locations[i] for i in order], [dims[i] for i in order])
-    return _summarize(checked, warnings, location_ids, batch, quarantine, config)
+    checked = RowStatuses([statuses[i] for i in order], [locations[i] for i in order], [rows[i] for i in order])
+    return _summarize(checked, warnings, location_ids, batch, quarantine, mixes, config)
 
 
 def _summarize_call_eager_shapes(*arguments: Any) -> tuple[Flags, Tensor]:
-    size, lengths, dim, _, *layout = arguments[6:]
+    size, lengths, dim, _, _, *layout = arguments[6:]
     return _clean(Batch(size, tuple(lengths), dim, _CPU), _config(*layout))
 
 
 _SUMMARIZE_CALL_EAGER = define_opaque(
     "summarize_call_eager(Tensor[] groups, Tensor[] alone, Tensor[] sources, str numbers, Tensor? warnings, "
-    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, bool quarantine, ScalarType dtype, int slots, "
-    "int? transposes_from) -> (Tensor, Tensor)",
+    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, bool quarantine, bool mixes, ScalarType dtype, "
+    "int slots, int? transposes_from) -> (Tensor, Tensor)",
     _summarize_call_eager_op,
     _summarize_call_eager_shapes,
 )

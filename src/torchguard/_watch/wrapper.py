@@ -4,6 +4,7 @@ import copyreg
 import functools
 import inspect
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,18 +12,26 @@ from torch import Tensor, nn
 
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.record import push
-from torchguard._pytrees import map_tensors
-from torchguard._watch.batch import batch_of
+from torchguard._operators import use_operators
+from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
+from torchguard._torch.modules import compiled_call_at, without_compiled_call
+from torchguard._torch.tracing import in_transform, is_surely
+from torchguard._watch.batch import MIXED, Batch, batch_of
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
+from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
 from torchguard._watch.hooks import checked_arguments, checked_output
+from torchguard._watch.plan import can_follow, form_of, warn_of_mixing
 from torchguard._watch.replace import zero_samples
 from torchguard._watch.report import Incident, incidents_of
-from torchguard._watch.state import MAX_PROBED_BATCH, WatchState
+from torchguard._watch.returned import returned
+from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
+from torchguard._watch.state import IDS, MAX_PROBED_BATCH, WatchState
+from torchguard.exceptions import WatchError
 from torchguard.flags import require_boundary
 
 # The public names that a watched model adds to those of its class.
-ADDED_NAMES = ("flags", "backward_flags", "report", "poll")
+ADDED_NAMES = ("flags", "backward_flags", "history", "report", "run_report", "poll")
 
 
 class WatchedModel:
@@ -36,19 +45,51 @@ class WatchedModel:
         forward = watch.instance_forward or super().forward  # pyright: ignore[reportAttributeAccessIssue]
         if watch.call_record is not None:  # the model calls itself
             return forward(*args, **kwargs)
-        call_record = watch.new_record(batch_of(args, kwargs, watch.batch_dim))
-        args, kwargs = checked_arguments(args, kwargs, call_record, 0, watch.masks, mask_gradient=True)
-        watch.call_record = call_record
+        ids = None if watch.takes_ids else kwargs.pop(IDS, None)
+        batch = batch_of(args, kwargs, watch.batch_dim)
+        if can_follow() and batch.size > 1:
+            output, call_record, codes = self._call_with_plan(forward, args, kwargs, batch)
+        else:
+            call_record = watch.new_record(batch)
+            output, codes = self._call(forward, args, kwargs, call_record), None
+            if use_operators() and not is_surely(batch.size < 2):
+                codes = codes_of_graph(watch, call_record, output)
+        mixes = watch.quarantine and codes is not None and MIXED in codes
+        ids = None if ids is None else _ids(ids, batch)
+        summary = watch.history.record(call_record.summarize(watch.location_ids, mixes), ids)
+        watch.save(summary)
+        if watch.quarantine:
+            output = _without_bad_samples(summary.origins[0], output, call_record, codes)
+        return output if watch.returns == "output" else returned(output, summary.flags)
+
+    def _call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord) -> Any:
+        """Call the model with all its checks."""
+        watch = self._watch
+        if use_operators():
+            mark_arguments([z for _, z in tensors_in((args, kwargs), objects=OBJECTS)], call_record.batch)
+        args, kwargs = _checked_inputs(args, kwargs, call_record, watch)
+        watch.begin(call_record)
         try:
             output = forward(*args, **kwargs)
         finally:
-            watch.call_record = None
-        output = checked_output(self, output, call_record, len(watch.paths) - 1)
-        summary = call_record.summarize(watch.location_ids)
-        watch.save(summary)
-        if watch.quarantine:
-            output = _without_bad_samples(summary.origins[0], output, call_record)
-        return output if watch.returns == "output" else (output, summary.flags)
+            watch.end()
+        return checked_output(self, output, call_record, len(watch.paths) - 1)
+
+    def _call_with_plan(
+        self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
+    ) -> tuple[Any, CallRecord, Sequence[int]]:
+        """Call the model in eager mode: the output, the record of the call, and the row codes of the outputs."""
+        watch = self._watch
+        form = form_of(watch.model, args, kwargs)
+        owners = watch.plans.start(form, watch.model, args, kwargs, batch)
+        call_record = watch.new_record(batch, owners)
+        with owners.running():
+            output = self._call(forward, args, kwargs, call_record)
+        plan = watch.plans.finish(form, owners, output)
+        if watch.quarantine and plan.mixes and not watch.warned:
+            watch.warned = True
+            warn_of_mixing(type(watch.model).__name__, plan.problem)
+        return output, call_record, plan.outputs
 
     @property
     def flags(self) -> Tensor | None:
@@ -79,10 +120,31 @@ class WatchedModel:
         return f
 
     def report(self) -> list[Incident]:
-        """The incidents of the last call, sample by sample, each with its full path. Waits for the device."""
+        """The incidents of the last call, sample by sample, each with its full path. Waits for the device.
+
+        Where every sample went bad at a module that has a non-finite parameter, `incident.cause` names it.
+        """
         require_boundary("report", "the flags")
-        summary = self._watch.last_summary()
-        return incidents_of(summary, self._watch.labels) if summary else []
+        watch, summary = self._watch, self._watch.last_summary()
+        if summary is None:
+            return []
+        return with_causes(incidents_of(summary, watch.labels), len(summary.flags), self)
+
+    @property
+    def history(self) -> list[Incident]:
+        """The faults of all calls so far: step, sample, id, origin and code. Waits for the device.
+
+        Steps count the calls of the watched model from 0. Of more than 1,024 faults, the first 512 and the last 512
+        are kept. `guarded.run_report()` counts them.
+        """
+        require_boundary("history", "the flags")
+        return [incident_of(entry, self._watch.labels) for entry in self._watch.history.entries()[0]]
+
+    def run_report(self) -> RunReport:
+        """What happened in all calls so far, by origin, and which parameters are not finite. Waits for the device."""
+        require_boundary("run_report", "the flags")
+        watch = self._watch
+        return run_report(watch.history, watch.labels, self)
 
     def poll(self) -> list[Incident] | None:
         """The report of the newest call that can be read without waiting; None if there is none yet."""
@@ -98,7 +160,8 @@ class WatchedModel:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if is_watched(self._watch.model):  # its class was changed in place, and there is no plain model beside it
             return _reduced_to_plain(self, super().__reduce_ex__(protocol))
-        return new_wrapper, (type(self._watch.model), "forward" in self.__dict__), self.__dict__
+        attributes = without_compiled_call(self.__dict__)
+        return new_wrapper, (type(self._watch.model), "forward" in self.__dict__), attributes
 
 
 def is_watched(model: object) -> bool:
@@ -115,16 +178,78 @@ class RootHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling():
             self.watch.was_called = is_watched(module)
+            self.watch.running.summary_before = self.watch.summary
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Refuse a result that was not checked: of a `forward` that was set on the model after `watch`."""
+        # Not `is_watched`: Dynamo would compile it as a frame of its own.
+        if torch.compiler.is_compiling() or not getattr(type(module), "_is_watched", False):
+            return
+        watch = self.watch
+        if watch.summary is watch.running.summary_before and watch.call_record is None and not in_transform():
+            raise WatchError(
+                f"watch: the `forward` of this {type(module).__name__} was replaced after watch, and what it returned "
+                "is not checked. To compile: torch.compile(guarded) or guarded.compile(). Or set `forward` first."
+            )
+        watch.running.summary_before = None
 
 
-def _without_bad_samples(origin: Tensor, output: Any, call_record: CallRecord) -> Any:
-    """The output with zeros in samples that have an origin (-1: none)."""
+def _ids(ids: Any, batch: Batch) -> Tensor:
+    """The ids of the samples, one for each."""
+    ids = ids if isinstance(ids, Tensor) else torch.tensor(ids)
+    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex():
+        raise WatchError(
+            f"watch: {IDS} is a tensor of shape {tuple(ids.shape)} and {ids.dtype}. Give one integer for each sample."
+        )
+    if ids.shape[0] != batch.size:
+        raise WatchError(f"watch: {IDS} has {ids.shape[0]} entries, but the batch has {batch.size} samples.")
+    return ids.to(batch.device, torch.int64)
 
-    def zeroed(z: Tensor) -> Tensor:
+
+def _checked_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord, watch: WatchState
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the model, checked, each under its own name, and in quarantine replaced."""
+    checked = []
+    for i, value in enumerate(args):
+        if i in watch.masks:
+            checked.append(value)
+            continue
+        call_record.argument = watch.arguments[watch.positional[i]] if i < len(watch.positional) else None
+        checked += checked_arguments((value,), {}, call_record, 0, (), mask_gradient=True, first=i)[0]
+    named: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        call_record.argument, first = watch.arguments.get(name), len(args) + len(named)
+        named |= checked_arguments((), {name: value}, call_record, 0, (), mask_gradient=True, first=first)[1]
+    call_record.argument = None
+    return tuple(checked), named
+
+
+def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> Sequence[int]:
+    """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
+    outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
+    mark_results(call_record.statuses, outputs)
+    codes = codes_in_graph(type(watch.model).__name__, watch.quarantine)
+    count = len(call_record.statuses)
+    call_record.set_rows(codes[:count])
+    return codes[count:]
+
+
+def _without_bad_samples(origin: Tensor, output: Any, call_record: CallRecord, codes: Sequence[int] | None) -> Any:
+    """The output with zeros in samples that have an origin (-1: none).
+
+    Args:
+        codes: the row codes of the tensors in the output; None if sizes decide.
+    """
+    zeroed: list[Tensor] = []
+
+    def zero(z: Tensor) -> Tensor:
+        rows = None if codes is None else codes[len(zeroed)]
         is_dense = z.layout == torch.strided and not z.is_nested
-        return zero_samples(origin, z, call_record.batch, call_record.dim_of(z, None)) if is_dense else z
+        zeroed.append(zero_samples(origin, z, call_record.batch, rows) if is_dense else z)
+        return zeroed[-1]
 
-    return map_tensors(output, zeroed)
+    return map_tensors(output, zero, OBJECTS)
 
 
 def _reduced_to_plain(wrapper: Any, reduced: Any) -> Any:
@@ -139,6 +264,16 @@ def _reduced_to_plain(wrapper: Any, reduced: Any) -> Any:
     return make, tuple(base if one is wrapper_class else one for one in arguments), *rest
 
 
+def _generation_call(self: Any) -> Any:
+    if self._watch.generation_call is None:
+        raise AttributeError("_compiled_call")  # `generate` asks whether there is one
+    return self._watch.generation_call
+
+
+def _set_generation_call(self: Any, call: Any) -> None:
+    self._watch.generation_call = call
+
+
 @functools.cache
 def _wrapper_class(base: type[nn.Module], has_instance_forward: bool) -> type[nn.Module]:
     # Dynamo limits recompiles by code object: each class gets one of its own.
@@ -148,6 +283,9 @@ def _wrapper_class(base: type[nn.Module], has_instance_forward: bool) -> type[nn
     forward = types.FunctionType(code, plain.__globals__, "forward", None, plain.__closure__)
     forward.__signature__ = inspect.signature(base.forward)  # pyright: ignore[reportFunctionMemberAccess]
     named: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
+    named |= compiled_call_at("_watch")
+    if hasattr(base, "get_compiled_call"):  # `generate` of transformers stores what it compiles on the model
+        named["_compiled_call"] = property(_generation_call, _set_generation_call)
     if has_instance_forward:
         # A `forward` in the instance's `__dict__` takes precedence over a method, but not over a property.
         named |= {"_watched": forward, "forward": property(lambda self: self._watched)}

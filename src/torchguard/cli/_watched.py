@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchguard._channel.codes import ErrorCode
-from torchguard._torch.modules import is_compiled_module, uncompiled, wrap_compiled_call
+from torchguard._torch.modules import is_compiled_module, share_compiled_call, uncompiled, wrap_compiled_call
 from torchguard._watch import watch
 from torchguard.exceptions import TorchGuardError
 from torchguard.flags import unpack_all
@@ -187,6 +187,7 @@ class Watcher:
             in_place(model if log is None else log.watched, *args, **kwargs)
             if log is not None:
                 wrap_compiled_call(log.watched, lambda call: _call_then(call, log.read_flags))
+                share_compiled_call(log.watched, model)  # the script calls the plain model
 
         torch.compile = compile
         nn.Module.compile = compile_in_place  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,110 @@
+"""Operations as they are dispatched: a mode that sees each of them, what an operation writes to, and storages.
+
+`TorchDispatchMode` and operator schemas are how torch's own tools see ATen operations, and have no public name. All of
+this is required, and the same in torch 2.11 to 2.13.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+from torchguard._torch.process import process_state
+
+__all__ = ["DispatchMode", "StorageWeakRef"]
+
+
+def short_name(op: Any) -> str:
+    """The name of an ATen operation without namespace and overload: `add_`. Others keep their namespace."""
+    namespace, name = op._schema.name.split("::")
+    return name if namespace == "aten" else f"{namespace}::{name}"
+
+
+def overload_of(op: Any) -> str:
+    return op._schema.overload_name
+
+
+def named_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of the schema, defaults included."""
+    named = {}
+    for i, argument in enumerate(op._schema.arguments):
+        if i < len(args):
+            named[argument.name] = args[i]
+        elif argument.name in kwargs:
+            named[argument.name] = kwargs[argument.name]
+        else:
+            named[argument.name] = argument.default_value if argument.has_default_value() else None
+    return named
+
+
+def positional_names(op: Any) -> list[str]:
+    return [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+
+
+def written_arguments(op: Any) -> list[str]:
+    """The names of the arguments that an operation writes to."""
+    return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def makes_view(op: Any) -> bool:
+    return op.is_view
+
+
+@functools.cache
+def is_composite(op: Any) -> bool:
+    """Whether an operation is made of others for every device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def is_query(op: Any) -> bool:
+    """Whether an operation only asks for a property of a fake tensor, such as its device."""
+    return op.namespace == "prim"
+
+
+def has_tag(op: Any, tag: torch.Tag) -> bool:
+    return tag in op.tags
+
+
+class _EagerStance:
+    """The stance "force_eager" of the process, which several threads may want at once: the last one puts it back."""
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.stack = threading.Lock(), 0, contextlib.ExitStack()
+
+
+_EAGER = process_state("eager stance", _EagerStance)
+
+
+@contextlib.contextmanager
+def without_compiled_code() -> Iterator[None]:
+    """Run compiled functions as plain Python, so that a mode sees their operations. Dynamo compiles them afterwards.
+
+    The stance is public, but one for all threads: others run their compiled functions as plain Python meanwhile. If
+    nothing is compiled yet, loading Dynamo to set it would take seconds.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with _EAGER.lock:
+        _EAGER.users += 1
+        if _EAGER.users == 1:
+            _EAGER.stack.enter_context(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _EAGER.lock:
+            _EAGER.users -= 1
+            if _EAGER.users == 0:
+                _EAGER.stack.close()
+
+
+def weak_storage(tensor: Tensor) -> StorageWeakRef:
+    """A reference to a tensor's storage that does not keep its memory. While it exists, its number is not reused."""
+    return StorageWeakRef(tensor.untyped_storage())

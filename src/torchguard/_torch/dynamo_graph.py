@@ -1,0 +1,163 @@
+"""The graph that Dynamo is building: its nodes, and a run of it on fake tensors.
+
+While Dynamo traces, functions that are constant in graphs (`tracing.constant_in_graphs`) run as plain Python. They find
+the graph so far at the translator that is at work, `InstructionTranslator.current_tx()`. All of it is required and the
+same in torch 2.11 to 2.13; what cannot be run raises `CannotRunError`, which callers have to expect.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchguard._torch.nodes import hint
+
+# What a function does instead of running a node: given the node and its arguments, its result, or `RUN`.
+Intercept = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
+RUN = object()
+# Higher-order operators that call a graph, and how many of their arguments come before those of the graph.
+_CALLS_GRAPH = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap_with_set_grad_enabled": 2}
+
+
+class CannotRunError(Exception):
+    """A graph cannot be run on fake tensors; the message says why."""
+
+
+class TracedGraph:
+    """The graph that Dynamo is building where it is called, and the modules that its nodes refer to."""
+
+    def __init__(self) -> None:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        output = InstructionTranslator.current_tx().output
+        self.graph: fx.Graph = output.current_tracer.graph
+        self._modules = output.nn_modules
+
+    def has_symbols(self) -> bool:
+        """Whether a size of the graph is a symbol: it then runs for other sizes as well."""
+        values = [node.meta.get("example_value") for node in self.graph.nodes if node.op == "placeholder"]
+        sizes = [size for value in values if isinstance(value, Tensor) for size in value.shape]
+        return any(isinstance(one, torch.SymInt) for one in (*values, *sizes))
+
+    def attribute(self, name: str) -> Any:
+        return self._modules[name]
+
+
+def run(graph: fx.Graph, attribute: Callable[[str], Any], intercept: Intercept) -> None:
+    """Run the nodes of a graph on fake tensors of the sizes that it is traced with.
+
+    Tensors that the graph makes of constants are real. Gradients are off, and modes that the graph sets are left again.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    entered: list[Any] = []
+    with torch.no_grad():
+        try:
+            _run(graph, attribute, intercept, lambda node: _input(node, mode), entered)
+        finally:
+            for autocast in reversed(entered):
+                torch.amp.autocast_mode._exit_autocast(autocast)
+
+
+def _run(
+    graph: fx.Graph,
+    attribute: Callable[[str], Any],
+    intercept: Intercept,
+    given: Callable[[fx.Node], Any],
+    autocasts: list[Any],
+) -> Any:
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = given(node)
+            continue
+        if node.op == "get_attr":
+            values[node] = _attribute(attribute, node.target)
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "output":
+            return args[0]
+        result = intercept(node, args, kwargs)
+        values[node] = _call(node, args, kwargs, attribute, intercept, autocasts) if result is RUN else result
+    return None
+
+
+def _call(
+    node: fx.Node,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    attribute: Callable[[str], Any],
+    intercept: Intercept,
+    autocasts: list[Any],
+) -> Any:
+    target: Any = node.target
+    if node.op == "call_method" and target == "item":
+        return _known_value(node)
+    if node.op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    if node.op == "call_module":
+        return attribute(target)(*args, **kwargs)
+    name = getattr(target, "__name__", "")
+    if name == "_set_grad_enabled":
+        return None
+    if name == "_enter_autocast":
+        entered = target(*args, **kwargs)
+        autocasts.append(entered)
+        return entered
+    if name == "_exit_autocast":
+        autocasts.remove(args[0])
+        return target(*args)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _call_graph(target.name(), args, intercept, autocasts)
+    return target(*args, **kwargs)
+
+
+def _call_graph(name: str, args: tuple[Any, ...], intercept: Intercept, autocasts: list[Any]) -> Any:
+    if name not in _CALLS_GRAPH:
+        raise CannotRunError(f"{name} cannot be followed")
+    module = next(one for one in args if isinstance(one, fx.GraphModule))
+    given = iter(args[_CALLS_GRAPH[name] :])
+    return _run(module.graph, lambda path: _member(module, path), intercept, lambda node: next(given), autocasts)
+
+
+def _attribute(attribute: Callable[[str], Any], name: Any) -> Any:
+    first, *rest = name.split(".")
+    value = attribute(first)
+    for part in rest:
+        value = getattr(value, part)
+    return value
+
+
+def _member(module: Any, path: str) -> Any:
+    return getattr(module, path)
+
+
+def _input(node: fx.Node, mode: Any) -> Any:
+    """An input of the graph: a fake tensor without symbols, or a number."""
+    value = node.meta.get("example_value")
+    if isinstance(value, Tensor):
+        if type(value).__name__ != "FakeTensor":
+            raise CannotRunError(f"{node.name} is a {type(value).__name__}")
+        shape, stride = ([_number(one) for one in sizes] for sizes in (value.shape, value.stride()))
+        with torch.inference_mode(False), mode:
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return _number(value) if isinstance(value, (int, torch.SymInt)) else value
+
+
+def _known_value(node: fx.Node) -> Any:
+    """What `item` returned while tracing: Dynamo passes numbers that may change as tensors."""
+    value = node.meta.get("example_value")
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        value = value.node.hint if value.node.has_hint() else None
+    if value is None:
+        raise CannotRunError("what the model does depends on values")
+    return value
+
+
+def _number(size: int | torch.SymInt) -> int:
+    known = hint(size)
+    if known is None:
+        raise CannotRunError("a size depends on values")
+    return known

@@ -1,0 +1,169 @@
+"""Which rows belong to which sample in a graph: found while Dynamo traces the watched model.
+
+At the end of the model's forward, Dynamo's graph holds all that was traced. It is run on fake tensors beside an
+`OwnerMode`, with the samples where the arguments of the model are. That gives the row code of every status and output,
+which become constants of the graph; there is nothing to do when the graph runs. What sizes suggested before is
+corrected in the nodes of `replace_nonfinite`, which were recorded already.
+
+The operator `mark_call` tells where the arguments, statuses and outputs of the call are. It is erased from the graph.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from torchguard._operators import define
+from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, run
+from torchguard._torch.tracing import constant_in_graphs
+from torchguard._watch.batch import MIXED, UNBATCHED, Batch, is_size_free
+from torchguard._watch.detect import empty_status
+from torchguard._watch.owners import OwnerMode, rows_of
+from torchguard._watch.plan import set_arguments, warn_of_mixing
+
+# Positions among the arguments of `replace_nonfinite`, and of `row_status`.
+_ROWS, _KEEP_NEG_INF = 6, {"replace_nonfinite": 11, "row_status": 2}
+
+
+def mark_arguments(tensors: Sequence[Tensor], batch: Batch) -> None:
+    """Mark the arguments of a call in the graph. Calls the operator `mark_call`."""
+    _MARK_CALL(tensors, "arguments", batch.size, batch.dim)
+
+
+def mark_results(statuses: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Mark the statuses and the outputs of a call in the graph."""
+    _MARK_CALL(statuses, "statuses", 0, 0)
+    _MARK_CALL(outputs, "outputs", 0, 0)
+
+
+def mark_samples(z: Tensor, dim: int) -> None:
+    """Say in the graph that the samples lie along a dim of a tensor."""
+    _MARK_CALL([z], "samples", 0, dim)
+
+
+_MARK_CALL = define("mark_call(Tensor[] tensors, str role, SymInt size, int dim) -> ()", lambda *_: None)
+
+
+@constant_in_graphs
+def codes_in_graph(model: str, warns: bool) -> tuple[int, ...]:
+    """Row codes of the marked statuses, then of the outputs. The marks are erased.
+
+    Args:
+        model: its name, for a warning that it mixes samples.
+        warns: whether such a warning is due.
+    """
+    traced = TracedGraph()
+    finder = _Finder()
+    try:
+        with finder.mode:
+            run(traced.graph, traced.attribute, finder)
+        problem = finder.mode.problem if finder.has_arguments else "the graph breaks inside the model"
+        finder.failed = finder.mode.is_lost
+    except CannotRunError as error:
+        problem, finder.failed = str(error), True
+    except Exception as error:  # whatever an operation raises that fake tensors do not support
+        problem, finder.failed = f"{type(error).__name__}: {error}".split("\n")[0], True
+    marks = [node for node in traced.graph.nodes if _is_call_of(node, "mark_call")]
+    counts = {node.args[1]: len(node.args[0]) for node in marks}
+    for node in marks:
+        traced.graph.erase_node(node)
+    if traced.has_symbols():
+        finder.drop_sizes()
+    if finder.failed or not finder.has_arguments:
+        finder.codes = {role: [MIXED] * count for role, count in counts.items()}
+        finder.set_all(traced.graph, MIXED)
+    if warns and MIXED in finder.codes["outputs"]:
+        warn_of_mixing(model, problem)
+    finder.correct()
+    return (*finder.codes["statuses"], *finder.codes["outputs"])
+
+
+class _Finder:
+    """Follows owners while a graph runs on fake tensors, and collects row codes."""
+
+    def __init__(self) -> None:
+        self.mode = OwnerMode()
+        self.codes: dict[str, list[int]] = {}
+        self.has_arguments = self.failed = False
+        self._size = 1
+        self._by_size: dict[fx.Node, int] = {}
+        self._found: dict[fx.Node, int] = {}
+        self._neg_inf: dict[fx.Node, int] = {}
+
+    def __call__(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_call_of(node, "mark_call"):
+            return self._mark(*args)
+        if not self.has_arguments:  # before the call
+            return RUN
+        if _is_call_of(node, "replace_nonfinite"):
+            z, _, _, size, lengths, along = args[:_ROWS]
+            code = self._code(z)
+            self._found[node] = code if self._found.get(node, code) == code else MIXED
+            if along is not None:
+                self._by_size[node] = Batch(size, tuple(lengths), along, z.device).code_by_size(z.shape)
+            self._note_neg_inf(node, "replace_nonfinite", z)
+            return z, self._status(z)
+        if _is_call_of(node, "row_status"):
+            self._note_neg_inf(node, "row_status", args[0])
+            return self._status(args[0])
+        return RUN
+
+    def _note_neg_inf(self, node: fx.Node, name: str, z: Tensor) -> None:
+        if self.mode.may_have_neg_inf(z):
+            self._neg_inf[node] = _KEEP_NEG_INF[name]
+
+    def correct(self) -> None:
+        """Give the nodes of replacements the row codes that were found, where sizes suggest another."""
+        for node, code in self._found.items():
+            if code != self._by_size.get(node, code):
+                node.update_arg(_ROWS, code)
+        for node, position in self._neg_inf.items():
+            node.update_arg(position, True)
+
+    def drop_sizes(self) -> None:
+        """Give up row codes that hold for the sizes of this trace alone."""
+        self.codes = {role: [*map(_size_free, codes)] for role, codes in self.codes.items()}
+        self._found = {node: _size_free(code) for node, code in self._found.items()}
+
+    def set_all(self, graph: fx.Graph, code: int) -> None:
+        """Have all replacements use one row code."""
+        self._found = dict.fromkeys([node for node in graph.nodes if _is_call_of(node, "replace_nonfinite")], code)
+        self._by_size = dict.fromkeys(self._found, UNBATCHED)
+
+    def _mark(self, tensors: list[Tensor], role: str, size: int, dim: int) -> None:
+        if role == "arguments":
+            self.has_arguments, self._size = True, size
+            set_arguments(self.mode, tensors, size, dim)
+        elif role == "samples":
+            if self.has_arguments and tensors[0].shape[dim] == self._size:
+                self.mode.set_samples(tensors[0], dim)
+        else:
+            self.codes[role] = [self._code(z) for z in tensors]
+
+    def _code(self, z: Tensor) -> int:
+        with self.mode.paused():
+            code = rows_of(self.mode.owners_of(z), self._size)
+        return MIXED if code is None else code
+
+    def _status(self, z: Tensor) -> Tensor:
+        with self.mode.paused():
+            status = empty_status(z)
+        owners = self.mode.owners_of(z)
+        if owners is not None and z.ndim == 1:
+            self.mode.set_owners(status, owners.apply(lambda one: one.unsqueeze(-1)).expand(status.shape))
+        elif owners is not None:
+            spread = owners.over([-1]) if z.ndim == status.ndim else owners.all()
+            self.mode.set_owners(status, spread.expand(status.shape))
+        return status
+
+
+def _size_free(code: int) -> int:
+    return code if is_size_free(code) else MIXED
+
+
+def _is_call_of(node: fx.Node, name: str) -> bool:
+    """Whether a node calls an operator of torchguard, of this copy of the package or an earlier one."""
+    if node.op != "call_function":
+        return False
+    namespace, _, rest = str(node.target).partition(".")
+    return namespace.startswith("torchguard") and rest.split(".")[0] == name

@@ -1,0 +1,668 @@
+"""How the owners of an operation's outputs follow from those of its inputs: see `owners.py`.
+
+A rule gets a `Call` and returns the owners of each output, None for no owners. What it returns may be broadcast to the
+shape of the output. Operations without a rule mix all that they are given. A new operation is one entry in `RULES`, or
+a name in one of the tables of names.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchguard._torch.dispatch import positional_names
+
+# The interval of an element that depends on no sample.
+NO_LOW, NO_HIGH = torch.iinfo(torch.int32).max, -1
+
+
+class Owners(NamedTuple):
+    """The lowest and the highest sample that each element depends on, int32, in the shape of the tensor."""
+
+    low: Tensor
+    high: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.low.shape
+
+    def compact(self) -> "Owners":
+        """With the size 1 along all dims where the owners are stored once."""
+        return Owners(_compact(self.low), _compact(self.high))
+
+    def expand(self, shape: Sequence[int]) -> "Owners":
+        return Owners(self.low.expand(shape), self.high.expand(shape))
+
+    def over(self, dims: Sequence[int]) -> "Owners":
+        """With the size 1 along some dims: what depends on all elements along them."""
+        if not dims or self.low.ndim == 0:
+            return self
+        low, high = self.compact()
+        dims = [dim % low.ndim for dim in dims]
+        reduced = Owners(low.amin(dims, keepdim=True), high.amax(dims, keepdim=True))
+        return reduced.expand([1 if i in dims else size for i, size in enumerate(self.shape)])
+
+    def reshape(self, shape: Sequence[int]) -> "Owners":
+        return Owners(_reshape(self.low, shape), _reshape(self.high, shape))
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> "Owners":
+        return Owners(function(self.low), function(self.high))
+
+    def all(self) -> "Owners":
+        """As one element that depends on all elements."""
+        low, high = self.compact()
+        return Owners(low.amin(), high.amax())
+
+    def is_empty(self) -> bool:
+        return self.low.numel() == 0
+
+
+def _compact(z: Tensor) -> Tensor:
+    for dim, (size, stride) in enumerate(zip(z.shape, z.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            z = z.narrow(dim, 0, 1)
+    return z
+
+
+def _reshape(z: Tensor, shape: Sequence[int]) -> Tensor:
+    """`z.reshape(shape)`; trailing dims that stay and are stored once stay so."""
+    sizes, kept = [*z.shape], 0
+    shape = [*shape]
+    while kept < min(len(sizes), len(shape)) and sizes[-1 - kept] == shape[-1 - kept]:
+        if z.stride(-1 - kept) != 0 and sizes[-1 - kept] != 1:
+            break
+        kept += 1
+    if not kept:
+        return z.reshape(shape)
+    rest = z
+    for dim in range(z.ndim - kept, z.ndim):
+        rest = rest.narrow(dim, 0, min(1, rest.shape[dim]))
+    ones = [min(1, size) for size in shape[len(shape) - kept :]]
+    return rest.reshape([*shape[: len(shape) - kept], *ones]).expand(shape)
+
+
+def union(owners: Sequence[Owners | None]) -> Owners | None:
+    """What depends on several tensors, element by element, broadcast against each other."""
+    present = [one for one in owners if one is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    small = [one.compact() for one in present]
+    low, high = reduce(torch.minimum, [one.low for one in small]), reduce(torch.maximum, [one.high for one in small])
+    return Owners(low, high).expand(torch.broadcast_shapes(*[one.shape for one in present]))
+
+
+class Call(NamedTuple):
+    """One operation: its arguments by name, the owners of every tensor in them, and its outputs.
+
+    Args:
+        is_constant: whether a tensor has the same values in every call.
+    """
+
+    name: str
+    op: Any
+    arguments: dict[str, Any]
+    owner: Callable[[Any], Owners | None]
+    is_constant: Callable[[Tensor], bool]
+    outputs: list[Tensor]
+
+    def of(self, name: str) -> Owners | None:
+        return self.owner(self.arguments.get(name))
+
+    def tensors(self) -> list[Tensor]:
+        found = []
+        for value in self.arguments.values():
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                found += [one for one in value if isinstance(one, Tensor)]
+        return found
+
+    def dims(self, name: str, ndim: int) -> list[int]:
+        """The dims that an argument names; all if it is None or empty."""
+        given = self.arguments.get(name)
+        if given is None or given == []:
+            return [*range(ndim)]
+        return [dim % ndim for dim in ([given] if isinstance(given, int) else given)] if ndim else []
+
+
+Rule = Callable[[Call], Any]
+
+
+def everything(call: Call) -> Owners | None:
+    """The rule for operations that have none: each output depends on everything."""
+    present = [owners.all() for z in call.tensors() if (owners := call.owner(z)) is not None and not owners.is_empty()]
+    return union(present)
+
+
+def pointwise(call: Call) -> Owners | None:
+    return union([call.owner(z) for z in call.tensors()])
+
+
+def first_argument(call: Call) -> Owners | None:
+    return call.owner(call.tensors()[0])
+
+
+def nothing(call: Call) -> None:
+    return None
+
+
+def filled(call: Call) -> Owners | None:
+    return call.of("value")
+
+
+def random_around(call: Call) -> Owners | None:
+    return union([call.of("mean"), call.of("std")])
+
+
+def source(call: Call) -> Owners | None:
+    """Copies: what was in the output before does not matter."""
+    return call.of("src")
+
+
+# What only moves elements: the same operation on the owners.
+
+_CREATION = ("dtype", "layout", "device", "pin_memory", "memory_format")
+
+
+def moved(call: Call) -> Any:
+    low = [_on_owners(call, "low", NO_LOW), _on_owners(call, "high", NO_HIGH)]
+    if isinstance(low[0], Tensor):
+        return Owners(*low)
+    return [Owners(*both) for both in zip(*low, strict=True)]
+
+
+def _on_owners(call: Call, which: str, default: int) -> Any:
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            owners = call.owner(value)
+            if owners is not None:
+                return getattr(owners, which)
+            return torch.tensor(default, dtype=torch.int32).expand(value.shape)
+        return [replaced(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    arguments = {name: replaced(value) for name, value in call.arguments.items() if name not in _CREATION}
+    if call.name == "constant_pad_nd":
+        arguments["value"] = default
+    return call.op(*[arguments[name] for name in positional_names(call.op)])
+
+
+def reshaped(call: Call) -> Owners | None:
+    owners = call.owner(call.tensors()[0])
+    return None if owners is None else owners.reshape(call.outputs[0].shape)
+
+
+def as_real(call: Call) -> Owners | None:
+    owners = call.of("self")
+    return None if owners is None else owners.apply(lambda z: z.unsqueeze(-1))
+
+
+def as_complex(call: Call) -> Owners | None:
+    owners = call.of("self")
+    return None if owners is None else owners.over([-1]).apply(lambda z: z.squeeze(-1))
+
+
+def of_other_dtype(call: Call) -> Owners | None:
+    owners = call.of("self")
+    if owners is None or call.outputs[0].shape == owners.shape:
+        return owners
+    return owners.over([-1])
+
+
+# Operations along dims.
+
+
+def reduction(call: Call) -> Any:
+    """Each output depends on all elements along `dim`, which is left out or has the size 1."""
+    z, owners = call.tensors()[0], pointwise(call)
+    if owners is None or len(call.tensors()) > 1:  # such as `max` of two tensors
+        return owners
+    dims = call.dims("dim", z.ndim)
+    reduced = owners.expand(z.shape).over(dims)
+    found = []
+    for output in call.outputs:
+        if output.ndim == z.ndim:
+            found.append(reduced)
+        elif output.ndim == z.ndim - len(dims):
+            found.append(reduced.reshape([size for i, size in enumerate(reduced.shape) if i not in dims]))
+        else:
+            found.append(reduced.all())
+    return found
+
+
+def along(call: Call) -> Any:
+    """Each output depends on all elements along `dim`; its size there may differ from that of the input."""
+    z = call.tensors()[0]
+    owners = pointwise(call)
+    if owners is None:
+        return None
+    return owners.expand(z.shape).over(call.dims("dim", z.ndim))
+
+
+def along_last(count: int) -> Rule:
+    """Each output depends on all elements along the last dims: pooling, resampling."""
+
+    def rule(call: Call) -> Owners | None:
+        z = call.tensors()[0]
+        owners = call.owner(z)
+        return None if owners is None else owners.over(range(z.ndim - count, z.ndim))
+
+    return rule
+
+
+def within_first(call: Call) -> Owners | None:
+    """Each output depends on everything with the same index along the first dim."""
+    found = []
+    for z in call.tensors():
+        owners = call.owner(z)
+        if owners is not None:
+            if z.ndim == 0 or z.shape[0] != call.outputs[0].shape[0]:
+                return everything(call)
+            kept = owners.over(range(1, z.ndim)).reshape([z.shape[0]])
+            found.append(kept.reshape([-1, *[1] * (call.outputs[0].ndim - 1)]))
+    return union(found)
+
+
+def batch_of_matrices(call: Call) -> Any:
+    """Linear algebra: each output depends on everything with the same index along the leading dims."""
+    found = []
+    for z in call.tensors():
+        owners = call.owner(z)
+        if owners is not None:
+            if z.ndim < 2:
+                return everything(call)
+            found.append(owners.over([z.ndim - 2, z.ndim - 1]))
+    owners = union(found)
+    if owners is None:
+        return None
+    batch = owners.reshape(owners.shape[:-2])
+    count = len(batch.shape)
+    if any(output.ndim < count for output in call.outputs):
+        return everything(call)
+    return [batch.reshape([*batch.shape, *[1] * (output.ndim - count)]) for output in call.outputs]
+
+
+# Products.
+
+
+def product(*names: str) -> Rule:
+    """A matrix product of two arguments, perhaps added to a third."""
+    *added, left, right = names
+
+    def rule(call: Call) -> Owners | None:
+        a, b = call.of(left), call.of(right)
+        rows = None if a is None else a.over([-1])
+        if b is None or len(b.shape) < 2:
+            columns = None if b is None else b.all()
+            if a is not None and len(call.arguments[right].shape) < 2:
+                rows = a.over([-1]).apply(lambda z: z.squeeze(-1))
+        else:
+            columns = b.over([-2])
+        return union([rows, columns, *map(call.of, added)])
+
+    return rule
+
+
+def linear(call: Call) -> Owners | None:
+    x, weight = call.of("input"), call.of("weight")
+    rows = None if x is None else x.over([-1])
+    return union([rows, None if weight is None else weight.over([-1]).apply(lambda z: z.squeeze(-1)), call.of("bias")])
+
+
+def convolution(call: Call) -> Owners | None:
+    """An output depends on the channels of its group, everywhere in the image; samples may be groups."""
+    a = call.arguments
+    x, out, groups = a["input"], call.outputs[0], a.get("groups", 1)
+    found = []
+    owners = call.owner(x)
+    if owners is not None:
+        if x.ndim != out.ndim or x.ndim < 3:
+            return everything(call)
+        spread = owners.over(range(2, x.ndim)).expand([*x.shape[:2], *[1] * (x.ndim - 2)])
+        of_groups = spread.reshape([x.shape[0], groups, -1]).over([2]).expand([x.shape[0], groups, 1])
+        channels = of_groups.expand([x.shape[0], groups, out.shape[1] // groups]).reshape([x.shape[0], -1])
+        found.append(channels.reshape([*channels.shape, *[1] * (x.ndim - 2)]))
+    weight = call.of("weight")
+    if weight is not None:
+        if a.get("transposed"):
+            found.append(weight.all())
+        else:
+            found.append(weight.over(range(1, len(weight.shape))).reshape([1, -1, *[1] * (out.ndim - 2)]))
+    bias = call.of("bias")
+    found.append(None if bias is None else bias.reshape([1, -1, *[1] * (out.ndim - 2)]))
+    return union(found)
+
+
+def attention(call: Call) -> Any:
+    """A query's output depends on the query, and on all keys and values of its sample and head."""
+    query, key, value = (call.of(name) for name in ("query", "key", "value"))
+    heads = {call.arguments[name].shape[1] for name in ("query", "key", "value")}
+    dims = [2, 3] if len(heads) == 1 else [1, 2, 3]
+    found = [None if query is None else query.over([3])]
+    found += [None if one is None else one.over(dims) for one in (key, value)]
+    for name in ("attn_mask", "attn_bias"):
+        mask = call.of(name)
+        found.append(None if mask is None else mask.over([-1]))
+    row, out = union(found), call.outputs[0]
+    if row is None:
+        return None
+    row = row.expand([*out.shape[:3], 1])
+    others = [row.reshape(out.shape[:3]) if z.shape == out.shape[:3] else row.all() for z in call.outputs[1:]]
+    return [row, *others]
+
+
+def grouped_product(call: Call) -> Owners | None:
+    x, offsets = call.of("self"), call.of("offs")
+    if len(call.arguments["self"].shape) != 2:
+        return everything(call)
+    mat = call.of("mat2")
+    return union([None if x is None else x.over([1]), *(None if one is None else one.all() for one in (offsets, mat))])
+
+
+def distances(call: Call) -> Owners | None:
+    one, two = call.of("x1"), call.of("x2")
+    columns = None if two is None else two.over([-1]).apply(lambda z: z.transpose(-1, -2))
+    return union([None if one is None else one.over([-1]), columns])
+
+
+# Norms.
+
+
+def layer_norm(call: Call) -> Any:
+    x = call.arguments["input"]
+    count = len(call.arguments["normalized_shape"])
+    owners = call.of("input")
+    kept = None if owners is None else owners.over(range(x.ndim - count, x.ndim))
+    return union([kept, call.of("weight"), call.of("bias")])
+
+
+def group_norm(call: Call) -> Any:
+    x = call.arguments["input"]
+    owners = union([call.of("input"), *(o.all() for n in ("weight", "bias") if (o := call.of(n)) is not None)])
+    if owners is None:
+        return None
+    row = owners.expand(x.shape).over(range(1, x.ndim))
+    return [row, *(row.reshape([x.shape[0], 1]) for _ in call.outputs[1:])]
+
+
+def batch_norm(call: Call) -> Any:
+    """While training, a channel depends on all samples in it. Instance norms give each sample channels of its own."""
+    x = call.arguments["input"]
+    owners = call.of("input")
+    is_training = call.arguments.get("training", call.arguments.get("train", call.name != "_batch_norm_no_update"))
+    others = [o for n in ("weight", "bias", "running_mean", "running_var") if (o := call.of(n)) is not None]
+    shaped = [o.reshape([1, -1, *[1] * (x.ndim - 2)]) for o in others]
+    if owners is not None and is_training:
+        owners = owners.over([i for i in range(x.ndim) if i != 1])
+    owners = union([owners, *shaped])
+    if owners is None:
+        return None
+    channel = owners.expand([owners.shape[0], x.shape[1], *owners.shape[2:]])
+    channel = channel.over([i for i in range(x.ndim) if i != 1]).reshape([x.shape[1]])
+    return [owners, *(channel if out.shape == (x.shape[1],) else channel.all() for out in call.outputs[1:])]
+
+
+# Indices. Their values are known only for constants, such as `arange`.
+
+
+def embedding(call: Call) -> Owners | None:
+    index, weight = call.of("indices"), call.of("weight")
+    return union([None if index is None else index.apply(lambda z: z.unsqueeze(-1)), weight and weight.all()])
+
+
+def gather(call: Call) -> Owners | None:
+    z, index = call.arguments["self"], call.arguments["index"]
+    owners = call.of("self")
+    if owners is not None:
+        dim = call.arguments["dim"] % max(1, z.ndim)
+        owners = owners.over([dim])
+        for i in range(z.ndim):
+            if i != dim and index.shape[i] < z.shape[i]:
+                owners = owners.apply(lambda one, i=i: one.narrow(i, 0, index.shape[i]))
+    return union([owners, call.of("index")])
+
+
+def scatter(call: Call) -> Owners | None:
+    z = call.arguments["self"]
+    dim = call.arguments["dim"] % max(1, z.ndim)
+    found = [call.of("self")]
+    for name in ("src", "index"):
+        owners = call.of(name)
+        if owners is not None:
+            sizes = [size for i, size in enumerate(call.arguments["index"].shape) if i != dim]
+            fits = sizes == [size for i, size in enumerate(z.shape) if i != dim]
+            same = fits and [s for i, s in enumerate(owners.shape) if i != dim] == sizes
+            found.append(owners.over([dim]) if same else owners.all())
+    return union(found)
+
+
+def index_select(call: Call) -> Any:
+    index = call.arguments["index"]
+    z, owners, of_index = call.arguments["self"], call.of("self"), call.of("index")
+    dim = call.arguments["dim"] % max(1, z.ndim)
+    if owners is not None and call.is_constant(index) and z.ndim:
+        known = index.detach().cpu()
+        return owners.apply(lambda one: one.index_select(dim, known))
+    kept = None if owners is None else owners.over([dim])
+    if of_index is not None:
+        of_index = of_index.reshape([-1 if i == dim else 1 for i in range(max(1, z.ndim))])
+    return union([kept, of_index])
+
+
+def index_add(call: Call) -> Owners | None:
+    z = call.arguments["self"]
+    dim = call.arguments["dim"] % max(1, z.ndim)
+    added, index = call.of("source"), call.of("index")
+    value = call.of("value")
+    parts = [None if added is None else added.over([dim]), index and index.all(), value and value.all()]
+    return union([call.of("self"), *parts])
+
+
+class _Indices(NamedTuple):
+    """The tensors of an index expression, where their dims are in the result, and the dims that they replace."""
+
+    tensors: list[Tensor]
+    replaced: list[int]
+    start: int
+    shape: torch.Size
+
+
+def _indices(indices: Sequence[Tensor | None]) -> _Indices | None:
+    replaced = [i for i, index in enumerate(indices) if index is not None]
+    tensors = [index for index in indices if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
+        return None
+    is_adjacent = replaced == [*range(replaced[0], replaced[-1] + 1)]
+    shape = torch.broadcast_shapes(*[index.shape for index in tensors])
+    return _Indices(tensors, replaced, replaced[0] if is_adjacent else 0, shape)
+
+
+def index(call: Call) -> Owners | None:
+    """`z[i, :, j]`: along a dim with a constant index, the indexed owners; along others, those of all elements."""
+    given = call.arguments["indices"]
+    found = _indices(given)
+    if found is None:
+        return everything(call)
+    owners = call.of("self")
+    if owners is not None:
+        unknown = [i for i in found.replaced if not call.is_constant(given[i])]
+        kept = owners.over(unknown)
+        known = [
+            None if one is None else torch.zeros(one.shape, dtype=torch.int64) if i in unknown else one.detach().cpu()
+            for i, one in enumerate(given)
+        ]
+        full = owners.shape
+        spread = kept.expand([1 if i in unknown else full[i] for i in range(len(full))])
+        owners = spread.apply(lambda z: z[tuple(slice(None) if one is None else one for one in known)])
+    ndim = call.outputs[0].ndim
+    of_indices = []
+    for one in found.tensors:
+        part = call.owner(one)
+        if part is not None:
+            part = part.expand(found.shape)
+            after = ndim - found.start - len(found.shape)
+            of_indices.append(part.reshape([*[1] * found.start, *found.shape, *[1] * after]))
+    return union([owners, *of_indices])
+
+
+def index_put(call: Call) -> Owners | None:
+    """`z[:, i] = values`: along the indexed dims an element may get any of the values."""
+    z, values = call.arguments["self"], call.of("values")
+    found = _indices(call.arguments["indices"])
+    of_indices = [owners.all() for one in (found.tensors if found else []) if (owners := call.owner(one)) is not None]
+    if found is None:
+        return everything(call)
+    if values is None:
+        return union([call.of("self"), *of_indices])
+    is_adjacent = found.replaced == [*range(found.replaced[0], found.replaced[-1] + 1)]
+    before, after = found.start, z.ndim - found.replaced[-1] - 1
+    full = [*z.shape[:before], *found.shape, *z.shape[z.ndim - after :]]
+    if not is_adjacent or len(values.shape) > len(full):
+        return union([call.of("self"), values.all(), *of_indices])
+    spread = values.expand(full).over(range(before, before + len(found.shape)))
+    ones = [*z.shape[:before], *[1] * len(found.replaced), *z.shape[z.ndim - after :]]
+    kept = spread.expand([*z.shape[:before], *[1] * len(found.shape), *z.shape[z.ndim - after :]]).reshape(ones)
+    return union([call.of("self"), kept, *of_indices])
+
+
+# Recurrent layers, `(time, batch, width)`.
+
+
+def recurrent(call: Call) -> Any:
+    x = call.tensors()[0]
+    if x.ndim != 3 or call.arguments.get("batch_sizes"):
+        return everything(call)
+    # oneDNN's operator gets its input time first in either case.
+    dim = 0 if call.arguments.get("batch_first") and call.name != "mkldnn_rnn_layer" else 1
+    found = []
+    for z in call.tensors():
+        owners = call.owner(z)
+        if owners is None:
+            continue
+        its = dim if z is x else z.ndim - 2
+        if z.ndim < 2 or z.shape[its] != x.shape[dim]:
+            return everything(call)
+        found.append(owners.over([i for i in range(z.ndim) if i != its]).reshape([-1]))
+    owners = union(found)
+    if owners is None:
+        return None
+    results = []
+    for i, out in enumerate(call.outputs):
+        its = dim if i == 0 else out.ndim - 2
+        fits = out.ndim >= 2 and out.shape[its] == x.shape[dim]
+        results.append(owners.reshape([-1 if j == its else 1 for j in range(out.ndim)]) if fits else owners.all())
+    return results
+
+
+def loss_by_class(call: Call) -> Any:
+    x, target, owners = call.arguments["self"], call.of("target"), call.of("self")
+    if call.arguments["reduction"] != 0 or x.ndim < 2:
+        return everything(call)
+    kept = None if owners is None else owners.over([1]).apply(lambda z: z.squeeze(1))
+    both = union([kept, target, (w := call.of("weight")) and w.all()])
+    return both and [both, both.all()]
+
+
+def _table(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+RULES: dict[str, Rule] = {
+    **_table(
+        pointwise,
+        "clone _to_copy lift_fresh native_dropout _fused_dropout bernoulli where masked_fill addr ger tril triu "
+        "conj _conj _conj_physical _neg_view resolve_conj prelu _prelu_kernel rrelu_with_noise "
+        "floor_divide polar complex",
+    ),
+    **_table(
+        moved,
+        "cat stack roll flip repeat constant_pad_nd pixel_shuffle pixel_unshuffle channel_shuffle slice_scatter "
+        "select_scatter diagonal_scatter unsafe_split unsafe_chunk unsafe_split_with_sizes split_with_sizes_copy "
+        "split_copy unbind_copy permute_copy transpose_copy expand_copy slice_copy select_copy diag_embed rot90 "
+        "_stack hstack vstack block_diag",
+    ),
+    **_table(reshaped, "view _unsafe_view reshape _reshape_alias _reshape_copy view_copy"),
+    **_table(
+        along,
+        "_softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod logcumsumexp cummax cummin "
+        "_cummax_helper _cummin_helper sort argsort topk _fft_r2c _fft_c2c _fft_c2r glu cross linalg_cross",
+    ),
+    **_table(
+        reduction,
+        "norm linalg_vector_norm logsumexp var_mean std_mean var std max min median nanmedian kthvalue mode "
+        "argmax argmin nansum nanmean prod any all sum mean amax amin aminmax count_nonzero",
+    ),
+    **_table(
+        within_first,
+        "grid_sampler_2d grid_sampler_3d grid_sampler cudnn_grid_sampler _thnn_fused_lstm_cell _thnn_fused_gru_cell "
+        "affine_grid_generator _native_multi_head_attention _transformer_encoder_layer_fwd",
+    ),
+    **_table(
+        along_last(1),
+        "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_linear1d upsample_nearest1d "
+        "_upsample_nearest_exact1d reflection_pad1d replication_pad1d max_pool1d_with_indices multinomial",
+    ),
+    **_table(
+        along_last(2),
+        "max_pool2d max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
+        "fractional_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d "
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa reflection_pad2d replication_pad2d",
+    ),
+    **_table(
+        along_last(3),
+        "max_pool3d max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d "
+        "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d reflection_pad3d replication_pad3d",
+    ),
+    **_table(within_first, "im2col col2im"),
+    **_table(
+        batch_of_matrices,
+        "linalg_inv_ex linalg_cholesky_ex _linalg_solve_ex linalg_qr _linalg_svd _linalg_eigh linalg_eig _linalg_det "
+        "_linalg_slogdet linalg_lu_factor_ex linalg_lu linalg_solve_triangular linalg_pinv linalg_matrix_exp "
+        "linalg_lstsq linalg_lu_solve cholesky_solve cholesky_inverse triangular_solve linalg_householder_product",
+    ),
+    **_table(product("self", "mat2"), "mm bmm"),
+    **_table(product("self", "other"), "matmul"),
+    **_table(product("self", "mat1", "mat2"), "addmm"),
+    **_table(product("self", "batch1", "batch2"), "baddbmm"),
+    **_table(product("self", "vec"), "mv"),
+    "addmv": product("self", "mat", "vec"),
+    "linear": linear,
+    **_table(convolution, "convolution _convolution mkldnn_convolution cudnn_convolution convolution_overrideable"),
+    **_table(
+        attention,
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math",
+    ),
+    "_grouped_mm": grouped_product,
+    "_cdist_forward": distances,
+    **_table(layer_norm, "native_layer_norm _fused_rms_norm"),
+    "fill": filled,
+    "normal": random_around,
+    "native_group_norm": group_norm,
+    **_table(
+        batch_norm,
+        "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit _batch_norm_with_update "
+        "_batch_norm_no_update _native_batch_norm_legit_functional _native_batch_norm_legit_no_training",
+    ),
+    "embedding": embedding,
+    "gather": gather,
+    **_table(scatter, "scatter scatter_add scatter_reduce"),
+    "index_select": index_select,
+    **_table(index_add, "index_add index_copy index_fill index_reduce"),
+    **_table(index, "index _unsafe_index"),
+    **_table(index_put, "index_put _unsafe_index_put _index_put_impl"),
+    **_table(recurrent, "mkldnn_rnn_layer _cudnn_rnn miopen_rnn"),
+    **_table(loss_by_class, "nll_loss_forward nll_loss2d_forward"),
+    "view_as_real": as_real,
+    "view_as_complex": as_complex,
+    "copy": source,
+    **_table(
+        nothing,
+        "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones "
+        "full full_like new_full scalar_tensor arange eye rand rand_like randn randn_like randint "
+        "randint_like randperm zero uniform exponential random geometric cauchy log_normal "
+        "tril_indices triu_indices hann_window hamming_window",
+    ),
+}

@@ -1,0 +1,416 @@
+"""Owners: which samples each element of a tensor depends on.
+
+Sizes do not tell which row belongs to which sample: `cat([a, b])`, a batch flattened time first, or windows of an image
+all have `batch * k` rows, in different orders. So the owners are computed: `OwnerMode` runs beside a call of the model,
+starts with the samples of the arguments, and derives the owners of each operation's outputs from those of its inputs by
+the rules of `owner_rules.py`. It reads shapes and constants, never values, so its answer holds for every batch of that
+shape. It also works on fake tensors, where a graph is traced.
+
+The owners of an element are an interval from the lowest to the highest sample that it may depend on. An interval of one
+sample is exact. A longer one means that the element may mix samples: that is always a safe answer, and the one for an
+operation that has no rule. An empty interval means that the element depends on no sample, as in a weight.
+
+Intervals are kept for each storage, so that writing into a view changes what the other views hold. They are stored as
+expanded tensors: along most dims all elements have the same owners. Such a dim has the stride 0 and takes no memory.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchguard._torch.dispatch import (
+    DispatchMode,
+    StorageWeakRef,
+    has_tag,
+    is_composite,
+    is_query,
+    makes_view,
+    named_arguments,
+    overload_of,
+    short_name,
+    weak_storage,
+    written_arguments,
+)
+from torchguard._torch.tensors import flatten, storage_of
+from torchguard._watch import owner_rules
+from torchguard._watch.batch import UNBATCHED, row_code, row_code_of_sample
+from torchguard._watch.owner_rules import NO_HIGH, NO_LOW, Call, Owners, Rule, union
+
+Geometry = tuple[int, tuple[int, ...], tuple[int, ...], int]
+# Operations that hand a value to Python, which may then decide by it what the model does.
+_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
+# Operations whose result has -Inf where an argument has it.
+_KEEP_NEG_INF = {
+    *(
+        "clone",
+        "_to_copy",
+        "copy",
+        "lift_fresh",
+        "where",
+        "masked_fill",
+        "add",
+        "sub",
+        "cat",
+        "stack",
+        "index",
+        "gather",
+    ),
+    *("scatter", "index_put", "index_select", "triu", "tril", "maximum", "minimum", "repeat", "roll", "flip"),
+    *("_unsafe_view", "fill", "_log_softmax"),
+}
+_NEW = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros")
+_RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
+
+
+class _StorageOwners:
+    """The owners of one storage: of the tensor that it was made for (`base`), and of views as far as they are known."""
+
+    def __init__(self, z: Tensor, owners: Owners) -> None:
+        self.reference: StorageWeakRef = weak_storage(z)
+        self.base: Geometry = _geometry(z)
+        self.views: dict[Geometry, Owners] = {self.base: owners}
+        if z.numel() * z.element_size() < z.untyped_storage().nbytes():  # a view of a tensor that belongs to nobody
+            self.base = (0, (_count(z),), (1,), z.element_size())
+            self.views = {self.base: _nobody(self.base[1])}
+            self.write(z, owners)
+
+    def read(self, z: Tensor) -> Owners:
+        geometry = _geometry(z)
+        if geometry not in self.views:
+            flat = self._flat(z)
+            self.views[geometry] = self.views[self.base].all().expand(z.shape) if flat is None else _part(flat, z)
+        return self.views[geometry]
+
+    def write(self, z: Tensor, owners: Owners) -> None:
+        """Set the owners of a view, and with that of all tensors that overlap it."""
+        if _geometry(z) == self.base:
+            self.views = {self.base: owners}
+            return
+        flat = self._flat(z)
+        if flat is None or _overlaps_itself(z):
+            merged = union([owners.all(), self.views[self.base].all()])
+            assert merged is not None
+            self.views = {self.base: merged.expand(self.base[1])}
+            return
+        for one, new in zip(_part(flat, z), owners, strict=True):
+            one.copy_(new)
+        self.base = (0, (_count(z),), (1,), z.element_size())
+        self.views = {self.base: flat}
+
+    def _flat(self, z: Tensor) -> Owners | None:
+        """A copy of the owners in the order of the storage; None if that cannot be told."""
+        offset, shape, stride, size = self.base
+        if size != z.element_size() or any(a == 0 and b > 1 for a, b in zip(stride, shape, strict=True)):
+            return None
+        flat = _nobody((_count(z),)).apply(Tensor.clone)
+        for one, known in zip(flat, self.views[self.base], strict=True):
+            one.as_strided(shape, stride, offset).copy_(known)
+        return flat
+
+
+def _part(flat: Owners, z: Tensor) -> Owners:
+    return flat.apply(lambda one: one.as_strided(z.shape, z.stride(), z.storage_offset()))
+
+
+def _count(z: Tensor) -> int:
+    return int(z.untyped_storage().nbytes()) // z.element_size()
+
+
+def _geometry(z: Tensor) -> Geometry:
+    return int(z.storage_offset()), tuple(z.shape), z.stride(), z.element_size()
+
+
+def _overlaps_itself(z: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(z.shape, z.stride(), strict=True))
+
+
+class PathMode(DispatchMode):
+    """Identifies the way that a call takes through a model: `path` is a hash of all operations so far.
+
+    It has the order of operations, the shapes of their tensors and all other arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = 0
+        self._is_paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have Dynamo compile all the same. It would never compile again what it meets under another mode."""
+        return True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations in it do not count."""
+        self._is_paused, before = True, self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused or is_query(op):
+            return op(*args, **kwargs)
+        if is_composite(op):  # in inference mode, they arrive whole
+            with self:
+                return op.decompose(*args, **kwargs)
+        result = op(*args, **kwargs)
+        self.path = hash((self.path, op, _outline(args), _outline([*kwargs.items()])))
+        self._follow(op, args, kwargs, result)
+        return result
+
+    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Do more with an operation."""
+
+
+def _outline(value: Any) -> Any:
+    """A value that can be hashed: of tensors the shape, of what cannot be hashed the type."""
+    if isinstance(value, Tensor):
+        return value.shape if _has_storage(value) else type(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_outline(one) for one in value])
+    return value if isinstance(value, (int, float, str, bool)) or value is None else str(value)
+
+
+class OwnerMode(PathMode):
+    """Follows owners through all operations while it is active.
+
+    Attributes:
+        problem: why the owners of what comes out are not known, as far as that is: the first operation that mixed
+            samples, or that cannot be followed.
+        is_lost: whether owners are not known from some operation on. One handed a value that depends on floating-point
+            numbers of samples to Python, for example. (Integers are token ids and masks: models test them for
+            shortcuts that do not change what belongs to whom.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem: str | None = None
+        self.is_lost = False
+        self._storages: dict[int, _StorageOwners] = {}
+        self._constants: dict[int, StorageWeakRef] = {}
+        self._neg_inf: dict[int, StorageWeakRef] = {}
+        self._of_floats: dict[int, StorageWeakRef] = {}
+        self._unwritten: dict[int, StorageWeakRef] = {}
+        self._samples = 0
+
+    def set_samples(self, z: Tensor, dim: int) -> None:
+        """Let the samples lie along a dim of an argument."""
+        self._samples = max(self._samples, z.shape[dim])
+        numbers = torch.arange(z.shape[dim], dtype=torch.int32)
+        shaped = numbers.reshape([-1 if i == dim else 1 for i in range(z.ndim)]).expand(z.shape)
+        self.set_owners(z, Owners(shaped, shaped))
+
+    def owners_of(self, z: Any) -> Owners | None:
+        """The owners of a tensor; None if it depends on no sample, or is no tensor."""
+        if not isinstance(z, Tensor) or not _has_storage(z):
+            return None
+        found = self._storages.get(_key(z))
+        if found is None:
+            return None
+        return found.read(z)
+
+    def set_owners(self, z: Tensor, owners: Owners | None) -> None:
+        key = _key(z)
+        found = self._storages.get(key)
+        if found is not None and not found.reference.expired():
+            found.write(z, _nobody(z.shape) if owners is None else owners)
+        elif owners is None:
+            self._storages.pop(key, None)
+        else:
+            self._storages[key] = _StorageOwners(z, owners)
+
+    def is_constant(self, z: Tensor) -> bool:
+        """Whether a tensor has the same values in every call: it was made of constants alone."""
+        return _has_storage(z) and _key(z) in self._constants
+
+    def may_have_neg_inf(self, z: Tensor) -> bool:
+        """Whether -Inf may have been put into a tensor on purpose, as into masked logits."""
+        return _has_storage(z) and _key(z) in self._neg_inf
+
+    @torch.no_grad()
+    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        arguments = named_arguments(op, args, kwargs)
+        outputs = [one for one in flatten(result)[0] if isinstance(one, Tensor)]
+        call = Call(short_name(op).rstrip("_"), op, arguments, self.owners_of, self.is_constant, outputs)
+        given = call.tensors()
+        if not all(_has_storage(one) for one in (*given, *outputs)):
+            if any(self.owners_of(one) is not None for one in given):
+                self._lose(f"{op} has a sparse or nested tensor")
+            return
+        if has_tag(op, torch.Tag.inplace_view):  # another view of the same storage
+            return
+        written = [z for name in (*written_arguments(op), *_written_by_norm(call)) for z in _tensors(arguments[name])]
+        self._note_unwritten(call, given, written)
+        self._note_constants(op, given, outputs, written)
+        if self._passes_neg_inf(call, given):
+            for one in (*outputs, *written):
+                self._neg_inf.setdefault(_key(one), weak_storage(one))
+        if not any(_key(one) in self._storages for one in given):
+            for one in outputs:
+                self._forget(one)
+            return
+        if any(_key(one) in self._of_floats or self._is_float_of_samples(one) for one in given):
+            if call.name in _READS:
+                self._lose(f"{op} hands a value of a sample to Python")
+            self._of_floats |= {_key(one): weak_storage(one) for one in (*outputs, *written)}
+        before = [owners for one in given if (owners := self.owners_of(one)) is not None]
+        self._set_outputs(call)
+        for one in written:
+            if not any(one is output for output in outputs):  # such as the statistics of a batch norm
+                everything = owner_rules.everything(call)
+                self.set_owners(one, None if everything is None else everything.expand(one.shape))
+        after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
+        if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
+            self.problem = str(op)
+
+    def _lose(self, problem: str) -> None:
+        self.is_lost, self.problem = True, self.problem or problem
+
+    def _set_outputs(self, call: Call) -> None:
+        outputs = call.outputs
+        try:
+            found = _rule_of(call)(call)
+            each = found if isinstance(found, list) else [found] * len(outputs)
+            spread = [None if one is None else one.expand(z.shape) for one, z in zip(each, outputs, strict=True)]
+        except (RuntimeError, ValueError, IndexError, TypeError):  # a form of the operation that the rule does not know
+            every = owner_rules.everything(call)
+            spread = [None if every is None else every.expand(z.shape) for z in outputs]
+        is_view = makes_view(call.op)
+        for z, owners in zip(outputs, spread, strict=True):
+            key = _key(z)
+            if is_view and key in self._storages:
+                self._storages[key].views.setdefault(_geometry(z), owners or _nobody(z.shape))
+            else:
+                self.set_owners(z, owners)
+
+    def _forget(self, z: Tensor) -> None:
+        """Drop the entry of a storage that is gone and whose number a new tensor has."""
+        found = self._storages.get(_key(z))
+        if found is not None and found.reference.expired():
+            del self._storages[_key(z)]
+
+    def _note_unwritten(self, call: Call, given: list[Tensor], written: list[Tensor]) -> None:
+        """Note memory that no operation has written yet. If one reads it, a kernel that is no operation of torch, such
+        as a Triton kernel, may have written anything into it."""
+        for one in given:
+            is_written = any(one is other for other in written)
+            if self._unwritten.pop(_key(one), None) is not None and not is_written and _may_have_changed(one):
+                low, high = (torch.tensor(number, dtype=torch.int32) for number in (0, max(1, self._samples - 1)))
+                self.set_owners(one, Owners(low.expand(one.shape), high.expand(one.shape)))
+                self.problem = self.problem or f"a kernel that is no operation of torch, before {call.op}"
+        if call.name in _NEW:
+            self._unwritten |= {_key(one): weak_storage(one) for one in call.outputs}
+
+    def _is_float_of_samples(self, z: Tensor) -> bool:
+        return (z.is_floating_point() or z.is_complex()) and _key(z) in self._storages
+
+    def _passes_neg_inf(self, call: Call, given: list[Tensor]) -> bool:
+        if -math.inf in [value for value in call.arguments.values() if isinstance(value, float)]:
+            return True
+        if call.name not in _KEEP_NEG_INF and not makes_view(call.op):
+            return False
+        return any(_key(one) in self._neg_inf or _is_neg_inf(one) for one in given)
+
+    def _note_constants(self, op: Any, given: list[Tensor], outputs: list[Tensor], written: list[Tensor]) -> None:
+        known = not has_tag(op, _RANDOM_OR_NEW) and all(self.is_constant(one) for one in given)
+        for one in (*outputs, *written):
+            if known:
+                self._constants.setdefault(_key(one), weak_storage(one))
+            else:
+                self._constants.pop(_key(one), None)
+
+
+def _is_neg_inf(z: Tensor) -> bool:
+    """Whether a tensor is the number -Inf, as far as it has a value that can be read without waiting."""
+    return z.ndim == 0 and type(z) is Tensor and z.is_cpu and z.is_floating_point() and z.item() == -math.inf
+
+
+def _written_by_norm(call: Call) -> Sequence[str]:
+    """The statistics that a batch norm updates: not all of its operators say so."""
+    is_training = call.arguments.get("training", call.arguments.get("train"))
+    return ("running_mean", "running_var") if is_training and "running_mean" in call.arguments else ()
+
+
+def _may_have_changed(z: Tensor) -> bool:
+    """Whether memory that was zero, or had any content, holds something else. A graph has all that writes to it."""
+    return type(z) is Tensor and bool(z.detach().count_nonzero())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [one for one in flatten(value)[0] if isinstance(one, Tensor)]
+
+
+def _has_storage(z: Tensor) -> bool:
+    return z.layout == torch.strided and not z.is_nested
+
+
+def _key(z: Tensor) -> int:
+    key = storage_of(z)
+    assert key is not None
+    return key
+
+
+def _nobody(shape: Sequence[int]) -> Owners:
+    low, high = (torch.tensor(number, dtype=torch.int32) for number in (NO_LOW, NO_HIGH))
+    return Owners(low, high).expand(shape)
+
+
+def _mixes(owners: Owners) -> bool:
+    low, high = owners.compact()
+    return bool((low < high).any())
+
+
+def _rule_of(call: Call) -> Rule:
+    if call.name == "view" and overload_of(call.op) == "dtype":
+        return owner_rules.of_other_dtype
+    rule = owner_rules.RULES.get(call.name)
+    if rule is not None:
+        return rule
+    if makes_view(call.op) and call.name != "as_strided":
+        return owner_rules.moved
+    if has_tag(call.op, torch.Tag.pointwise):
+        return owner_rules.pointwise
+    if has_tag(call.op, torch.Tag.reduction):
+        return owner_rules.reduction
+    return owner_rules.everything
+
+
+def rows_of(owners: Owners | None, size: int) -> int | None:
+    """The row code of a tensor with these owners (see `batch.py`); None if it mixes samples, or has another order."""
+    if owners is None:
+        return UNBATCHED
+    low, high = owners.compact()
+    if low.numel() == 0 or bool((high < 0).all()):
+        return UNBATCHED
+    if bool((low < high).any()):
+        return None
+    lowest, highest = int(low.amin()), int(high.amax())
+    if lowest == highest:
+        return row_code_of_sample(lowest)
+    for dim in range(low.ndim):
+        if low.shape[dim] % size == 0:
+            others = [i for i in range(low.ndim) if i != dim]
+            first, last = (low.amin(others), high.amax(others)) if others else (low, high)
+            if bool((first == last).logical_or(last < 0).all()):
+                code = _code_along(dim, last, size)
+                if code is not None:
+                    return code
+    return None
+
+
+def _code_along(dim: int, owner: Tensor, size: int) -> int | None:
+    """The row code for a dim with these owners; rows that belong to nobody (-1) fit anywhere."""
+    count = owner.shape[0] // size
+    row = torch.arange(owner.shape[0])
+    for outer in range(1, count + 1):
+        inner = count // outer
+        if count % outer == 0 and bool(((owner == row // inner % size) | (owner < 0)).all()):
+            return row_code(dim, outer, 0) if outer == 1 else row_code(dim, 0 if inner == 1 else outer, inner)
+    return None

@@ -1,0 +1,230 @@
+"""Which rows belong to which sample, for all tensors of a call: found once, and used in later calls of the same form.
+
+In eager mode the first call of a form (`form_of`: shapes, dtypes, modes) is followed by an `OwnerMode`. What it finds
+is an `OwnerPlan`, which later calls of that form use. A plan holds only for the way that the followed call took through
+the model: an attribute, a random number or a value may lead to another. So each call that uses a plan runs under a
+`PathMode`, and every check compares the operations so far with those of the plan. Where they differ, the call counts as
+mixing samples from there on, and the next one is followed again. Parts of a model that are compiled on their own would
+not run compiled under any dispatch mode. A model that has some goes without this comparison.
+
+A batch of one sample needs no plan. Nor is there one under `torch.func` transforms and in exports, where sizes decide.
+In a graph, `graph_plan.py` finds the plan while Dynamo traces.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchguard._pytrees import OBJECTS, tensors_in
+from torchguard._torch.dispatch import without_compiled_code
+from torchguard._torch.modules import has_compiled_parts
+from torchguard._torch.tracing import is_in_backward, is_plain
+from torchguard._watch.batch import MIXED, Batch
+from torchguard._watch.owners import OwnerMode, PathMode, rows_of
+from torchguard.exceptions import MixedRowsWarning
+
+_PLAIN = torch.empty(0)
+# How many plans a watched model keeps.
+_MOST_PLANS = 256
+
+
+class OwnerPlan(NamedTuple):
+    """Row codes for the tensors of a call.
+
+    Args:
+        checks: for each check its location, the path of operations up to it, and the row code of the tensor.
+        neg_inf: the numbers of checks of tensors that may hold -Inf on purpose.
+        outputs: the row code of each tensor that the model returns.
+        path: that of all operations of the call.
+        problem: what mixes samples; None if the model keeps them apart.
+    """
+
+    checks: tuple[tuple[int, int, int], ...]
+    neg_inf: frozenset[int]
+    outputs: tuple[int, ...]
+    path: int
+    problem: str | None
+
+    @property
+    def mixes(self) -> bool:
+        return MIXED in self.outputs
+
+
+class FollowedCall:
+    """A call whose owners are followed."""
+
+    def __init__(self, mode: OwnerMode, size: int) -> None:
+        self.mode, self.size = mode, size
+        self._checks: list[tuple[int, int, int]] = []
+        self._neg_inf: set[int] = set()
+
+    def rows(self, z: Tensor, location: int) -> int:
+        """The row code of a tensor that is checked."""
+        code = self._code(z)
+        self._checks.append((location, self.mode.path, code))
+        return code
+
+    def may_have_neg_inf(self, z: Tensor) -> bool:
+        """Whether the tensor whose rows were asked for last may hold -Inf on purpose."""
+        may = self.mode.may_have_neg_inf(z)
+        if may:
+            self._neg_inf.add(len(self._checks))
+        return may
+
+    def set_samples(self, z: Tensor, dim: int) -> None:
+        """The samples lie along that dim of a tensor, as the user said."""
+        if z.shape[dim] == self.size:
+            with self.mode.paused():
+                self.mode.set_samples(z, dim)
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self.mode.paused()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with without_compiled_code(), self.mode:
+            yield
+
+    def replaced(self, z: Tensor, new: Tensor) -> None:
+        """A tensor was replaced by another, which belongs to the same samples."""
+        if new is not z:
+            with self.mode.paused():
+                self.mode.set_owners(new, self.mode.owners_of(z))
+
+    def finish(self, output: Any) -> OwnerPlan:
+        outputs = tuple([self._code(z) for _, z in tensors_in(output, objects=OBJECTS)])
+        return OwnerPlan(tuple(self._checks), frozenset(self._neg_inf), outputs, self.mode.path, self.mode.problem)
+
+    def _code(self, z: Tensor) -> int:
+        if self.mode.is_lost or z.layout != torch.strided or z.is_nested:
+            return MIXED
+        with self.mode.paused():
+            code = rows_of(self.mode.owners_of(z), self.size)
+        return MIXED if code is None else code
+
+
+class PlannedCall:
+    """A call that uses a plan.
+
+    Args:
+        compares: whether to compare the operations with those of the plan.
+    """
+
+    def __init__(self, plan: OwnerPlan, compares: bool) -> None:
+        self.plan, self._count, self.fits = plan, 0, True
+        self._mode = PathMode() if compares else None
+
+    def rows(self, z: Tensor, location: int) -> int:
+        checks, self._count = self.plan.checks, self._count + 1
+        if self._count > len(checks):
+            self.fits = False
+            return MIXED
+        at, path, code = checks[self._count - 1]
+        self.fits = self.fits and at == location and (self._mode is None or self._mode.path == path)
+        return code if self.fits else MIXED
+
+    def may_have_neg_inf(self, z: Tensor) -> bool:
+        return self._count in self.plan.neg_inf
+
+    def set_samples(self, z: Tensor, dim: int) -> None:
+        return None
+
+    def paused(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._mode is None else self._mode.paused()
+
+    def running(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._mode is None else self._mode
+
+    def replaced(self, z: Tensor, new: Tensor) -> None:
+        return None
+
+    def finish(self, output: Any) -> OwnerPlan:
+        tensors = tensors_in(output, objects=OBJECTS)
+        is_same = self._mode is None or self._mode.path == self.plan.path
+        if self.fits and is_same and self._count == len(self.plan.checks) and len(tensors) == len(self.plan.outputs):
+            return self.plan
+        self.fits = False
+        problem = "this call took another way through the model than the one that was followed"
+        return self.plan._replace(outputs=tuple([MIXED] * len(tensors)), problem=problem)
+
+
+Call = FollowedCall | PlannedCall
+
+
+class Plans:
+    """The plans of a watched model, by the form of the call."""
+
+    def __init__(self) -> None:
+        self._by_form: dict[Any, OwnerPlan] = {}
+
+    def start(
+        self, form: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch
+    ) -> Call:
+        """Start a call: with a plan, or followed."""
+        plan = self._by_form.get(form)
+        if plan is None:
+            return follow(args, kwargs, batch)
+        # In backward, a checkpoint repeats a call with other tensors, and may leave it early.
+        return PlannedCall(plan, not has_compiled_parts(model) and not is_in_backward())
+
+    def finish(self, form: Any, call: Call, output: Any) -> OwnerPlan:
+        """The plan of a call that is over. It is kept for others, unless owners were lost."""
+        plan = call.finish(output)
+        if isinstance(call, PlannedCall):
+            if not call.fits:
+                self._by_form.pop(form, None)
+        elif not call.mode.is_lost:
+            if len(self._by_form) >= _MOST_PLANS:
+                self._by_form.clear()
+            self._by_form[form] = plan
+        return plan
+
+
+def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a call looks like, but for values: a key for its plan."""
+    modes = tuple([module.training for module in model.modules()])
+    plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
+    tensors = tensors_in((args, kwargs), objects=OBJECTS)
+    return modes, plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def warn_of_mixing(model: str, problem: str | None) -> None:
+    warnings.warn(
+        f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one "
+        "goes bad, it cannot be told which others it touches: all samples of the call are flagged, and zero in the "
+        "output. torchguard.Retry drops only the bad samples, on any model.",
+        MixedRowsWarning,
+        stacklevel=2,
+    )
+
+
+def can_follow() -> bool:
+    """Whether operations can be followed as they run: not in a graph, a transform or another dispatch mode."""
+    return not torch.compiler.is_compiling() and is_plain(_PLAIN)
+
+
+def follow(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch) -> FollowedCall:
+    """Start to follow a call. Its operations have to run with the mode of what is returned active."""
+    mode = OwnerMode()
+    set_arguments(mode, [z for _, z in tensors_in((args, kwargs), objects=OBJECTS)], batch.size, batch.dim)
+    return FollowedCall(mode, batch.size)
+
+
+def set_arguments(mode: OwnerMode, tensors: Sequence[Tensor], size: int, dim: int) -> None:
+    """Set the owners of the arguments. One without the batch along its dim is for all samples, but for states of
+    recurrent layers, `(layers, batch, width)`."""
+    for z in tensors:
+        if z.ndim > dim and z.shape[dim] == size:
+            mode.set_samples(z, dim)
+        elif z.ndim == 3 and z.is_floating_point() and [side == size for side in z.shape] == [False, True, False]:
+            mode.set_samples(z, 1)

@@ -1,0 +1,148 @@
+"""A run in words: the history of a watched model by origin, and the parameters that are not finite."""
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torchguard._channel.codes import ErrorCode
+from torchguard._health import check_params
+from torchguard._watch.history import NO_ID, Entry, History
+from torchguard._watch.report import Incident, Labels
+
+
+@dataclass(frozen=True)
+class OriginCount:
+    """How many samples went bad at one origin, and when.
+
+    Attributes:
+        where: the origin in words.
+        code: an `ErrorCode`.
+        count: of samples, as far as they were kept.
+        first: the first step.
+        last: the last step.
+        ids: of the samples, without repetition, if they were given.
+    """
+
+    where: str
+    code: int
+    count: int
+    first: int
+    last: int
+    ids: tuple[int, ...]
+
+    def __str__(self) -> str:
+        steps = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        shown = ", ".join(map(str, self.ids[:10]))
+        ids = f" (ids {shown}{', ...' if len(self.ids) > 10 else ''})" if self.ids else ""
+        return f"{ErrorCode.name(self.code)} at {self.where}: {_samples(self.count)} in {steps}{ids}"
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What happened in all calls of a watched model.
+
+    Attributes:
+        calls: how many there were.
+        total: how many faults there were: samples that went bad, in all calls.
+        lost: how many of them were not kept, from the middle of the run.
+        origins: where they went bad, in the order of their first steps.
+        since: the step since which every sample of every call was bad; None if the last call had a good one.
+        parameters: those that are not finite now, with "NaN" or "Inf".
+    """
+
+    calls: int
+    total: int
+    lost: int
+    origins: tuple[OriginCount, ...]
+    since: int | None
+    parameters: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        return not (self.total or self.parameters)
+
+    def __str__(self) -> str:
+        lines = [f"{self.calls} calls, {_samples(self.total)} bad"]
+        lines += [f"  {origin}" for origin in self.origins]
+        if self.lost:
+            lines.append(f"  not kept: {_samples(self.lost)} of the middle of the run")
+        if self.since is not None:
+            lines.append(f"  every sample is bad since step {self.since}")
+        lines += [f"  parameter {name} is {kind}" for name, kind in [*self.parameters.items()][:5]]
+        if len(self.parameters) > 5:
+            lines.append(f"  {len(self.parameters) - 5} more parameters are not finite")
+        return "\n".join(lines)
+
+
+def run_report(history: History, labels: Labels, model: Any) -> RunReport:
+    """The report of a run. Waits for the device."""
+    entries, lost = history.entries()
+    groups: dict[tuple[str, int], list[Incident]] = {}
+    for entry in entries:
+        incident = incident_of(entry, labels)
+        groups.setdefault((incident.where, incident.code), []).append(incident)
+    origins = [_count(where, code, found) for (where, code), found in groups.items()]
+    origins.sort(key=lambda one: one.first)
+    since = _all_bad_since(entries, history.calls, lost)
+    return RunReport(history.calls, history.total, lost, tuple(origins), since, check_params(model).bad)
+
+
+def _count(where: str, code: int, found: list[Incident]) -> OriginCount:
+    steps = [one.step for one in found if one.step is not None]
+    ids = tuple(dict.fromkeys(one.id for one in found if one.id is not None))
+    return OriginCount(where, code, len(found), min(steps), max(steps), ids)
+
+
+def incident_of(entry: Entry, labels: Labels) -> Incident:
+    """An entry of a history with names in place of numbers."""
+    return Incident(
+        entry.sample,
+        entry.code,
+        labels.paths[entry.origin],
+        entry.position,
+        entry.further + 1,
+        argument=labels.arguments[entry.origin],
+        id=None if entry.id == NO_ID else entry.id,
+        step=entry.step,
+    )
+
+
+def _all_bad_since(entries: list[Entry], calls: int, lost: int) -> int | None:
+    """The first of the last steps in which every sample was bad. Steps that were not kept count as the ones after."""
+    bad = Counter(entry.step for entry in entries)
+    sizes = {entry.step: entry.size for entry in entries}
+    full = {step for step, count in bad.items() if count == sizes[step]}
+    missing: range = range(0)
+    if lost:  # the steps around the gap may be in it in part
+        half = len(entries) // 2
+        missing = range(entries[half - 1].step, entries[half].step + 1)
+    since = None
+    for step in range(calls - 1, -1, -1):
+        if step not in full and step not in missing:
+            break
+        since = step if step in full else since
+    return since
+
+
+def with_causes(incidents: list[Incident], size: int, model: Any) -> list[Incident]:
+    """The incidents of a call. Where all samples went bad at one module, with its parameters that are not finite.
+
+    Parameters are read now, and may have become so after the call: hence "now".
+    """
+    bad = Counter((one.path, one.argument) for one in incidents if one.position is not None)
+    everywhere = [path for (path, argument), count in bad.items() if argument is None and count == size]
+    if not everywhere:
+        return incidents
+    (path,) = everywhere
+    prefix = "" if path == type(model).__name__ else f"{path}."
+    names = [f"{name} is {kind}" for name, kind in check_params(model).bad.items() if name.startswith(prefix)]
+    if not names:
+        return incidents
+    more = f" and {len(names) - 1} more parameters are not finite" if len(names) > 1 else ""
+    cause = f"parameter {names[0]} now{more}"
+    return [dataclasses.replace(one, cause=cause) if one.path == path else one for one in incidents]
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'' if count == 1 else 's'}"
