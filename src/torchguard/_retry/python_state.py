@@ -66,7 +66,7 @@ class PythonState:
                     views.append(dict.values(state))
                     viewed.append(number)
             elif not isinstance(state, np.ndarray) and id(state) not in implied:
-                of_state = [dict.values(state)] if isinstance(state, dict) else [state]
+                of_state: list[Any] = [dict.values(state)] if isinstance(state, dict) else [state]
                 if isinstance(state, dict) and number >= of_modules:
                     of_state.append(state)  # other keys may have the same values
                 self._sized.append(state)

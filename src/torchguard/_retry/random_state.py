@@ -69,12 +69,12 @@ def _numpy_state() -> Any:
     over, in which case drawing the other changes neither: then the state is always read.
     """
     global _last_numpy
-    generator = np.random.get_bit_generator()
+    generator = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(generator, np.random.MT19937):
         return np.random.get_state()
     raw = ctypes.string_at(generator.ctypes.state_address, _KEY_BYTES)
     if raw != _last_numpy[0]:
-        state = np.random.get_state()
+        state: Any = np.random.get_state()
         _last_numpy = b"" if state[3] else raw, state
     return _last_numpy[1]
 

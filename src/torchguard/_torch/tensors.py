@@ -37,6 +37,19 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
     return [*map(_version, tensors)]
 
 
+def versions_of(tensors: Sequence[Tensor]) -> Versions:
+    """Tensors with how often each was changed in place (`_version`)."""
+    return [(tensor, tensor._version) for tensor in tensors]
+
+
+def is_unchanged(versions: Versions) -> bool:
+    """Whether no tensor was changed in place since `versions_of`."""
+    for tensor, before in versions:  # noqa: SIM110 (a generator takes twice as long, in every call)
+        if tensor._version != before:
+            return False
+    return True
+
+
 def has_tangent(values: Sequence[Any]) -> bool:
     """Whether forward mode is on and a tensor carries a tangent. No public way to ask is as fast as the level."""
     if forward_ad._current_level < 0:

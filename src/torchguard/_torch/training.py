@@ -47,7 +47,7 @@ def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = N
 
 def norms_of_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each dense tensor, all of them on one device."""
-    return [*torch._foreach_norm(tensors, 2.0)]  # pyright: ignore[reportPrivateImportUsage]
+    return [*torch._foreach_norm([*tensors], 2.0)]  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _by_kind(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
@@ -123,7 +123,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     Hooks are registered publicly; there is no public way to ask for them. Degraded where torch renames the attributes:
     none are seen.
     """
-    from torch.optim import optimizer as of_all
+    from torch.optim import optimizer as of_all  # pyright: ignore[reportAttributeAccessIssue]
 
     return bool(
         getattr(optimizer, "_optimizer_step_pre_hooks", None)
