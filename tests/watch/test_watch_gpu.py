@@ -72,7 +72,7 @@ def test_the_sample_and_the_location(run, dtype, quarantine):
         for _ in range(3):  # CUDA graphs are recorded in the second call, and run in the third
             _, f = call(*good)
             assert err.all_ok(f).item()
-            for value, name in ((NAN, "NAN"), (float("-inf"), "INF")):
+            for value, name in ((NAN, "NAN"), (float("inf"), "INF")):
                 _, f = call(*spoiled(good, value))
                 found = [[(e.code_name, e.location_name) for e in errors] for errors in flags.unpack_all(f)]
                 replaced = [("FALLBACK_VALUE", "input")] if quarantine else []
@@ -233,7 +233,7 @@ def test_gradients_through_long_vectors(mode):
 
 
 @pytest.mark.parametrize("per_sample", [7, 4096, 3 * 4096 + 16, 300_000])
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_gradient_is_masked_whatever_is_bad_in_it_and_wherever(kind, per_sample):
     grad = torch.randn(6, per_sample, device="cuda", dtype=kind)
     grad[0, 0] = torch.finfo(kind).max

@@ -51,7 +51,7 @@ class WatchedModel:
             output, call_record, codes = self._call_with_plan(forward, args, kwargs, batch)
         else:
             call_record = watch.new_record(batch)
-            output, codes = self._call(forward, args, kwargs, call_record), None
+            output, codes = self.forward_of_model(forward, args, kwargs, call_record), None
             if use_operators() and not is_surely(batch.size < 2):
                 codes = codes_of_graph(watch, call_record, output)
         mixes = watch.quarantine and codes is not None and MIXED in codes
@@ -62,8 +62,13 @@ class WatchedModel:
             output = _without_bad_samples(summary.origins[0], output, call_record, codes)
         return output if watch.returns == "output" else returned(output, summary.flags)
 
-    def _call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord) -> Any:
-        """Call the model with all its checks."""
+    def forward_of_model(
+        self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord
+    ) -> Any:
+        """Call the model with all its checks.
+
+        Named so that its frame counts as that of the model, as `forward_of_...` does: see `cli/_views.py`.
+        """
         watch = self._watch
         if use_operators():
             mark_arguments([z for _, z in tensors_in((args, kwargs), objects=OBJECTS)], call_record.batch)
@@ -84,7 +89,7 @@ class WatchedModel:
         owners = watch.plans.start(form, watch.model, args, kwargs, batch)
         call_record = watch.new_record(batch, owners)
         with owners.running():
-            output = self._call(forward, args, kwargs, call_record)
+            output = self.forward_of_model(forward, args, kwargs, call_record)
         plan = watch.plans.finish(form, owners, output)
         if watch.quarantine and plan.mixes and not watch.warned:
             watch.warned = True
