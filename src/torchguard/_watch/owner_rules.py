@@ -5,135 +5,25 @@ shape of the output. Operations without a rule mix all that they are given. A ne
 a name in one of the tables of names.
 """
 
-from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchguard._torch.dispatch import positional_names
-
-# The interval of an element that depends on no sample.
-NO_LOW, NO_HIGH = torch.iinfo(torch.int32).max, -1
-
-
-class Owners(NamedTuple):
-    """The lowest and the highest sample that each element depends on, int32, in the shape of the tensor."""
-
-    low: Tensor
-    high: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.low.shape
-
-    def compact(self) -> "Owners":
-        """With the size 1 along all dims where the owners are stored once."""
-        return Owners(_compact(self.low), _compact(self.high))
-
-    def expand(self, shape: Sequence[int]) -> "Owners":
-        return Owners(self.low.expand(shape), self.high.expand(shape))
-
-    def over(self, dims: Sequence[int]) -> "Owners":
-        """With the size 1 along some dims: what depends on all elements along them."""
-        if not dims or self.low.ndim == 0:
-            return self
-        low, high = self.compact()
-        dims = [dim % low.ndim for dim in dims]
-        reduced = Owners(low.amin(dims, keepdim=True), high.amax(dims, keepdim=True))
-        return reduced.expand([1 if i in dims else size for i, size in enumerate(self.shape)])
-
-    def reshape(self, shape: Sequence[int]) -> "Owners":
-        return Owners(_reshape(self.low, shape), _reshape(self.high, shape))
-
-    def apply(self, function: Callable[[Tensor], Tensor]) -> "Owners":
-        return Owners(function(self.low), function(self.high))
-
-    def all(self) -> "Owners":
-        """As one element that depends on all elements."""
-        low, high = self.compact()
-        return Owners(low.amin(), high.amax())
-
-    def is_empty(self) -> bool:
-        return self.low.numel() == 0
-
-
-def _compact(z: Tensor) -> Tensor:
-    for dim, (size, stride) in enumerate(zip(z.shape, z.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            z = z.narrow(dim, 0, 1)
-    return z
-
-
-def _reshape(z: Tensor, shape: Sequence[int]) -> Tensor:
-    """`z.reshape(shape)`; trailing dims that stay and are stored once stay so."""
-    sizes, kept = [*z.shape], 0
-    shape = [*shape]
-    while kept < min(len(sizes), len(shape)) and sizes[-1 - kept] == shape[-1 - kept]:
-        if z.stride(-1 - kept) != 0 and sizes[-1 - kept] != 1:
-            break
-        kept += 1
-    if not kept:
-        return z.reshape(shape)
-    rest = z
-    for dim in range(z.ndim - kept, z.ndim):
-        rest = rest.narrow(dim, 0, min(1, rest.shape[dim]))
-    ones = [min(1, size) for size in shape[len(shape) - kept :]]
-    return rest.reshape([*shape[: len(shape) - kept], *ones]).expand(shape)
-
-
-def union(owners: Sequence[Owners | None]) -> Owners | None:
-    """What depends on several tensors, element by element, broadcast against each other."""
-    present = [one for one in owners if one is not None]
-    if len(present) < 2:
-        return present[0] if present else None
-    small = [one.compact() for one in present]
-    low, high = reduce(torch.minimum, [one.low for one in small]), reduce(torch.maximum, [one.high for one in small])
-    return Owners(low, high).expand(torch.broadcast_shapes(*[one.shape for one in present]))
-
-
-class Call(NamedTuple):
-    """One operation: its arguments by name, the owners of every tensor in them, and its outputs.
-
-    Args:
-        is_constant: whether a tensor has the same values in every call.
-    """
-
-    name: str
-    op: Any
-    arguments: dict[str, Any]
-    owner: Callable[[Any], Owners | None]
-    is_constant: Callable[[Tensor], bool]
-    outputs: list[Tensor]
-
-    def of(self, name: str) -> Owners | None:
-        return self.owner(self.arguments.get(name))
-
-    def tensors(self) -> list[Tensor]:
-        found = []
-        for value in self.arguments.values():
-            if isinstance(value, Tensor):
-                found.append(value)
-            elif isinstance(value, (list, tuple)):
-                found += [one for one in value if isinstance(one, Tensor)]
-        return found
-
-    def dims(self, name: str, ndim: int) -> list[int]:
-        """The dims that an argument names; all if it is None or empty."""
-        given = self.arguments.get(name)
-        if given is None or given == []:
-            return [*range(ndim)]
-        return [dim % ndim for dim in ([given] if isinstance(given, int) else given)] if ndim else []
-
+from torchguard._watch.intervals import NO_HIGH, NO_LOW, Call, Owners, everything, union
+from torchguard._watch.owner_indices import (
+    embedding,
+    gather,
+    index,
+    index_add,
+    index_put,
+    index_select,
+    scatter,
+)
 
 Rule = Callable[[Call], Any]
-
-
-def everything(call: Call) -> Owners | None:
-    """The rule for operations that have none: each output depends on everything."""
-    present = [owners.all() for z in call.tensors() if (owners := call.owner(z)) is not None and not owners.is_empty()]
-    return union(present)
 
 
 def pointwise(call: Call) -> Owners | None:
@@ -401,129 +291,6 @@ def batch_norm(call: Call) -> Any:
     channel = owners.expand([owners.shape[0], x.shape[1], *owners.shape[2:]])
     channel = channel.over([i for i in range(x.ndim) if i != 1]).reshape([x.shape[1]])
     return [owners, *(channel if out.shape == (x.shape[1],) else channel.all() for out in call.outputs[1:])]
-
-
-# Indices. Their values are known only for constants, such as `arange`.
-
-
-def embedding(call: Call) -> Owners | None:
-    index, weight = call.of("indices"), call.of("weight")
-    return union([None if index is None else index.apply(lambda z: z.unsqueeze(-1)), weight and weight.all()])
-
-
-def gather(call: Call) -> Owners | None:
-    z, index = call.arguments["self"], call.arguments["index"]
-    owners = call.of("self")
-    if owners is not None:
-        dim = call.arguments["dim"] % max(1, z.ndim)
-        owners = owners.over([dim])
-        for i in range(z.ndim):
-            if i != dim and index.shape[i] < z.shape[i]:
-                owners = owners.apply(lambda one, i=i: one.narrow(i, 0, index.shape[i]))
-    return union([owners, call.of("index")])
-
-
-def scatter(call: Call) -> Owners | None:
-    z = call.arguments["self"]
-    dim = call.arguments["dim"] % max(1, z.ndim)
-    found = [call.of("self")]
-    for name in ("src", "index"):
-        owners = call.of(name)
-        if owners is not None:
-            sizes = [size for i, size in enumerate(call.arguments["index"].shape) if i != dim]
-            fits = sizes == [size for i, size in enumerate(z.shape) if i != dim]
-            same = fits and [s for i, s in enumerate(owners.shape) if i != dim] == sizes
-            found.append(owners.over([dim]) if same else owners.all())
-    return union(found)
-
-
-def index_select(call: Call) -> Any:
-    index = call.arguments["index"]
-    z, owners, of_index = call.arguments["self"], call.of("self"), call.of("index")
-    dim = call.arguments["dim"] % max(1, z.ndim)
-    if owners is not None and call.is_constant(index) and z.ndim:
-        known = index.detach().cpu()
-        return owners.apply(lambda one: one.index_select(dim, known))
-    kept = None if owners is None else owners.over([dim])
-    if of_index is not None:
-        of_index = of_index.reshape([-1 if i == dim else 1 for i in range(max(1, z.ndim))])
-    return union([kept, of_index])
-
-
-def index_add(call: Call) -> Owners | None:
-    z = call.arguments["self"]
-    dim = call.arguments["dim"] % max(1, z.ndim)
-    added, index = call.of("source"), call.of("index")
-    value = call.of("value")
-    parts = [None if added is None else added.over([dim]), index and index.all(), value and value.all()]
-    return union([call.of("self"), *parts])
-
-
-class _Indices(NamedTuple):
-    """The tensors of an index expression, where their dims are in the result, and the dims that they replace."""
-
-    tensors: list[Tensor]
-    replaced: list[int]
-    start: int
-    shape: torch.Size
-
-
-def _indices(indices: Sequence[Tensor | None]) -> _Indices | None:
-    replaced = [i for i, index in enumerate(indices) if index is not None]
-    tensors = [index for index in indices if index is not None]
-    if any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
-        return None
-    is_adjacent = replaced == [*range(replaced[0], replaced[-1] + 1)]
-    shape = torch.broadcast_shapes(*[index.shape for index in tensors])
-    return _Indices(tensors, replaced, replaced[0] if is_adjacent else 0, shape)
-
-
-def index(call: Call) -> Owners | None:
-    """`z[i, :, j]`: along a dim with a constant index, the indexed owners; along others, those of all elements."""
-    given = call.arguments["indices"]
-    found = _indices(given)
-    if found is None:
-        return everything(call)
-    owners = call.of("self")
-    if owners is not None:
-        unknown = [i for i in found.replaced if not call.is_constant(given[i])]
-        kept = owners.over(unknown)
-        known = [
-            None if one is None else torch.zeros(one.shape, dtype=torch.int64) if i in unknown else one.detach().cpu()
-            for i, one in enumerate(given)
-        ]
-        full = owners.shape
-        spread = kept.expand([1 if i in unknown else full[i] for i in range(len(full))])
-        owners = spread.apply(lambda z: z[tuple(slice(None) if one is None else one for one in known)])
-    ndim = call.outputs[0].ndim
-    of_indices = []
-    for one in found.tensors:
-        part = call.owner(one)
-        if part is not None:
-            part = part.expand(found.shape)
-            after = ndim - found.start - len(found.shape)
-            of_indices.append(part.reshape([*[1] * found.start, *found.shape, *[1] * after]))
-    return union([owners, *of_indices])
-
-
-def index_put(call: Call) -> Owners | None:
-    """`z[:, i] = values`: along the indexed dims an element may get any of the values."""
-    z, values = call.arguments["self"], call.of("values")
-    found = _indices(call.arguments["indices"])
-    of_indices = [owners.all() for one in (found.tensors if found else []) if (owners := call.owner(one)) is not None]
-    if found is None:
-        return everything(call)
-    if values is None:
-        return union([call.of("self"), *of_indices])
-    is_adjacent = found.replaced == [*range(found.replaced[0], found.replaced[-1] + 1)]
-    before, after = found.start, z.ndim - found.replaced[-1] - 1
-    full = [*z.shape[:before], *found.shape, *z.shape[z.ndim - after :]]
-    if not is_adjacent or len(values.shape) > len(full):
-        return union([call.of("self"), values.all(), *of_indices])
-    spread = values.expand(full).over(range(before, before + len(found.shape)))
-    ones = [*z.shape[:before], *[1] * len(found.replaced), *z.shape[z.ndim - after :]]
-    kept = spread.expand([*z.shape[:before], *[1] * len(found.shape), *z.shape[z.ndim - after :]]).reshape(ones)
-    return union([call.of("self"), kept, *of_indices])
 
 
 # Recurrent layers, `(time, batch, width)`.

@@ -38,7 +38,8 @@ from torchguard._torch.dispatch import (
 from torchguard._torch.tensors import flatten, storage_of
 from torchguard._watch import owner_rules
 from torchguard._watch.batch import UNBATCHED, row_code, row_code_of_sample
-from torchguard._watch.owner_rules import NO_HIGH, NO_LOW, Call, Owners, Rule, union
+from torchguard._watch.intervals import NO_HIGH, NO_LOW, Call, Owners, everything, union
+from torchguard._watch.owner_rules import Rule
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], int]
 # Operations that hand a value to Python, which may then decide by it what the model does.
@@ -264,8 +265,8 @@ class OwnerMode(PathMode):
         self._set_outputs(call)
         for one in written:
             if not any(one is output for output in outputs):  # such as the statistics of a batch norm
-                everything = owner_rules.everything(call)
-                self.set_owners(one, None if everything is None else everything.expand(one.shape))
+                every = everything(call)
+                self.set_owners(one, None if every is None else every.expand(one.shape))
         after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
         if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
             self.problem = str(op)
@@ -280,7 +281,7 @@ class OwnerMode(PathMode):
             each = found if isinstance(found, list) else [found] * len(outputs)
             spread = [None if one is None else one.expand(z.shape) for one, z in zip(each, outputs, strict=True)]
         except (RuntimeError, ValueError, IndexError, TypeError):  # a form of the operation that the rule does not know
-            every = owner_rules.everything(call)
+            every = everything(call)
             spread = [None if every is None else every.expand(z.shape) for z in outputs]
         is_view = makes_view(call.op)
         for z, owners in zip(outputs, spread, strict=True):
@@ -379,7 +380,7 @@ def _rule_of(call: Call) -> Rule:
         return owner_rules.pointwise
     if has_tag(call.op, torch.Tag.reduction):
         return owner_rules.reduction
-    return owner_rules.everything
+    return everything
 
 
 def rows_of(owners: Owners | None, size: int) -> int | None:

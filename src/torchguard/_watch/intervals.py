@@ -1,0 +1,132 @@
+"""Intervals of samples: what each element of a tensor depends on, and how that of several tensors is joined.
+
+`owners.py` says what the intervals are for.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# The interval of an element that depends on no sample.
+NO_LOW, NO_HIGH = torch.iinfo(torch.int32).max, -1
+
+
+class Owners(NamedTuple):
+    """The lowest and the highest sample that each element depends on, int32, in the shape of the tensor."""
+
+    low: Tensor
+    high: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.low.shape
+
+    def compact(self) -> "Owners":
+        """With the size 1 along all dims where the owners are stored once."""
+        return Owners(_compact(self.low), _compact(self.high))
+
+    def expand(self, shape: Sequence[int]) -> "Owners":
+        return Owners(self.low.expand(shape), self.high.expand(shape))
+
+    def over(self, dims: Sequence[int]) -> "Owners":
+        """With the size 1 along some dims: what depends on all elements along them."""
+        if not dims or self.low.ndim == 0:
+            return self
+        low, high = self.compact()
+        dims = [dim % low.ndim for dim in dims]
+        reduced = Owners(low.amin(dims, keepdim=True), high.amax(dims, keepdim=True))
+        return reduced.expand([1 if i in dims else size for i, size in enumerate(self.shape)])
+
+    def reshape(self, shape: Sequence[int]) -> "Owners":
+        return Owners(_reshape(self.low, shape), _reshape(self.high, shape))
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> "Owners":
+        return Owners(function(self.low), function(self.high))
+
+    def all(self) -> "Owners":
+        """As one element that depends on all elements."""
+        low, high = self.compact()
+        return Owners(low.amin(), high.amax())
+
+    def is_empty(self) -> bool:
+        return self.low.numel() == 0
+
+
+def _compact(z: Tensor) -> Tensor:
+    for dim, (size, stride) in enumerate(zip(z.shape, z.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            z = z.narrow(dim, 0, 1)
+    return z
+
+
+def _reshape(z: Tensor, shape: Sequence[int]) -> Tensor:
+    """`z.reshape(shape)`; trailing dims that stay and are stored once stay so."""
+    sizes, kept = [*z.shape], 0
+    shape = [*shape]
+    while kept < min(len(sizes), len(shape)) and sizes[-1 - kept] == shape[-1 - kept]:
+        if z.stride(-1 - kept) != 0 and sizes[-1 - kept] != 1:
+            break
+        kept += 1
+    if not kept:
+        return z.reshape(shape)
+    rest = z
+    for dim in range(z.ndim - kept, z.ndim):
+        rest = rest.narrow(dim, 0, min(1, rest.shape[dim]))
+    ones = [min(1, size) for size in shape[len(shape) - kept :]]
+    return rest.reshape([*shape[: len(shape) - kept], *ones]).expand(shape)
+
+
+def union(owners: Sequence[Owners | None]) -> Owners | None:
+    """What depends on several tensors, element by element, broadcast against each other."""
+    present = [one for one in owners if one is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    small = [one.compact() for one in present]
+    low, high = reduce(torch.minimum, [one.low for one in small]), reduce(torch.maximum, [one.high for one in small])
+    return Owners(low, high).expand(torch.broadcast_shapes(*[one.shape for one in present]))
+
+
+class Call(NamedTuple):
+    """One operation: its arguments by name, the owners of every tensor in them, and its outputs.
+
+    Args:
+        is_constant: whether a tensor has the same values in every call.
+    """
+
+    name: str
+    op: Any
+    arguments: dict[str, Any]
+    owner: Callable[[Any], Owners | None]
+    is_constant: Callable[[Tensor], bool]
+    outputs: list[Tensor]
+
+    def of(self, name: str) -> Owners | None:
+        return self.owner(self.arguments.get(name))
+
+    def tensors(self) -> list[Tensor]:
+        found = []
+        for value in self.arguments.values():
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                found += [one for one in value if isinstance(one, Tensor)]
+        return found
+
+    def dims(self, name: str, ndim: int) -> list[int]:
+        """The dims that an argument names; all if it is None or empty."""
+        given = self.arguments.get(name)
+        if given is None or given == []:
+            return [*range(ndim)]
+        return [dim % ndim for dim in ([given] if isinstance(given, int) else given)] if ndim else []
+
+
+Rule = Callable[[Call], Any]
+
+
+def everything(call: Call) -> Owners | None:
+    """The rule for operations that have none: each output depends on everything."""
+    present = [owners.all() for z in call.tensors() if (owners := call.owner(z)) is not None and not owners.is_empty()]
+    return union(present)

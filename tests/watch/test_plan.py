@@ -1,0 +1,155 @@
+"""Plans: what was found in one call holds in another only if that takes the same way through the model."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchguard import err
+from torchguard._watch import watch
+from torchguard.exceptions import MixedRowsWarning
+
+NAN, HUGE = float("nan"), 1e200
+ALL = [0, 1, 2, 3]
+
+
+class Steps(nn.Module):
+    """A step of its own between two layers, with a third layer that the step may call."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.first, self.last, self.inner = (nn.Linear(5, 5).double() for _ in range(3))
+        self.step, self.flag = step, False
+
+    def forward(self, x, *others):
+        return self.last(self.step(self, self.first(x), *others))
+
+
+def batch(*shape, bad=None, value=HUGE):
+    x = torch.randn(shape, dtype=torch.float64)
+    if bad is not None:
+        x[bad] = value  # finite, but not its square
+    return x
+
+
+def bad_samples(f):
+    return err.is_err(f).nonzero().flatten().tolist()
+
+
+def in_another_order(self, z):
+    size, length, width = z.shape
+    z = z**2
+    if self.flag:
+        rows = self.inner(z.transpose(0, 1).reshape(size * length, width))
+        return rows.view(length, size, width).transpose(0, 1)
+    return self.inner(z.reshape(size * length, width)).view(size, length, width)
+
+
+def test_a_call_on_another_way_accuses_all_and_the_next_is_exact():
+    model = Steps(in_another_order)
+    guarded = watch(model, quarantine=True)
+    guarded(batch(4, 3, 5))
+    model.flag = True
+    x = batch(4, 3, 5)
+    x[2, 0] = HUGE
+    with pytest.warns(MixedRowsWarning, match="another way through the model"):
+        _, f = guarded(x)
+    assert bad_samples(f) == ALL
+    for _ in range(2):
+        assert bad_samples(guarded(x)[1]) == [2]
+
+
+def test_a_mixture_that_comes_later_is_noticed():
+    model = Steps(lambda self, z: z + z.roll(1, 0) if self.flag else z)
+    guarded = watch(model, quarantine=True)
+    guarded(batch(4, 3, 5))
+    model.flag = True
+    with pytest.warns(MixedRowsWarning):
+        _, f = guarded(batch(4, 3, 5, bad=2, value=NAN))
+    assert bad_samples(f) == ALL
+
+
+def test_each_size_is_followed():
+    def step(self, z):
+        z = z**2
+        return self.inner(z.transpose(0, 1)).transpose(0, 1) if z.shape[1] > 6 else self.inner(z)
+
+    guarded = watch(Steps(step), quarantine=True)
+    for length in (2, 3, 5):
+        guarded(batch(4, length, 5))
+    x = batch(4, 8, 5)
+    x[2, 0] = HUGE
+    assert bad_samples(guarded(x)[1]) == [2]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda self, z: z / z.abs().max().item(),
+        lambda self, z: z if (z > 0).any() else -z,
+        lambda self, z: z - self.inner(z).mean(0),
+        lambda self, z: torch.sparse.mm(torch.eye(4, dtype=z.dtype).to_sparse(), z),
+    ],
+)
+def test_what_cannot_be_told_is_declared(step):
+    guarded = watch(Steps(step), quarantine=True)
+    with pytest.warns(MixedRowsWarning, match=r"torchguard\.Retry"):
+        out, f = guarded(batch(4, 5, bad=2, value=NAN))
+    assert bad_samples(f) == ALL
+    out.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in guarded.parameters())
+
+
+def test_statistics_that_a_model_reads_after_a_batch_norm_are_declared(run_light):
+    class ReadsStatistics(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.last = nn.BatchNorm1d(5), nn.Linear(5, 5)
+
+        def forward(self, x):
+            self.norm(x)
+            return self.last(x - self.norm.running_mean)
+
+    x = torch.randn(4, 5)
+    x[2] = NAN
+    with pytest.warns(MixedRowsWarning, match="batch_norm"):
+        _, f = run_light(watch(ReadsStatistics(), quarantine=True))(x)
+    assert bad_samples(f) == ALL
+
+
+def test_a_gradient_that_the_model_takes_itself_is_not_masked():
+    def force(self, z):
+        return torch.autograd.grad((self.inner(z) ** 3).sum(), z, create_graph=True)[0]
+
+    assert bad_samples(watch(Steps(force), quarantine=True)(batch(4, 5, bad=2))[1]) == [2]
+
+
+def test_samples_in_an_object_that_the_model_is_given():
+    class Pair:
+        def __init__(self, x):
+            self.x = x
+
+    guarded = watch(Steps(lambda self, z, pair: z + self.inner(pair.x**2)), quarantine=True)
+    assert bad_samples(guarded(batch(4, 3, 5), Pair(batch(4, 3, 5, bad=1)))[1]) == [1]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_sample_that_is_picked_by_its_number_in_a_graph(dynamic):
+    def step(self, z):
+        return z + self.inner(z[-1] ** 2)
+
+    guarded = watch(Steps(step))
+    compiled = torch.compile(guarded, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled(batch(4, 5))
+    assert 5 in bad_samples(compiled(batch(6, 5, bad=5))[1])
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_what_the_user_says_is_taken_as_true(run_light, quarantine):
+    def chosen_by_value(self, z):
+        order = z[:, 0].argsort()
+        return self.inner(z[order])[order.argsort()]
+
+    x = batch(4, 5, bad=1, value=NAN)
+    guarded = watch(Steps(chosen_by_value), quarantine=quarantine, sample_of={"inner": 0, "last": 0, "": 0})
+    assert 1 in bad_samples(run_light(guarded)(x)[1])
+    assert len(bad_samples(run_light(guarded)(x)[1])) < 4
