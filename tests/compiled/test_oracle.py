@@ -101,7 +101,7 @@ def test_layers_cover_three_quarters_and_one_half_and_nothing_right_fails():
     }
     failed = {(name, key) for name, found in verdicts.items() for key, v in found.items() if v == "fail"}
     # Torch makes it symmetric, on purpose.
-    assert failed == {("cholesky", "algebraic vjp")}
+    assert failed == {("cholesky", claim) for claim in ("algebraic vjp", "probe vjp", "probe hvp")}
     assert covered["algebraic"] >= 0.75 * len(FUNCTIONS)
     assert covered["enclosure"] >= 0.5 * len(FUNCTIONS)
 

@@ -31,7 +31,6 @@ NAMES = [
     "ErnieForSequenceClassification",
     "FNetForMaskedLM",
     "Gemma2ForCausalLM",
-    "GitForCausalLM",
     "HeliumForCausalLM",
     "HunYuanDenseV1ForSequenceClassification",
     "JetMoeForCausalLM",

@@ -122,16 +122,23 @@ def checked_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a module, checked, and in quarantine replaced.
 
-    Masks are left as they are. All arguments but the first may be masks under another name: -Inf stays in them.
-    `first` is the number of arguments before these.
+    Masks are left as they are. All floating-point arguments but the first may be masks under another name: -Inf stays
+    in them. `first` is the number of floating-point arguments before these.
     """
     how = (call_record, location, mask_gradient, True, num_squares, None)
-    checked = tuple([value if i in masks else _checked(value, *how, first + i > 0) for i, value in enumerate(args)])
-    named, count = {}, first + len(args)
+    checked, named, count = [], {}, first
+    for i, value in enumerate(args):
+        checked.append(value if i in masks else _checked(value, *how, count > 0))
+        count += holds_floats(value)
     for name, value in kwargs.items():
         named[name] = value if is_mask(name) else _checked(value, *how, count > 0)
-        count += 1
-    return checked, named
+        count += holds_floats(value)
+    return tuple(checked), named
+
+
+def holds_floats(value: Any) -> bool:
+    """Whether a value is a floating-point tensor, or holds tensors."""
+    return value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, (tuple, list, dict))
 
 
 def checked_output(module: Any, output: Any, call_record: CallRecord, location: int) -> Any:

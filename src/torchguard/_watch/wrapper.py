@@ -20,7 +20,7 @@ from torchguard._watch.batch import MIXED, Batch, batch_of
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
 from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
-from torchguard._watch.hooks import checked_arguments, checked_output
+from torchguard._watch.hooks import checked_arguments, checked_output, holds_floats
 from torchguard._watch.plan import can_follow, form_of, warn_of_mixing
 from torchguard._watch.replace import zero_samples
 from torchguard._watch.report import Incident, incidents_of
@@ -215,17 +215,19 @@ def _checked_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord, watch: WatchState
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the model, checked, each under its own name, and in quarantine replaced."""
-    checked = []
+    checked, count = [], 0
     for i, value in enumerate(args):
         if i in watch.masks:
             checked.append(value)
             continue
         call_record.argument = watch.arguments[watch.positional[i]] if i < len(watch.positional) else None
-        checked += checked_arguments((value,), {}, call_record, 0, (), mask_gradient=True, first=i)[0]
+        checked += checked_arguments((value,), {}, call_record, 0, (), mask_gradient=True, first=count)[0]
+        count += holds_floats(value)
     named: dict[str, Any] = {}
     for name, value in kwargs.items():
-        call_record.argument, first = watch.arguments.get(name), len(args) + len(named)
-        named |= checked_arguments((), {name: value}, call_record, 0, (), mask_gradient=True, first=first)[1]
+        call_record.argument = watch.arguments.get(name)
+        named |= checked_arguments((), {name: value}, call_record, 0, (), mask_gradient=True, first=count)[1]
+        count += holds_floats(value)
     call_record.argument = None
     return tuple(checked), named
 
