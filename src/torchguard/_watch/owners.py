@@ -125,11 +125,6 @@ def _geometry(z: Tensor) -> Geometry:
     return int(z.storage_offset()), tuple(z.shape), z.stride(), z.element_size()
 
 
-def _is_same(z: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one. Of a fake tensor, an operation in place returns another object."""
-    return _key(z) == _key(other) and _geometry(z) == _geometry(other)
-
-
 def _overlaps_itself(z: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(z.shape, z.stride(), strict=True))
 
@@ -269,7 +264,10 @@ class OwnerMode(PathMode):
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
         self._set_outputs(call)
         for one in written:
-            if not any(_is_same(one, output) for output in outputs):  # such as the statistics of a batch norm
+            if one is arguments.get("self") and len(outputs) == 1 and outputs[0].shape == one.shape:
+                if outputs[0] is not one:  # a constant that a graph changes by fake tensors
+                    self.set_owners(one, self.owners_of(outputs[0]))
+            elif not any(one is output for output in outputs):  # such as the statistics of a batch norm
                 every = everything(call)
                 self.set_owners(one, None if every is None else every.expand(one.shape))
         after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
