@@ -24,6 +24,7 @@ def failures(scenarios: str) -> list[str]:
 
 
 @pytest.mark.inductor
+@pytest.mark.long
 def test_imported_again():
     failed = failures("again")
     assert not failed, "\n".join(failed)

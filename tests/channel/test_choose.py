@@ -81,7 +81,7 @@ def test_a_clean_batch_gives_the_gradients_of_the_model(run_light, name):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.inductor
+@pytest.mark.long
 def test_another_use_of_a_value_keeps_its_gradient(run):
     """The weights get the gradient of the second use, and nothing from the branch that was not chosen."""
     layer, x = nn.Linear(4, 3), torch.randn(5, 4)
@@ -150,6 +150,7 @@ def test_autocast(run_light):
     assert torch.equal(layer.weight.grad, torch.zeros(3, 4))
 
 
+@pytest.mark.compiled
 def test_dynamic_batch_sizes():
     layer = nn.Linear(4, 3)
     fn = torch.compile(lambda x: safe(layer, x), backend="aot_eager", fullgraph=True, dynamic=True)

@@ -250,6 +250,7 @@ def test_a_report_is_printed_on_the_original_stderr(command, script):
     assert "torch.compile was never called" in ran.stderr
 
 
+@pytest.mark.long
 def test_a_compilation_that_failed_beside_another_is_counted(command, script, tmp_path):
     text = """
 import torch

@@ -173,6 +173,7 @@ EDGES = [
 
 
 @pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.long
 def test_every_pair_of_dtypes_at_its_edges(source):
     if source in COMPLEX:
         held = [(number, 0) for number in EDGES if holds(COMPLEX[source], number)]

@@ -144,6 +144,7 @@ def test_without_it_nothing_is_a_region():
 
 
 @pytest.mark.parametrize("level", [pytest.param("outputs", marks=pytest.mark.long), "blocks"])
+@pytest.mark.long
 def test_at_every_level(backend, level):
     model, x = Stack(), sample(bad=[2])
     settings = {"level": level, "quarantine": True}
@@ -289,6 +290,7 @@ class Indexing(nn.Module):
         return self.inner(x + self.table(x[..., 0].nan_to_num().round().long()))
 
 
+@pytest.mark.long
 def test_indices_and_checks_of_your_own_within_blocks(backend):
     model, x = Stack(*[Indexing() for _ in range(3)]), torch.zeros(BATCH, TOKENS, WIDTH)
     x[2, 0, 0] = 7.0
@@ -299,6 +301,7 @@ def test_indices_and_checks_of_your_own_within_blocks(backend):
 
 
 @pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
 def test_a_checkpoint_around_blocks(backend, quarantine):
     class Saving(Stack):
         def forward(self, x):
@@ -456,6 +459,7 @@ def test_a_block_in_two_lists(settings):
     assert "NAN at input" in found[0][2][0]
 
 
+@pytest.mark.long
 def test_a_module_that_a_block_is_handed(backend):
     model, x = Stages(), sample(bad=[1])
     with torch.no_grad():

@@ -591,6 +591,7 @@ def test_a_wrapper_in_cpp(quarantine):
 
 @pytest.mark.parametrize("quarantine", [False, True])
 @pytest.mark.parametrize("depth", [8, 40], ids=["few", "many"])
+@pytest.mark.long
 def test_few_checks_and_many_give_the_same(run_light, depth, quarantine):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
     with torch.no_grad():

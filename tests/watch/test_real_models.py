@@ -227,6 +227,7 @@ class TestTransformers:
         assert faults(f) == {row: ["NAN @ model.layers.0.mlp.up_proj"] for row in range(BATCH)}
 
     @torch.no_grad()
+    @pytest.mark.long
     def test_a_cache_is_returned_unchanged(self, run):
         model, kwargs = gpt2(use_cache=True).eval(), arguments("gpt2")
         want = model(**kwargs)
