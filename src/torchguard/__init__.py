@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchguard import artifacts, compiled, device, err, experimental, flags, guards, lint, typing
+    from torchguard import artifacts, compiled, device, err, experimental, export, flags, guards, lint, typing
     from torchguard._channel.codes import ErrorCode, ErrorDomain, Severity
     from torchguard._channel.config import (
         CONFIG,
@@ -121,6 +121,7 @@ __all__ = [
     "err",
     "error_t",
     "experimental",
+    "export",
     "find",
     "fix",
     "flag_inf",
@@ -144,7 +145,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "guards", "lint", "typing")
+_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "export", "flags", "guards", "lint", "typing")
 _HOMES = {
     "checks": "find fix flag_inf flag_nan flag_nan_and_inf flag_oob_indices has_err push",
     "control": "AND HAS IF IS NOT OR",

@@ -24,6 +24,7 @@ __all__ = [
     "DeviceMismatchError",
     "DeviceRejectionError",
     "DimensionMismatchError",
+    "ExportError",
     "FilterError",
     "GivenTwiceError",
     "GraphMismatchError",
@@ -37,6 +38,7 @@ __all__ = [
     "LintError",
     "LocationWarning",
     "LossyCastError",
+    "MissingExtraError",
     "MissingRuleError",
     "MixedRowsWarning",
     "NoSuchArtifactError",
@@ -266,6 +268,14 @@ class GraphMismatchError(TorchGuardError, ValueError):
 
 class BoxError(TorchGuardError, ValueError):
     """The boxes to bound a graph over do not match its leaves."""
+
+
+class ExportError(TorchGuardError, ValueError):
+    """A model cannot be exported as requested, or a file is no export of torchguard's."""
+
+
+class MissingExtraError(TorchGuardError, ImportError):
+    """A library is not installed that an extra of torchguard installs; the message has the line that does."""
 
 
 class ValidationWarning(UserWarning):

@@ -7,8 +7,8 @@ the model: an attribute, a random number or a value may lead to another. So each
 mixing samples from there on, and the next one is followed again. Parts of a model that are compiled on their own would
 not run compiled under any dispatch mode. A model that has some goes without this comparison.
 
-A batch of one sample needs no plan. Nor is there one under `torch.func` transforms and in exports, where sizes decide.
-In a graph, `graph_plan.py` finds the plan while Dynamo traces.
+A batch of one sample needs no plan. Nor is there one under `torch.func` transforms, where sizes decide. For an export,
+`export.py` finds one before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
 """
 
 import warnings
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.modules import has_compiled_parts
-from torchguard._torch.tracing import is_in_backward, is_plain
+from torchguard._torch.tracing import constant_in_graphs, is_in_backward, is_plain
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.owners import OwnerMode, PathMode, rows_of
 from torchguard.exceptions import MixedRowsWarning
@@ -186,7 +186,8 @@ class Plans:
 
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
-    modes = tuple([module.training for module in model.modules()])
+    # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
+    modes = (torch.is_grad_enabled(), *[module.training for module in model.modules()])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
     return modes, plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
@@ -203,6 +204,16 @@ def warn_of_mixing(model: str, problem: str | None) -> None:
         f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one "
         "goes bad, it cannot be told which others it touches: all samples of the call are flagged, and zero in the "
         "output. torchguard.Retry drops only the bad samples, on any model.",
+        MixedRowsWarning,
+        stacklevel=2,
+    )
+
+
+@constant_in_graphs
+def warn_of_sizes(model: str) -> None:
+    warnings.warn(
+        f"watch: torch.export does not tell which rows of {model} belong to which sample, so sizes decide, and a fault "
+        "may be recorded for another sample. torchguard.export.to_program follows the samples before it exports.",
         MixedRowsWarning,
         stacklevel=2,
     )
