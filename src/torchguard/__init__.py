@@ -134,6 +134,7 @@ __all__ = [
     "is_retrying",
     "lint",
     "push",
+    "report",
     "set_config",
     "tensorcheck",
     "tracked",
@@ -144,7 +145,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "guards", "lint", "typing")
+_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "guards", "lint", "report", "typing")
 _HOMES = {
     "checks": "find fix flag_inf flag_nan flag_nan_and_inf flag_oob_indices has_err push",
     "control": "AND HAS IF IS NOT OR",
