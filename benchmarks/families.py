@@ -55,7 +55,6 @@ def vit(is_large: bool) -> Family:
         num_hidden_layers=layers,
         num_attention_heads=12 if is_large else 4,
         image_size=size,
-        num_labels=100,
     )
     images = {"pixel_values": torch.randn(count, 3, size, size)}
     return Family(ViTForImageClassification(config), images, f"ViT, {layers} layers of {width}, batch {count}")
@@ -99,7 +98,6 @@ def t5(is_large: bool) -> Family:
         num_heads=8,
         vocab_size=words,
         use_cache=False,
-        decoder_start_token_id=0,
     )
 
     def inputs(length: int) -> Inputs:

@@ -121,14 +121,13 @@ def _guards(compiled: Any) -> int:
 
 def _launches(step: Step) -> int:
     """The kernels that a call launches; on the CPU, the operations that it calls."""
-    on_gpu = torch.cuda.is_available()
-    kind = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kind.CUDA if on_gpu else kind.CPU]) as profile:
+    kind = torch.profiler.ProfilerActivity.CUDA if torch.cuda.is_available() else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profile:
         step()
         _wait()
-    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    events = [event for event in profile.events() if event.device_type == wanted]
+    device = kind.name
     skipped = ("Memcpy", "Memset", "aten::empty", "aten::as_strided", "Torch-Compiled", "TorchDynamo", "[memory]")
+    events = [event for event in profile.events() or () if event.device_type.name == device]
     return sum(not event.name.startswith(skipped) for event in events)
 
 
@@ -221,7 +220,8 @@ def run(options: argparse.Namespace) -> None:
         compiled(name, small, CASES["training"])
     for name in options.model or FAMILIES:
         family = _placed(FAMILIES[name](is_large), **placed)
-        of_model = found["models"][name] = {"work": family.work}
+        of_model: dict[str, Any] = {"work": family.work}
+        found["models"][name] = of_model
         for label in options.case or CASES:
             case = CASES[label]
             if (case.decodes and family.decoding is None) or (case.mode and not is_large):
