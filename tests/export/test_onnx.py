@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
+from tests.models import bert, gpt2
 from torch import nn
 
-from tests.models import bert, gpt2
 from torchguard import ErrorConfig, err, export, fix, flag_nan_and_inf, flags, unwatch, watch
 from torchguard.exceptions import ExportError, MissingExtraError
 from torchguard.locations._registry import registry
@@ -91,7 +91,7 @@ def test_the_flags_of_a_watched_model_are_those_of_eager_mode_bit_for_bit(tmp_pa
     registry.clear()  # nothing but the file has the names
     assert [[str(error) for error in errors] for errors in export.flags_of(path, output)] == want
     assert export.signature_of(path) == found
-    assert not model.history[:-1] or model.run_report().calls == 52  # the export leaves no trace in the history
+    assert model.run_report().calls == 51  # those of this test: the export's own are not counted
 
 
 @pytest.mark.long
@@ -150,7 +150,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     x, path = torch.randn(3, 4), str(tmp_path / "m.onnx")
     with pytest.raises(ExportError, match=r"model.eval\(\)"):
         export.to_onnx(watch(Exponential()), x, path)
-    with pytest.raises(ExportError, match=r"not flags. Give watch\(model\)"):
+    with pytest.raises(ExportError, match=r"give watch\(model\)"):
         export.to_onnx(Exponential().eval(), x, path)
     with pytest.raises(ExportError, match="example of 1 sample"):
         export.to_onnx(watch(Exponential()).eval(), x[:1], path)

@@ -5,7 +5,7 @@ magnitudes and NaN counts as larger than Inf, so one number tells "finite", "Inf
 have an int8 status instead: the fault itself.) The statuses have the shape of the tensor, with the pieces of a vector
 as their last dim: one piece, or on a GPU several of a long vector.
 
-Checking must cost next to nothing in compiled code, so this file works around five properties of torch and other runtimes:
+Checking must cost next to nothing in compiled code, so this file works around five properties of torch and onnxruntime:
 
 - **Bits on a GPU.** The CPU vectorises `amax` over magnitudes. A GPU is faster with their bits, read as integers:
   without the sign bit they are ordered as the magnitudes are, and the bits of NaN come after those of Inf. float16 is

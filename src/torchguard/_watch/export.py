@@ -55,7 +55,7 @@ def location_ids(guarded: Any) -> tuple[int, ...]:
 def _plan_of(guarded: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_dynamic: bool) -> OwnerPlan:
     watch = guarded._watch
     batch = batch_of(args, kwargs, watch.batch_dim)
-    owners = follow(args, kwargs, batch)
+    owners = follow(watch.model, args, kwargs, batch)
     record = watch.new_record(batch, owners)
     forward = watch.instance_forward or super(type(guarded).__mro__[1], guarded).forward
     with torch.no_grad(), owners.running():

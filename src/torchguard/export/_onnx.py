@@ -80,11 +80,11 @@ def _checked(what: str, given: Sequence[str] | None, names: tuple[str, ...]) -> 
 
 def _require_integer_flags(traced: Traced) -> None:
     (output,) = traced.program.graph.find_nodes(op="output")
-    dtype = output.args[0][-1].meta["val"].dtype
-    if dtype.is_floating_point:
+    last = output.args[0][-1].meta["val"]
+    if last.dtype.is_floating_point:
         raise ExportError(
-            f"to_onnx: the flags are {dtype}, and ONNX cannot read floats as bits. Use "
-            "ErrorConfig(flag_dtype=torch.int64)."
+            f"to_onnx: the last output is {last.dtype}, of {last.ndim} dims. If it has the flags: ONNX cannot read "
+            "floats as bits, use ErrorConfig(flag_dtype=torch.int64). If not: give watch(model), or return flags last."
         )
 
 

@@ -79,12 +79,13 @@ def trace(model: nn.Module, given: Any, batch: tuple[int, int | None], dims: Dim
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's, about itself
-        if is_watched(model):
-            stack.enter_context(planned(model, example.args, example.kwargs, is_dynamic))
         try:
+            if is_watched(model):
+                stack.enter_context(planned(model, example.args, example.kwargs, is_dynamic))
             program = torch.export.export(model, example.args, example.kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
-            raise ExportError(f"export: torch.export fails on this {type(model).__name__}: {error}") from error
+            kind = type(error).__name__
+            raise ExportError(f"export: this {type(model).__name__} cannot be traced: {kind}: {error}") from error
     outputs = _output_names(model, program, example)
     return Traced(program, example, signature(model, example.names, outputs, batch))
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchguard._channel.codes import ErrorCode
-from torchguard._channel.layout import CODE_MASK
+from torchguard._channel.slot_bits import CODE_MASK
 from torchguard._watch.export import location_ids
 from torchguard._watch.wrapper import is_watched
 from torchguard.exceptions import ExportError

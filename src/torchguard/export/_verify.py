@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from torchguard import err
+from torchguard._channel.packing import unpack
 from torchguard._channel.validate import is_intact
-from torchguard._channel.slots import unpack
 from torchguard._pytrees import map_tensors, tensors_in
 from torchguard._watch.export import unrecorded
 from torchguard.exceptions import ExportError
