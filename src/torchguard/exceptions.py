@@ -24,6 +24,7 @@ __all__ = [
     "DeviceMismatchError",
     "DeviceRejectionError",
     "DimensionMismatchError",
+    "DistributedError",
     "FilterError",
     "GivenTwiceError",
     "GraphMismatchError",
@@ -42,6 +43,8 @@ __all__ = [
     "NoSuchArtifactError",
     "NotFlagsError",
     "OutOfRangeError",
+    "RankFailedError",
+    "RankMismatchError",
     "RecompileError",
     "RetryError",
     "RetryWarning",
@@ -177,6 +180,29 @@ class RetryError(TorchGuardError, RuntimeError):
 
 class RetryWarning(UserWarning):
     """A guarded step may not be restored completely."""
+
+
+class DistributedError(TorchGuardError, RuntimeError):
+    """Something cannot be done on several ranks as requested."""
+
+
+class RankMismatchError(DistributedError, ValueError):
+    """The ranks of a group called a function with values that do not go together. Every rank raises it."""
+
+
+class RankFailedError(DistributedError):
+    """A rank died, raised an exception or did not take part, and this one waited for it.
+
+    Attributes:
+        ranks: the ranks that caused it, with what is known of each.
+    """
+
+    def __init__(self, message: str, ranks: dict[int, str]) -> None:
+        super().__init__(message, ranks)
+        self.ranks = ranks
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class GuardError(TorchGuardError, ValueError):
