@@ -25,6 +25,7 @@ __all__ = [
     "DeviceRejectionError",
     "DimensionMismatchError",
     "DistributedError",
+    "ExportCheckError",
     "FilterError",
     "GivenTwiceError",
     "GraphMismatchError",
@@ -37,10 +38,12 @@ __all__ = [
     "LeafTypeError",
     "LintError",
     "LocationWarning",
+    "LossCheckError",
     "LossyCastError",
     "MissingRuleError",
     "MixedRowsWarning",
     "NoSuchArtifactError",
+    "NonFiniteError",
     "NotFlagsError",
     "OutOfRangeError",
     "RankFailedError",
@@ -204,6 +207,18 @@ class RankFailedError(DistributedError):
 
     def __str__(self) -> str:
         return self.args[0]
+
+
+class NonFiniteError(TorchGuardError, ValueError):
+    """A tensor holds NaN or Inf."""
+
+
+class LossCheckError(TorchGuardError, AssertionError):
+    """A loss function is not as `testing.check_loss` wants it."""
+
+
+class ExportCheckError(TorchGuardError, AssertionError):
+    """A model cannot be exported, or the exported program computes something else."""
 
 
 class GuardError(TorchGuardError, ValueError):

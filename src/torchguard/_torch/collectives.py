@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import torch.distributed as dist
 
-
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """A connection of its own to the store that the default process group was made with.
 
     `init_process_group` makes the store and keeps it to itself. A connection can wait for one thing at a time, so a

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from jaxtyping import Bool
 from torch import Tensor
 
+from torchguard._channel.packing import Flags
 from torchguard._channel.query import any_err as any_err_here
-from torchguard._channel.slots import Flags
 from torchguard._channel.validate import require_flags
 from torchguard._torch.tracing import can_read
 from torchguard.distributed._group import Group, device_of, group_of, largest, total

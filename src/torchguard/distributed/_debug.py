@@ -29,7 +29,7 @@ def debug_distributed_rank(tensor: Tensor, name: str = "tensor", file: Any = Non
 
 
 def _described(x: Tensor) -> str:
-    local = x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportCallIssue]
+    local: Tensor = getattr(x, "to_local", lambda: x)()  # of a DTensor, what this rank has
     text = f"shape={tuple(x.shape)}, dtype={x.dtype}, device={x.device}"
     if local is not x:
         text += f", of which this rank has {tuple(local.shape)}"

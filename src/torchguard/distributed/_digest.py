@@ -12,9 +12,9 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from torchguard._channel.codes import ErrorCode
-from torchguard._channel.layout import CODE_BITS, CODE_MASK, LOCATION_BITS, LOCATION_MASK, SLOT_MASK, slot_code
+from torchguard._channel.packing import Flags, unpack
 from torchguard._channel.query import is_err
-from torchguard._channel.slots import Flags, unpack
+from torchguard._channel.slot_bits import CODE_BITS, CODE_MASK, LOCATION_BITS, LOCATION_MASK, SLOT_MASK, slot_code
 from torchguard._channel.validate import require_flags
 from torchguard._torch.tracing import can_read
 from torchguard.distributed._group import Group, group_of, largest, total
@@ -102,9 +102,9 @@ def digest(f: Flags, group: Group = None, *, step: int | Tensor = -1) -> Digest:
         (key >> CODE_BITS) & LOCATION_MASK,
         key & CODE_MASK,
     )
-    found = (torch.where(key > 0, field, none) for field in fields)
-    samples, bad, bad_ranks = sums[:3].unbind()
-    return Digest(samples, bad, bad_ranks, sums[3:], *found, newest, is_same_step & is_same_table)
+    first_rank, sample, location, code = (torch.where(key > 0, field, none) for field in fields)
+    is_consistent = is_same_step & is_same_table
+    return Digest(sums[0], sums[1], sums[2], sums[3:], first_rank, sample, location, code, newest, is_consistent)
 
 
 def _counts(f: Flags) -> Int64[Tensor, " 19"]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -80,7 +81,7 @@ class _Board:
     def _key(self, kind: str, rank: int) -> str:
         return f"{self._prefix}/{kind}/{rank}"
 
-    def _count(self, store: dist.Store) -> None:
+    def _count(self, store: Any) -> None:
         number = 0
         while not self._is_closed.wait(self._interval):
             number += 1

@@ -13,8 +13,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from torchguard._channel.config import CARRIERS, ErrorConfig
+from torchguard._channel.packing import Flags, bits, words_to_flags
 from torchguard._channel.record import merge
-from torchguard._channel.slots import Flags, bits, words_to_flags
 from torchguard._channel.validate import require_flags
 from torchguard._torch.tracing import is_plain
 from torchguard.distributed._group import Group, gathered, gathered_numbers, group_of, require_same

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchguard.exceptions import DistributedError, RankMismatchError
 
-Group = dist.ProcessGroup | dist.DeviceMesh | None
+Group = dist.ProcessGroup | DeviceMesh | None
 
 # torch 2.13 has new names for these, and deprecates the old ones.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -32,7 +33,7 @@ def group_of(who: str, group: Group) -> dist.ProcessGroup | None:
         if group is not None:
             raise DistributedError(f"{who}: group is given, and there is no process group. Call init_process_group.")
         return None
-    if isinstance(group, dist.DeviceMesh):
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise DistributedError(
                 f"{who}: group is a mesh of {group.ndim} dims {group.mesh_dim_names}. Give the dim whose ranks have "
@@ -84,6 +85,7 @@ def require_same(who: str, what: str, values: Sequence[object], advice: str) -> 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
     """A device whose tensors the group can send: NCCL sends none of the CPU's."""
-    if group is None or "gloo" in dist.get_backend(group) or not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator()
+    if group is None or accelerator is None or "gloo" in dist.get_backend(group):
         return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator() or "cpu", torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

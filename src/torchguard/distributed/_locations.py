@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from torchguard._channel.layout import LOCATION_MASK, LOCATION_SHIFT, SLOT_MASK, slot_location
-from torchguard._channel.slots import Flags, pack, unpack
+from torchguard._channel.packing import Flags, pack, unpack
+from torchguard._channel.slot_bits import LOCATION_MASK, LOCATION_SHIFT, SLOT_MASK, slot_location
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard.locations._registry import registry
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from torchguard._channel.combine import sum_ok
-from torchguard._channel.slots import Flags
+from torchguard._channel.packing import Flags
 from torchguard.distributed._gather import all_gather
 from torchguard.distributed._group import Group, group_of, total
 from torchguard.exceptions import BatchMismatchError
