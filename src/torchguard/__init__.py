@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         flags,
         guards,
         lint,
+        report,
         testing,
         training,
         typing,
