@@ -65,7 +65,7 @@ def test_what_is_scanned_together_is_found_where_it_began(in_place):
     divisor[2] = float("nan")
     found = incidents(Model(in_place), divisor, "aot_eager")
     assert found == incidents(Model(in_place), divisor, None)
-    assert found[0][:2] == (1, "layers.3") and found[0][3] == 2
+    assert (found[0][:2], found[0][3]) == ((1, "layers.3"), 2)
 
 
 def test_tensors_of_one_shape_are_scanned_by_one_operation():

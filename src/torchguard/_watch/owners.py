@@ -223,7 +223,7 @@ class OwnerMode(PathMode):
         except (RuntimeError, ValueError, IndexError, TypeError):  # a form of the operation that the rule does not know
             every = everything(call)
             spread = [None if every is None else every.expand(z.shape) for z in outputs]
-        is_view = makes_view(call.op)
+        is_view = makes_view(call.op) or call.name == "_unsafe_view"  # which its schema does not say
         for z, owners in zip(outputs, spread, strict=True):
             key = _key(z)
             if is_view and key in self._storages:
