@@ -3,8 +3,6 @@
 `owners.py` says what owners are.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
