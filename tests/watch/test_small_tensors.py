@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -39,7 +38,7 @@ def scans_in_graph(model):
 
     def compiler(graph, inputs):
         graphs.append(graph)
-        return make_boxed_func(graph)
+        return graph.forward
 
     call = torch.compile(watch(model), fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
     with torch.no_grad():
