@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchguard import artifacts, compiled, device, err, experimental, flags, guards, lint, typing
+    from torchguard import artifacts, compiled, device, err, experimental, flags, guards, lint, report, typing
     from torchguard._channel.codes import ErrorCode, ErrorDomain, Severity
     from torchguard._channel.config import (
         CONFIG,
