@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         artifacts,
         compiled,
         device,
+        distributed,
         err,
         experimental,
         export,
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
         integrations,
         lint,
         report,
+        testing,
+        training,
         typing,
     )
     from torchguard._channel.codes import ErrorCode, ErrorDomain, Severity
@@ -131,6 +134,7 @@ __all__ = [
     "check_params",
     "compiled",
     "device",
+    "distributed",
     "err",
     "error_t",
     "experimental",
@@ -152,7 +156,9 @@ __all__ = [
     "report",
     "set_config",
     "tensorcheck",
+    "testing",
     "tracked",
+    "training",
     "typing",
     "unwatch",
     "unwrap",
@@ -161,8 +167,21 @@ __all__ = [
 
 
 _MODULES = (
-    *("artifacts", "compiled", "device", "err", "experimental", "export", "flags", "guards", "integrations", "lint"),
-    *("report", "typing"),
+    "artifacts",
+    "compiled",
+    "device",
+    "distributed",
+    "err",
+    "experimental",
+    "export",
+    "flags",
+    "guards",
+    "integrations",
+    "lint",
+    "report",
+    "testing",
+    "training",
+    "typing",
 )
 _HOMES = {
     "checks": "find fix flag_inf flag_nan flag_nan_and_inf flag_oob_indices has_err push",
