@@ -10,9 +10,11 @@ from torchguard.exceptions import WatchError
 from torchguard.integrations.serving import RequestGuard, bad_requests
 
 transformers = pytest.importorskip("transformers")
-from transformers import CompileConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 POISON = 50  # the token whose embedding is not finite; no good request generates it
+# By default the cache takes most of the machine's memory.
+SMALL = {"num_blocks": 16, "max_batch_tokens": 64, "page_size": 16}
 PROMPTS = [[1, 2, 3, 4], [5, POISON, 6, 7], [8, 9, 10, 11]]
 
 
@@ -25,6 +27,11 @@ def llama():
     with torch.no_grad():
         model.model.embed_tokens.weight[POISON] = torch.nan
     return model
+
+
+def served(model):
+    config = ContinuousBatchingConfig(**SMALL)
+    return {"generation_config": model.generation_config, "continuous_batching_config": config, "warmup": False}
 
 
 @pytest.mark.parametrize(
@@ -57,9 +64,9 @@ def test_generate_isolates_a_poisoned_request(how):
 
 def test_continuous_batching_isolates_a_poisoned_request():
     model = llama()
-    want = model.generate_batch([PROMPTS[0], PROMPTS[2]], generation_config=model.generation_config)
+    want = model.generate_batch([PROMPTS[0], PROMPTS[2]], **served(model))
     with RequestGuard(model) as guard:
-        out = model.generate_batch(PROMPTS, generation_config=model.generation_config)
+        out = model.generate_batch(PROMPTS, **served(model))
     assert {*guard.bad} == {"req_1"}
     assert guard.bad["req_1"].path == "model.embed_tokens"
     want_tokens = [one.generated_tokens for one in want.values()]
@@ -70,10 +77,10 @@ def test_continuous_batching_isolates_a_poisoned_request():
 def test_requests_of_different_lengths_that_join_later():
     model = llama()
     prompts = [[1] * length for length in (3, 9, 2, 5, 7)]
-    want = model.generate_batch(prompts, generation_config=model.generation_config)
+    want = model.generate_batch(prompts, **served(model))
     prompts.insert(2, [3, POISON, 4])
     with RequestGuard(model) as guard:
-        out = model.generate_batch(prompts, generation_config=model.generation_config)
+        out = model.generate_batch(prompts, **served(model))
     got = [one.generated_tokens for name, one in out.items() if name not in guard.bad]
     assert {*guard.bad} == {"req_2"}
     assert got == [one.generated_tokens for one in want.values()]

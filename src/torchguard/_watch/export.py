@@ -57,7 +57,8 @@ def _plan_of(guarded: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_dyn
     batch = batch_of(args, kwargs, watch.batch_dim)
     owners = follow(watch.model, args, kwargs, batch)
     record = watch.new_record(batch, owners)
-    forward = watch.instance_forward or super(type(guarded).__mro__[1], guarded).forward
+    plain: Any = super(type(guarded).__mro__[1], guarded)  # without the `forward` that `watch` added
+    forward = watch.instance_forward or plain.forward
     with torch.no_grad(), owners.running():
         output = guarded.forward_of_model(forward, args, kwargs, record)
     plan = owners.finish(output)

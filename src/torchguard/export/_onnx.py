@@ -60,8 +60,9 @@ def to_onnx(
             raise ExportError(f"to_onnx: torch.onnx fails on this {type(model).__name__}: {error}") from error
     assert made is not None
     # What the file itself says: an argument that the model does not use is no input.
-    names = [[value.name or "" for value in values] for values in (made.model.graph.inputs, made.model.graph.outputs)]
-    written = signature(model, *names, batch)
+    graph = made.model.graph
+    names = [one.name or "" for one in graph.inputs]
+    written = signature(model, names, [one.name or "" for one in graph.outputs], batch)
     made.model.metadata_props[KEY] = written.to_json()
     made.save(os.fspath(path))
     if verify:

@@ -62,7 +62,7 @@ class Traced:
     signature: Signature
 
 
-def trace(model: nn.Module, given: Any, batch: tuple[int, int | None], dims: Dims) -> Traced:
+def trace(model: Any, given: Any, batch: tuple[int, int | None], dims: Dims) -> Traced:
     """Export a model. The last of its outputs are the flags.
 
     Raises:
@@ -82,7 +82,8 @@ def trace(model: nn.Module, given: Any, batch: tuple[int, int | None], dims: Dim
         try:
             if is_watched(model):
                 stack.enter_context(planned(model, example.args, example.kwargs, is_dynamic))
-            program = torch.export.export(model, example.args, example.kwargs, dynamic_shapes=shapes, strict=False)
+            how: Any = {"dynamic_shapes": shapes, "strict": False}
+            program = torch.export.export(model, example.args, example.kwargs, **how)
         except Exception as error:
             kind = type(error).__name__
             raise ExportError(f"export: this {type(model).__name__} cannot be traced: {kind}: {error}") from error

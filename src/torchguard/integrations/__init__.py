@@ -8,7 +8,10 @@
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchguard.integrations import lightning, loggers, serving, torchmetrics, transformers
 
 __all__ = ["lightning", "loggers", "serving", "torchmetrics", "transformers"]
 

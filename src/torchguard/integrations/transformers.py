@@ -15,7 +15,9 @@ samples, too. The mixin hands all micro-batches to `Retry` as one window. The ca
 whenever a micro-batch has bad samples, since it cannot know those of the next ones.
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -120,19 +122,15 @@ class RetryMixin:
         Random numbers and buffers are as before.
         """
         trainer: Any = self
-        buffers = [(one, one.clone()) for one in model.buffers()]
-        with torch.no_grad():
+        with torch.no_grad(), _restored(model):
             good = self._closure(dict(inputs))[0].isfinite().nonzero().flatten().tolist()
-            if good:
-                part = Batch(inputs).part(good)
-                with torch.random.fork_rng():
-                    sums, weights = self._closure(dict(part))
-                with torch.random.fork_rng(), trainer.compute_loss_context_manager():
-                    want = trainer.compute_loss(model, dict(part))
-        for one, before in buffers:
-            one.data.copy_(before)
-        if not good:
-            return False
+            if not good:
+                return False
+            part = Batch(inputs).part(good)
+            with torch.random.fork_rng():
+                sums, weights = self._closure(dict(part))
+            with torch.random.fork_rng(), trainer.compute_loss_context_manager():
+                want = trainer.compute_loss(model, dict(part))
         got = (sums.sum() / weights.sum()).to(want.dtype)
         if not torch.allclose(got, want, rtol=1e-4, atol=1e-5):
             raise RetryError(
@@ -206,6 +204,18 @@ class TorchGuardCallback(TrainerCallback):
             self._told = run.total
 
 
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore buffers and random numbers at the end of a block."""
+    buffers = [(one, one.clone()) for one in model.buffers()]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for one, before in buffers:
+            one.data.copy_(before)
+
+
 def _warn(report: RetryReport) -> None:
     logger.warning("%s", report)
 
@@ -214,7 +224,7 @@ def _shifts(model: Any) -> bool:
     """Whether the loss of a model predicts each token from the ones before it, by the rules of the `Trainer`."""
     inner = getattr(model, "module", model)
     return (
-        LOSS_MAPPING.get(getattr(inner, "loss_type", None)) is ForCausalLMLoss
+        LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "") is ForCausalLMLoss
         or type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     ) and not getattr(inner.config, "is_encoder_decoder", False)
 
