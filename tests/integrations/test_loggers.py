@@ -55,7 +55,6 @@ def test_any_logger_takes_flags_and_reports_of_retry():
     assert flags_values(f) == {"torchguard/bad_sample_rate": 0.5, "torchguard/errors/head/NAN": 1.0}
 
 
-@pytest.mark.inductor
 def test_health_of_layers_comes_from_inside_the_graph(compiled):
     model = net()
     health = LayerHealth(model)

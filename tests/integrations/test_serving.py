@@ -1,11 +1,9 @@
 """One poisoned request in a batch: it is marked, and the tokens of the others are what they are without it."""
 
-import warnings
-
 import pytest
 import torch
 
-from torchguard import watch
+from torchguard import unwatch, watch
 from torchguard.exceptions import WatchError
 from torchguard.integrations.serving import RequestGuard, bad_requests
 
@@ -52,9 +50,7 @@ def test_generate_isolates_a_poisoned_request(how):
     good = model.generate(ids[[0, 2]], **{k: v for k, v in how.items() if k == "num_beams"})
     assert not good.eq(POISON).any()
     guarded = watch(model, quarantine=True, returns="output")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out = guarded.generate(ids, **how)
+    out = guarded.generate(ids, **how)
     assert torch.equal(out[[0, 2]], good)
     marked = bad_requests(guarded, num_beams=how.get("num_beams", 1))
     assert {*marked} == {1}
@@ -72,6 +68,26 @@ def test_continuous_batching_isolates_a_poisoned_request():
     want_tokens = [one.generated_tokens for one in want.values()]
     assert [out["req_0"].generated_tokens, out["req_2"].generated_tokens] == want_tokens
     assert not model._forward_hooks
+
+
+def test_a_request_that_goes_bad_while_it_decodes_is_isolated():
+    """The poisoned token is one that a request generates, and no other does."""
+    model = llama()
+    plain = model.generate(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 12], [8, 9, 10, 11]]))
+    generated = plain[:, 4:].tolist()
+    step, token = next((i, t) for i, t in enumerate(generated[1]) if i and t not in generated[0] + generated[2])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[token] = torch.inf
+    guarded = watch(model, quarantine=True, returns="output")
+    out = guarded.generate(plain[:, :4])
+    assert torch.equal(out[[0, 2]], plain[[0, 2]])
+    marked = bad_requests(guarded)
+    assert {*marked} == {1}
+    assert marked[1].step == step + 1
+    with RequestGuard(unwatch(guarded)) as guard:
+        answers = model.generate_batch(plain[:, :4].tolist(), **served(model))
+    assert [answers["req_0"].generated_tokens, answers["req_2"].generated_tokens] == [generated[0], generated[2]]
+    assert {*guard.bad} == {"req_1"}
 
 
 def test_requests_of_different_lengths_that_join_later():

@@ -47,6 +47,11 @@ def unrecorded(model: Any) -> Iterator[None]:
         watch.__dict__.update(before)
 
 
+def batch_dim(guarded: Any) -> int:
+    """The dim along which the samples of a watched model lie."""
+    return guarded._watch.batch_dim
+
+
 def location_ids(guarded: Any) -> tuple[int, ...]:
     """The ids of all locations of a watched model."""
     return guarded._watch.ids

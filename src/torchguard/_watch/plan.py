@@ -196,8 +196,16 @@ def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
     modes = (torch.is_grad_enabled(), *[module.training for module in model.modules()])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
+    plain += tuple([_cached_length(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
     return modes, plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
+
+
+def _cached_length(value: Any) -> int | None:
+    """How many tokens a key-value cache of transformers holds, if its shapes tell: a decoding step depends on it."""
+    length = getattr(value, "get_seq_length", None)
+    found = length() if callable(length) else None
+    return found if isinstance(found, int) else None
 
 
 def _is_plain(value: Any) -> bool:

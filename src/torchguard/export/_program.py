@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torchguard._channel.config import CARRIERS
 from torchguard._pytrees import children
 from torchguard._torch.tensors import unflatten
-from torchguard._watch.export import planned
+from torchguard._watch.export import batch_dim, planned
 from torchguard._watch.wrapper import is_watched
 from torchguard.exceptions import ExportError
 from torchguard.export._example import Dims, Example
@@ -62,7 +62,7 @@ class Traced:
     signature: Signature
 
 
-def trace(model: Any, given: Any, batch: tuple[int, int | None], dims: Dims) -> Traced:
+def trace(model: nn.Module, given: Any, batch: tuple[int, int | None], dims: Dims) -> Traced:
     """Export a model. The last of its outputs are the flags.
 
     Raises:
@@ -72,7 +72,8 @@ def trace(model: Any, given: Any, batch: tuple[int, int | None], dims: Dims) -> 
         raise ExportError(f"export: expected an nn.Module, got {type(model).__name__}.")
     if model.training:
         raise ExportError(f"export: this {type(model).__name__} is in training mode. Call model.eval() first.")
-    example = Example(model, given, model._watch.batch_dim if is_watched(model) else 0)
+    dim = batch_dim(model) if is_watched(model) else 0
+    example = Example(model, given, dim)
     shapes = example.shapes(batch, dims)
     is_dynamic = shapes is not None
     with contextlib.ExitStack() as stack:
