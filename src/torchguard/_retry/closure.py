@@ -1,4 +1,4 @@
-"""One run of a closure over samples of a batch: forward, loss, backward.
+"""A closure called on samples of its batch: forward, loss, backward.
 
 A step is run once as it was given. It is run again only if that was not finite: on parts of its batch, until the bad
 samples are found, and at last on the good ones.
@@ -104,7 +104,7 @@ class Result:
     correction: Tensor | None = None
 
 
-class Step:
+class BatchedClosure:
     """A closure and its batch, which can be run on any part of the samples.
 
     Args:
@@ -123,7 +123,7 @@ class Step:
         aside: Callable[[], contextlib.AbstractContextManager[None]],
         keep_shapes: bool = False,
     ) -> None:
-        self.closure, self.batches, self.ranks, self.keep_shapes = closure, batches, ranks, keep_shapes
+        self.function, self.batches, self.ranks, self.keep_shapes = closure, batches, ranks, keep_shapes
         self.wrappers, self.aside = wrappers, aside
         self.call_again = closure  # how the closure is called when the step is run again
         self.is_scalar = False
@@ -265,7 +265,7 @@ class Step:
         """The losses of some samples of a micro-batch, and how many these are; None if a rank raised an exception."""
         batch = self.batches[number]
         if of_ranks == [None]:
-            return losses_of(self.closure(batch.whole()), batch.size), batch.size
+            return losses_of(self.function(batch.whole()), batch.size), batch.size
         own, given = of_ranks[self.ranks.rank], of_ranks
         if is_filled:
             given = [_filled(part, sizes[number]) for part, sizes in zip(of_ranks, self.sizes, strict=True)]

@@ -26,7 +26,7 @@ from torchguard._torch.training import steps_in_backward
 from torchguard.exceptions import RetryError, RetryWarning
 
 
-class Plan:
+class Scope:
     """What a step may change, and who takes part in it.
 
     Attributes:
