@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._health import health_of
-from torchguard._retry.closure import Closure, Result
+from torchguard._retry.closure import Closure, Losses, Result
 from torchguard._retry.device_step import DeviceStep
 from torchguard._retry.guarded_step import GuardedStep
 from torchguard._retry.report import RetryReport
@@ -67,7 +67,7 @@ class RecoverableStep(GuardedStep):
             self._undo()
             return self._skipped("all samples are bad", bad=inputs, inputs=inputs, shown=shown)
         scaled = None if self.scaler is None or shown else self._gradients_by_name()
-        constants = self.guard.tensors.constants()
+        constants, unsaved = self.guard.tensors.constants(), self.scope.unsaved()
         both = [row for row in shown if row in set(inputs)]
         rows = tuple(range(self.closure.size))
         stages = [stage for stage in (both, shown, inputs) if 0 < len(stage) < self.closure.size]
@@ -76,6 +76,8 @@ class RecoverableStep(GuardedStep):
             self._try,
             rows,
             stages=stages,
+            shown=shown if len(shown) < self.closure.size else (),
+            is_moved=lambda: self._shown(self.results[rows]) != shown,
             certain=lambda: () if self.is_random and len(shown) == self.closure.size else both,
             is_random=lambda: self.is_random,
             is_coupled=lambda good: not {*range(self.closure.size)} - {*good} <= {*shown} or self._is_coupled(good),
@@ -87,6 +89,12 @@ class RecoverableStep(GuardedStep):
                 raise RetryError(
                     f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
                     "before this step is lost. From now on it is saved."
+                )
+            if changed := self.ranks.union(unsaved.changed()):
+                raise RetryError(
+                    f"Retry: the closure changes {', '.join(changed)}, which is not saved before a step: a large "
+                    "container or array, an iterator, a sparse tensor, or an attribute of a tensor. Change it outside "
+                    "of the closure."
                 )
             return self._concluded(finding, first, inputs, shown, scaled)
 
@@ -102,19 +110,28 @@ class RecoverableStep(GuardedStep):
 
     def _suspects(self, first: Result) -> tuple[list[int], list[int]]:
         """The samples of all ranks whose inputs, and those whose losses, are not finite."""
-        inputs, shown, start = [], [], 0
-        for batch, losses in zip(self.closure.batches, first.losses, strict=True):
+        inputs, start = [], 0
+        for batch in self.closure.batches:
             inputs += [start + row for row in batch.non_finite_inputs()]
-            if losses is not None and not losses.is_scalar:
-                shown += [start + row for row in (~losses.sums.isfinite()).nonzero().flatten().tolist()]
-            elif losses is not None and not bool(losses.sums.isfinite()):
-                shown += range(start, start + batch.size)
             start += batch.size
-        gathered = self.ranks.gather((inputs, shown))
+        return self._of_all(inputs), self._shown(first.losses)
+
+    def _shown(self, of_batches: Sequence[Losses | None]) -> list[int]:
+        """The samples of all ranks whose losses or weights are not finite."""
+        shown, start = [], 0
+        for batch, losses in zip(self.closure.batches, of_batches, strict=True):
+            if losses is not None and losses.is_scalar:
+                shown += [] if bool(losses.sums.isfinite()) else range(start, start + batch.size)
+            elif losses is not None:
+                shown += [start + row for row in losses.non_finite()]
+            start += batch.size
+        return self._of_all(shown)
+
+    def _of_all(self, rows: list[int]) -> list[int]:
+        """Some samples of each rank as samples of all ranks."""
+        gathered = self.ranks.gather(rows)
         starts = [sum(map(sum, self.closure.sizes[:rank])) for rank in range(len(gathered))]
-        return tuple(
-            [start + row for start, both in zip(starts, gathered, strict=True) for row in both[kind]] for kind in (0, 1)
-        )  # pyright: ignore[reportReturnType]
+        return [start + row for start, of_rank in zip(starts, gathered, strict=True) for row in of_rank]
 
     @contextlib.contextmanager
     def _calling_again(self) -> Iterator[None]:

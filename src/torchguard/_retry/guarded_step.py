@@ -174,7 +174,8 @@ class GuardedStep:
     def _exactly(self, result: Result, loss: float, norm: float) -> tuple[float, float, bool]:
         """Check every loss, gradient and buffer of a run by itself."""
         is_finite = (
-            all(bool(one.sums.isfinite().all()) for one in result.losses if one is not None)
+            not math.isnan(loss)  # an infinite one may be an overflow of a sum
+            and result.is_finite()
             and all_finite(self._gradients())
             and not self.guard.tensors.newly_non_finite()
             and not any(bool(one.has_fault()) for one in self.scope.python.replaced())
@@ -200,7 +201,8 @@ class GuardedStep:
             self.device_norm = norm
             if self.scaler is not None and is_scaled:
                 norm = norm / self._scale(torch.ones((), dtype=norm.dtype, device=norm.device))
-            values = [loss, norm, *self.guard.tensors.finiteness()]
+            weight = () if result.weight is None else (result.weight,)
+            values = [loss, norm, *weight, *self.guard.tensors.finiteness()]
             replaced = self.scope.python.replaced() if replaced is None else replaced
             values += [torch.where(one.has_fault(), torch.inf, 0.0) for one in replaced]
             if any(one.dtype is not torch.float32 or one.device != loss.device for one in values):
