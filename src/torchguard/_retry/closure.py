@@ -268,7 +268,13 @@ class BatchedClosure:
                     losses[number] = Losses(found.sums.detach(), found.weights)
                 else:
                     loss = loss * 0
-                scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
+                try:
+                    scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
+                except Exception:
+                    if of_ranks == [None] or self.ranks.size > 1:  # other ranks wait in this backward pass
+                        raise
+                    self.raised_in = {(0, number)}
+                    return None
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         if len(numbers) == 1 or weights is None or divisor is None or weight is not None:

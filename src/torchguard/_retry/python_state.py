@@ -3,6 +3,7 @@
 import array
 import functools
 import itertools
+import math
 import operator
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -143,7 +144,7 @@ class PythonState:
         return [self._states[number][0] for number in numbers]
 
     def replaced(self) -> list[Replaced]:
-        """The tensors that were put in the place of others, or where there was none.
+        """The tensors that were put in the place of others, or where there was none; and numbers that became NaN.
 
         Those that require a gradient are activations that somebody keeps, not state: nothing can be computed from them
         in the next step.
@@ -157,6 +158,8 @@ class PythonState:
                     old = before.get(key) if isinstance(before, dict) else before[key] if key < len(before) else None
                     if now[key] is not old:
                         olds = dict(tensors_in(old))
+                        if _is_nan(now[key]) and not _is_nan(old):
+                            found.append(Replaced(f"{name}.{key}", None, torch.tensor(now[key]), False))
                         found += [
                             Replaced(f"{name}.{key}", olds.get(keys), tensor.detach(), id(state) in self._buffers)
                             for keys, tensor in tensors_in(now[key])
@@ -165,6 +168,10 @@ class PythonState:
                             and tensor.layout is torch.strided
                         ]
         return found
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 class Unsaved:
