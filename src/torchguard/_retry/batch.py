@@ -42,10 +42,22 @@ class Batch:
             self.tensors = [tensor for _, tensor in reached.tensors]
             self._state = PythonState(reached)
         counted = tensors_of(value, shared) if shared else self.tensors
-        self.is_clear = size is not None or select is not None or _is_clear(value, shared, counted)
+        self._has_given_size = size is not None or select is not None
         self.size = _count(value, counted, select) if size is None else size
         if not self.size:
             raise RetryError(f"Retry: the batch ({type(value).__name__}) has no samples.")
+
+    def is_clear(self) -> bool:
+        """Whether it is clear which dim has the samples, without a loss for each of them.
+
+        It is not where two sizes are equally frequent, and where a list has tensors of one kind but of different
+        lengths: these may be the samples.
+        """
+        tensors = tensors_of(self.value, self.shared)
+        sizes = collections.Counter(tensor.size(0) for tensor in tensors if tensor.ndim and not tensor.is_nested)
+        counts = [count for _, count in sizes.most_common(2)]
+        has_most = len(counts) < 2 or (counts[0] > counts[1] and not _is_ragged(self.value, self.shared))
+        return self._has_given_size or has_most
 
     def whole(self) -> Any:
         """The batch in containers of its own: a closure may take things out of them (`batch.pop("labels")`)."""
@@ -136,17 +148,6 @@ def _count(value: Any, tensors: Sequence[Tensor], select: Select | None) -> int:
             "Give select=, which returns the batch of some samples, and size=, which counts them."
         )
     return sizes[0] if len({*sizes}) == 1 else collections.Counter(sizes).most_common(1)[0][0]
-
-
-def _is_clear(value: Any, shared: Collection[Any], tensors: Sequence[Tensor]) -> bool:
-    """Whether it is clear which dim has the samples, without a loss for each of them.
-
-    It is not where two sizes are equally frequent, and where a list has tensors of one kind but of different lengths:
-    these may be the samples.
-    """
-    sizes = collections.Counter(tensor.size(0) for tensor in tensors if tensor.ndim and not tensor.is_nested)
-    counts = [count for _, count in sizes.most_common(2)]
-    return len(counts) < 2 or (counts[0] > counts[1] and not _is_ragged(value, shared))
 
 
 def _is_ragged(value: Any, shared: Collection[Any]) -> bool:

@@ -286,7 +286,7 @@ class BatchedClosure:
         batch = self.batches[number]
         if of_ranks == [None]:
             found = losses_of(self.function(batch.whole()), batch.size)
-            if found.is_scalar and not batch.is_clear:
+            if found.is_scalar and not batch.is_clear():
                 raise RetryError(
                     "Retry: the closure returned one loss, and the sizes of the batch's tensors do not tell which are "
                     f"samples ({batch.size}?). Return a loss for each sample, name what belongs to no sample in "
