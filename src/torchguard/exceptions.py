@@ -52,6 +52,7 @@ __all__ = [
     "TorchGuardError",
     "TracingError",
     "TypeMismatchError",
+    "UntestedTorchWarning",
     "UnwrapError",
     "ValidationError",
     "ValidationWarning",
@@ -266,6 +267,10 @@ class GraphMismatchError(TorchGuardError, ValueError):
 
 class BoxError(TorchGuardError, ValueError):
     """The boxes to bound a graph over do not match its leaves."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The installed torch is newer than what torchguard was tested on, or lacks a private name that a part uses."""
 
 
 class ValidationWarning(UserWarning):

@@ -16,6 +16,7 @@ from torchguard._retry.recover import Recovery
 from torchguard._retry.report import PendingReport, RetryReport
 from torchguard._retry.run import Closure
 from torchguard._retry.tensor_state import TensorState
+from torchguard._torch.support import warn_of_missing
 from torchguard.exceptions import RetryError
 
 _NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -73,6 +74,7 @@ class Retry:
         on_bad: Callable[[RetryReport], object] | None = None,
         history: int = 1000,
     ) -> None:
+        warn_of_missing("Retry")
         self.models = [model] if isinstance(model, nn.Module) else [*model]
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
         for one in self.models:
