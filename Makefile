@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c $(
 # One thread: with two test processes, OpenMP threads that spin while they wait slow everything down a hundredfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-long lint types layers unit all-tests bench docs clean
+.PHONY: demo test test-long lint types layers unit all-tests bench docs chromium clean
 
 demo: $(VENV)/.demo
 	@echo "demo: training with BatchNorm and a contrastive loss on batches with broken samples"
@@ -39,11 +39,11 @@ unit: $(VENV)/.dev
 	@echo "unit: pytest"
 	@$(PYTEST) -m "not long"
 
-all-tests: $(VENV)/.dev
+all-tests: $(VENV)/.dev chromium
 	@echo "all tests: pytest"
 	@$(PYTEST)
 
-test-long: $(VENV)/.dev docs
+test-long: $(VENV)/.dev docs chromium
 	@echo "long: pytest"
 	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile=thorough
 	@echo "long: pytest, shapes in signatures checked"
@@ -70,6 +70,10 @@ bench: $(VENV)/.dev
 docs: $(VENV)/.docs
 	@echo "docs: mkdocs"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would drop the warnings that --strict counts
+
+# Reports are tested in a real browser: Debian's, or the one that is installed.
+chromium:
+	@command -v chromium >/dev/null || { echo "setup: chromium"; apt-get -qq update && apt-get -qq install -y chromium >/dev/null; }
 
 clean:
 	rm -rf $(VENV) site dist build

@@ -407,7 +407,7 @@ def edit(file, old, new):
 
 @reloaded
 def one_module_can_be_reloaded():
-    for module in ("_operators", "_channel.config", "_channel.deferred", "_watch.backward", "_watch.wrapper"):
+    for module in ("_operators", "_channel.config", "_channel.deferred", "_watch.gradient_probes", "_watch.wrapper"):
         reload(f"torchguard.{module}")
         runs_checked(copy, compiled(checked(copy), "eager"))
     compiles_watched(copy)

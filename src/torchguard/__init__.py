@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         get_config,
         set_config,
     )
-    from torchguard._channel.layout import (
+    from torchguard._channel.slot_bits import (
         CODE_BITS,
         CODE_MASK,
         CODE_SHIFT,
@@ -134,6 +134,7 @@ __all__ = [
     "is_retrying",
     "lint",
     "push",
+    "report",
     "set_config",
     "tensorcheck",
     "tracked",
@@ -144,13 +145,13 @@ __all__ = [
 ]
 
 
-_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "guards", "lint", "typing")
+_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "guards", "lint", "report", "typing")
 _HOMES = {
     "checks": "find fix flag_inf flag_nan flag_nan_and_inf flag_oob_indices has_err push",
     "control": "AND HAS IF IS NOT OR",
     "_channel.codes": "ErrorCode ErrorDomain Severity",
     "_channel.config": "AccumulationConfig Dedupe ErrorConfig Order Priority get_config set_config",
-    "_channel.layout": "CODE_BITS CODE_MASK CODE_SHIFT LOCATION_BITS LOCATION_MASK LOCATION_SHIFT SEVERITY_BITS "
+    "_channel.slot_bits": "CODE_BITS CODE_MASK CODE_SHIFT LOCATION_BITS LOCATION_MASK LOCATION_SHIFT SEVERITY_BITS "
     "SEVERITY_MASK SEVERITY_SHIFT SLOTS_PER_WORD SLOT_BITS SLOT_MASK",
     "exceptions": "AnnotationError DTypeMismatchError DeviceMismatchError DimensionMismatchError InvalidParameterError "
     "InvalidReturnTypeError RetryError TorchGuardError TypeMismatchError ValidationError WatchError",

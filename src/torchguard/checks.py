@@ -15,9 +15,9 @@ from torchguard._channel.combine import push_lost
 from torchguard._channel.config import ErrorConfig
 from torchguard._channel.fill import fallback_like
 from torchguard._channel.gradients import mask_nonfinite_gradients, over_rows
+from torchguard._channel.packing import Flags
 from torchguard._channel.policy import RowStatus, rows
 from torchguard._channel.record import push_findings
-from torchguard._channel.slots import Flags
 from torchguard._channel.validate import require_batch, require_flags, require_location, require_size
 from torchguard._renamed import renamed
 from torchguard._torch.tracing import can_read

@@ -43,6 +43,7 @@ __all__ = [
     "NotFlagsError",
     "OutOfRangeError",
     "RecompileError",
+    "ReportError",
     "RetryError",
     "RetryWarning",
     "ReturnsError",
@@ -283,6 +284,10 @@ class MixedRowsWarning(UserWarning):
 
 class LintError(TorchGuardError, ValueError):
     """The linter cannot do what was asked: a path, a code or a setting is wrong."""
+
+
+class ReportError(TorchGuardError, ValueError):
+    """A report cannot be read or written: the file, its schema or its suffix is wrong."""
 
 
 class LocationWarning(UserWarning):

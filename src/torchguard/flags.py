@@ -13,7 +13,10 @@ from torch import Tensor
 
 from torchguard._channel.codes import ErrorCode, Severity
 from torchguard._channel.config import ErrorConfig
-from torchguard._channel.layout import (
+from torchguard._channel.packing import Flags, readable
+from torchguard._channel.packing import unpack as flags_to_slots
+from torchguard._channel.record import merge
+from torchguard._channel.slot_bits import (
     CODE_BITS,
     CODE_MASK,
     CODE_SHIFT,
@@ -22,9 +25,6 @@ from torchguard._channel.layout import (
     slot_location,
     slot_severity,
 )
-from torchguard._channel.record import merge
-from torchguard._channel.slots import Flags, readable
-from torchguard._channel.slots import unpack as flags_to_slots
 from torchguard._channel.validate import require_flags, require_intact
 from torchguard._renamed import renamed
 from torchguard.exceptions import CorruptFlagsError, SampleIndexError, TracingError

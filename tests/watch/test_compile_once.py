@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchguard import err, flags
 from torchguard._watch import quarantine, unwatch, watch
-from torchguard._watch.backward import CallOrigins, CallProbes
+from torchguard._watch.gradient_probes import CallOrigins, CallProbes
 from torchguard.exceptions import WatchError
 
 NAN = float("nan")

@@ -18,10 +18,10 @@ from torchguard._channel.codes import ErrorCode
 from torchguard._channel.config import ErrorConfig
 from torchguard._channel.fill import Lost, fallback_like, fill_like, matches
 from torchguard._channel.gradients import over_rows
+from torchguard._channel.packing import Flags
 from torchguard._channel.policy import rows
 from torchguard._channel.query import is_err, is_ok
 from torchguard._channel.record import merge, push
-from torchguard._channel.slots import Flags
 from torchguard._channel.validate import require_batch, require_mask
 from torchguard._renamed import renamed
 from torchguard.exceptions import BatchMismatchError, OutOfRangeError

@@ -23,6 +23,7 @@ import inspect
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -111,6 +112,8 @@ Event = TypeVar("Event", GuardsBuiltEvent, GuardFailureEvent, GraphBreakEvent)
 _listeners: dict[str, list[Callable[[Any], None]]] = module_state(globals(), "listeners", dict)
 _compilation_listener: list[CompilationListener] = module_state(globals(), "compilation listener", list)  # none or one
 _thread = module_state(globals(), "thread", threading.local)
+_NOTHING = (None, None, None)
+_rechecks = module_state(globals(), "rechecks", weakref.WeakKeyDictionary)
 # Identifies this copy of the package: where there are two, both patch torch, and each reports to its own audits.
 THIS_COPY = module_state(globals(), "copy", object)
 
@@ -281,11 +284,23 @@ def refuse_to_compile(code: types.CodeType, error: Exception, applies: Callable[
     _thread.refused = (code, error, applies)
 
 
+def recheck_before_compiling(code: types.CodeType, recheck: Callable[[dict[str, Any]], None]) -> None:
+    """Have Dynamo call this with the locals before it compiles this code for a call that nothing has refused yet.
+
+    With several threads, Dynamo now and then fails a cached entry although all its guards hold, without calling the
+    callback of an audit (once in some thousand calls, torch 2.13). `recheck` can refuse the call in its place.
+    """
+    _rechecks.setdefault(code, []).append(recheck)
+
+
 def _convert(original: Callable[..., Any], self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces `ConvertFrameAssert.__call__`, with which Dynamo compiles a frame that no cached entry matches."""
-    code, error, applies = getattr(_thread, "refused", (None, None, None))
+    if getattr(_thread, "refused", _NOTHING)[0] is not frame.f_code:
+        for recheck in tuple(_rechecks.get(frame.f_code, ())):
+            recheck(frame.f_locals)
+    code, error, applies = getattr(_thread, "refused", _NOTHING)
     if code is frame.f_code:
-        _thread.refused = (None, None, None)
+        _thread.refused = _NOTHING
         if applies is not None and error is not None and applies(frame.f_locals):
             raise error
     return original(self, frame, *args, **kwargs)

@@ -13,7 +13,7 @@ from torchguard._watch.detect import INF, NAN, call_row_status, only_fault, row_
 from torchguard._watch.graph_plan import mark_samples
 from torchguard._watch.origins import BY_SIZE, RowStatuses
 from torchguard._watch.plan import FollowedCall, PlannedCall
-from torchguard._watch.quarantine import call_replace_nonfinite, replace_nonfinite
+from torchguard._watch.replace import call_replace_nonfinite, replace_nonfinite
 from torchguard._watch.select import Checks
 from torchguard._watch.summarize import CallSummary, first_warnings, summarize
 from torchguard.checks import can_be_checked

@@ -18,7 +18,8 @@ from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, run
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard._watch.batch import MIXED, UNBATCHED, Batch, is_size_free
 from torchguard._watch.detect import empty_status
-from torchguard._watch.owners import OwnerMode, rows_of
+from torchguard._watch.owner_storages import rows_of
+from torchguard._watch.owners import OwnerMode
 from torchguard._watch.plan import set_arguments, warn_of_mixing
 
 # Positions among the arguments of `replace_nonfinite`, and of `row_status`.

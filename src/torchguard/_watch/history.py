@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchguard._channel.layout import slot_code
-from torchguard._channel.slots import unpack
+from torchguard._channel.packing import unpack
+from torchguard._channel.slot_bits import slot_code
 from torchguard._operators import define_opaque, use_operators
 from torchguard._torch.dynamo import keep_in_place
 from torchguard._torch.tracing import backward_number, is_plain

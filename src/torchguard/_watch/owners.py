@@ -37,11 +37,10 @@ from torchguard._torch.dispatch import (
 )
 from torchguard._torch.tensors import flatten, storage_of
 from torchguard._watch import owner_rules
-from torchguard._watch.batch import UNBATCHED, row_code, row_code_of_sample
-from torchguard._watch.intervals import NO_HIGH, NO_LOW, Call, Owners, everything, union
+from torchguard._watch.intervals import Call, Owners, everything
 from torchguard._watch.owner_rules import Rule
+from torchguard._watch.owner_storages import StorageOwners, geometry_of, nobody
 
-Geometry = tuple[int, tuple[int, ...], tuple[int, ...], int]
 # Operations that hand a value to Python, which may then decide by it what the model does.
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 # Operations whose result has -Inf where an argument has it.
@@ -65,68 +64,6 @@ _KEEP_NEG_INF = {
 }
 _NEW = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros")
 _RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
-
-
-class _StorageOwners:
-    """The owners of one storage: of the tensor that it was made for (`base`), and of views as far as they are known."""
-
-    def __init__(self, z: Tensor, owners: Owners) -> None:
-        self.reference: StorageWeakRef = weak_storage(z)
-        self.base: Geometry = _geometry(z)
-        self.views: dict[Geometry, Owners] = {self.base: owners}
-        if z.numel() * z.element_size() < z.untyped_storage().nbytes():  # a view of a tensor that belongs to nobody
-            self.base = (0, (_count(z),), (1,), z.element_size())
-            self.views = {self.base: _nobody(self.base[1])}
-            self.write(z, owners)
-
-    def read(self, z: Tensor) -> Owners:
-        geometry = _geometry(z)
-        if geometry not in self.views:
-            flat = self._flat(z)
-            self.views[geometry] = self.views[self.base].all().expand(z.shape) if flat is None else _part(flat, z)
-        return self.views[geometry]
-
-    def write(self, z: Tensor, owners: Owners) -> None:
-        """Set the owners of a view, and with that of all tensors that overlap it."""
-        if _geometry(z) == self.base:
-            self.views = {self.base: owners}
-            return
-        flat = self._flat(z)
-        if flat is None or _overlaps_itself(z):
-            merged = union([owners.all(), self.views[self.base].all()])
-            assert merged is not None
-            self.views = {self.base: merged.expand(self.base[1])}
-            return
-        for one, new in zip(_part(flat, z), owners, strict=True):
-            one.copy_(new)
-        self.base = (0, (_count(z),), (1,), z.element_size())
-        self.views = {self.base: flat}
-
-    def _flat(self, z: Tensor) -> Owners | None:
-        """A copy of the owners in the order of the storage; None if that cannot be told."""
-        offset, shape, stride, size = self.base
-        if size != z.element_size() or any(a == 0 and b > 1 for a, b in zip(stride, shape, strict=True)):
-            return None
-        flat = _nobody((_count(z),)).apply(Tensor.clone)
-        for one, known in zip(flat, self.views[self.base], strict=True):
-            one.as_strided(shape, stride, offset).copy_(known)
-        return flat
-
-
-def _part(flat: Owners, z: Tensor) -> Owners:
-    return flat.apply(lambda one: one.as_strided(z.shape, z.stride(), z.storage_offset()))
-
-
-def _count(z: Tensor) -> int:
-    return int(z.untyped_storage().nbytes()) // z.element_size()
-
-
-def _geometry(z: Tensor) -> Geometry:
-    return int(z.storage_offset()), tuple(z.shape), z.stride(), z.element_size()
-
-
-def _overlaps_itself(z: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(z.shape, z.stride(), strict=True))
 
 
 class PathMode(DispatchMode):
@@ -194,7 +131,7 @@ class OwnerMode(PathMode):
         super().__init__()
         self.problem: str | None = None
         self.is_lost = False
-        self._storages: dict[int, _StorageOwners] = {}
+        self._storages: dict[int, StorageOwners] = {}
         self._constants: dict[int, StorageWeakRef] = {}
         self._neg_inf: dict[int, StorageWeakRef] = {}
         self._of_floats: dict[int, StorageWeakRef] = {}
@@ -221,11 +158,11 @@ class OwnerMode(PathMode):
         key = _key(z)
         found = self._storages.get(key)
         if found is not None and not found.reference.expired():
-            found.write(z, _nobody(z.shape) if owners is None else owners)
+            found.write(z, nobody(z.shape) if owners is None else owners)
         elif owners is None:
             self._storages.pop(key, None)
         else:
-            self._storages[key] = _StorageOwners(z, owners)
+            self._storages[key] = StorageOwners(z, owners)
 
     def is_constant(self, z: Tensor) -> bool:
         """Whether a tensor has the same values in every call: it was made of constants alone."""
@@ -290,7 +227,7 @@ class OwnerMode(PathMode):
         for z, owners in zip(outputs, spread, strict=True):
             key = _key(z)
             if is_view and key in self._storages:
-                self._storages[key].views.setdefault(_geometry(z), owners or _nobody(z.shape))
+                self._storages[key].views.setdefault(geometry_of(z), owners or nobody(z.shape))
             else:
                 self.set_owners(z, owners)
 
@@ -361,11 +298,6 @@ def _key(z: Tensor) -> int:
     return key
 
 
-def _nobody(shape: Sequence[int]) -> Owners:
-    low, high = (torch.tensor(number, dtype=torch.int32) for number in (NO_LOW, NO_HIGH))
-    return Owners(low, high).expand(shape)
-
-
 def _mixes(owners: Owners) -> bool:
     low, high = owners.compact()
     return bool((low < high).any())
@@ -384,37 +316,3 @@ def _rule_of(call: Call) -> Rule:
     if has_tag(call.op, torch.Tag.reduction):
         return owner_rules.reduction
     return everything
-
-
-def rows_of(owners: Owners | None, size: int) -> int | None:
-    """The row code of a tensor with these owners (see `batch.py`); None if it mixes samples, or has another order."""
-    if owners is None:
-        return UNBATCHED
-    low, high = owners.compact()
-    if low.numel() == 0 or bool((high < 0).all()):
-        return UNBATCHED
-    if bool((low < high).any()):
-        return None
-    lowest, highest = int(low.amin()), int(high.amax())
-    if lowest == highest:
-        return row_code_of_sample(lowest)
-    for dim in range(low.ndim):
-        if low.shape[dim] % size == 0:
-            others = [i for i in range(low.ndim) if i != dim]
-            first, last = (low.amin(others), high.amax(others)) if others else (low, high)
-            if bool((first == last).logical_or(last < 0).all()):
-                code = _code_along(dim, last, size)
-                if code is not None:
-                    return code
-    return None
-
-
-def _code_along(dim: int, owner: Tensor, size: int) -> int | None:
-    """The row code for a dim with these owners; rows that belong to nobody (-1) fit anywhere."""
-    count = owner.shape[0] // size
-    row = torch.arange(owner.shape[0])
-    for outer in range(1, count + 1):
-        inner = count // outer
-        if count % outer == 0 and bool(((owner == row // inner % size) | (owner < 0)).all()):
-            return row_code(dim, outer, 0) if outer == 1 else row_code(dim, 0 if inner == 1 else outer, inner)
-    return None

@@ -24,7 +24,8 @@ from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.modules import has_compiled_parts
 from torchguard._torch.tracing import is_in_backward, is_plain
 from torchguard._watch.batch import MIXED, Batch
-from torchguard._watch.owners import OwnerMode, PathMode, rows_of
+from torchguard._watch.owner_storages import rows_of
+from torchguard._watch.owners import OwnerMode, PathMode
 from torchguard.exceptions import MixedRowsWarning
 
 _PLAIN = torch.empty(0)

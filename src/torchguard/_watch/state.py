@@ -13,9 +13,9 @@ from torchguard._torch.dynamo import keep_static
 from torchguard._torch.settings import allow_side_effects_under_checkpoint
 from torchguard._torch.tracing import holds, in_transform, is_in_backward
 from torchguard._watch import report
-from torchguard._watch.backward import region_probes
 from torchguard._watch.batch import Batch
 from torchguard._watch.call import CallRecord
+from torchguard._watch.gradient_probes import region_probes
 from torchguard._watch.history import History
 from torchguard._watch.parts import enter_call, leave_call
 from torchguard._watch.plan import Call, Plans
@@ -132,7 +132,7 @@ class WatchState:
 
         `location_ids` has the id of each location, of the arguments of its module, of the model's arguments, and 0. It
         is a tensor: with ids as constants, every model would be compiled anew. `probes` are the gradient probes, see
-        `backward.py`.
+        `gradient_probes.py`.
         """
         self.ids = tuple(self.location_table.locate(path).id for path in self.paths)
         of_arguments = [self.ids[0]] * len(self.arguments)

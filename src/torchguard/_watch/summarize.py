@@ -20,13 +20,13 @@ from torch import Tensor
 
 from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode, Severity
 from torchguard._channel.config import ErrorConfig
-from torchguard._channel.layout import LOCATION_SHIFT, pack_slot
-from torchguard._channel.slots import Flags, capacity, pack, zero_flags
+from torchguard._channel.packing import Flags, capacity, pack, zero_flags
+from torchguard._channel.slot_bits import LOCATION_SHIFT, pack_slot
 from torchguard._operators import define, define_opaque, use_operators
 from torchguard._torch.tracing import can_read, is_shape_only, is_traced
-from torchguard._watch.backward import set_origins
 from torchguard._watch.batch import Batch, row_code
 from torchguard._watch.detect import FAULT_CODES, OK, REVISION, all_finite, deferred_source, is_skipped, scan
+from torchguard._watch.gradient_probes import set_origins
 from torchguard._watch.origins import RowStatuses, earliest_faults, grouped, lookup
 from torchguard.checks import floats_of
 

@@ -37,6 +37,7 @@ from torchguard._torch.events import (
     THIS_COPY,
     GuardsBuiltEvent,
     is_explaining,
+    recheck_before_compiling,
     refuse_to_compile,
     require_guard_events,
 )
@@ -191,6 +192,8 @@ class Audit:
                 shadow.check_always(self._learned)
         weakref.finalize(shadow, _add, self._finished, shadow.counts)
         built.guards.add_guard(shadow.on_call)
+        if shadow.raises:
+            recheck_before_compiling(shadow.code, functools.partial(_recheck, weakref.ref(shadow)))
 
     def report(self) -> AuditReport:
         """What was found so far."""
@@ -236,6 +239,13 @@ def _matches(shadow: "weakref.ref[_Shadow]", f_locals: dict[str, Any]) -> bool:
     """Whether Dynamo would run the compiled code for a call with these locals, but for the dropped guards."""
     one = shadow()
     return one is not None and one.kept.check(f_locals)
+
+
+def _recheck(shadow: "weakref.ref[_Shadow]", f_locals: dict[str, Any]) -> None:
+    """Check the shadow for a call that Dynamo is about to compile for, if its kept guards hold."""
+    one = shadow()
+    if one is not None and not _thread.is_paused and one.kept.check(f_locals):
+        one._on_due_call(f_locals)
 
 
 class _Counts:

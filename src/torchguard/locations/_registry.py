@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from torchguard._channel.layout import LOCATION_MASK
+from torchguard._channel.slot_bits import LOCATION_MASK
 from torchguard._renamed import renamed
 from torchguard._torch.process import process_state
 from torchguard.exceptions import LocationWarning, OutOfRangeError

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2Model
 
 from torchguard._watch.detect import scan
 from torchguard._watch.hooks import is_qkv_projection
-from torchguard._watch.replace import zero_nonfinite_
+from torchguard._watch.zeros import zero_nonfinite_
 
 NAN, INF = float("nan"), float("inf")
 

@@ -7,7 +7,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from torchguard._channel.config import CARRIERS, Carrier, ErrorConfig, config_of
-from torchguard._channel.layout import SLOT_BITS, SLOT_MASK
+from torchguard._channel.slot_bits import SLOT_BITS, SLOT_MASK
 from torchguard._torch.tracing import can_read, is_plain, is_traced
 from torchguard.exceptions import ConfigError
 
@@ -56,7 +56,7 @@ def unpack(f: Flags) -> Slots:
     """All slots of all rows, slot 0 first.
 
     In eager mode the result is a view of `f` as int16, so slots from 32,768 up are negative. `& SLOT_MASK` makes them
-    positive; the field readers of `layout` work either way.
+    positive; the field readers of `slot_bits` work either way.
     """
     if _is_viewable_as_slots(f):
         return f.view(torch.int16)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import torchguard as tg
 from torchguard import ErrorConfig, err, flags
-from torchguard._channel.layout import pack_slot, slot_code, slot_location, slot_severity
-from torchguard._channel.slots import pack, unpack
+from torchguard._channel.packing import pack, unpack
+from torchguard._channel.slot_bits import pack_slot, slot_code, slot_location, slot_severity
 
 CODES = st.integers(1, 15)
 LOCATIONS = st.integers(0, 1023)

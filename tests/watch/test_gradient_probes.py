@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard._watch.backward import _merge_probes
+from torchguard._watch.gradient_probes import _merge_probes
 
 
 @st.composite
