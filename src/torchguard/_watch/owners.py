@@ -15,7 +15,7 @@ expanded tensors: along most dims all elements have the same owners. Such a dim 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,8 @@ import torch
 from torch import Tensor
 
 from torchguard._torch.dispatch import (
-    DispatchMode,
     StorageWeakRef,
     has_tag,
-    is_composite,
-    is_query,
     makes_view,
     named_arguments,
     overload_of,
@@ -35,9 +32,10 @@ from torchguard._torch.dispatch import (
     weak_storage,
     written_arguments,
 )
-from torchguard._torch.tensors import flatten, storage_of
+from torchguard._torch.tensors import flatten, mutation_count, storage_of
 from torchguard._watch import owner_rules
-from torchguard._watch.intervals import Call, Owners, everything
+from torchguard._watch.call_path import PathMode
+from torchguard._watch.intervals import Call, Owners, everything, union
 from torchguard._watch.owner_rules import Rule
 from torchguard._watch.owner_storages import StorageOwners, geometry_of, nobody
 
@@ -66,54 +64,11 @@ _NEW = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
 _RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
 
 
-class PathMode(DispatchMode):
-    """Identifies the way that a call takes through a model: `path` is a hash of all operations so far.
+class _Changes:
+    """How often a storage was changed: before it was met first, and by operations of the call since."""
 
-    It has the order of operations, the shapes of their tensors and all other arguments.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.path = 0
-        self._is_paused = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Have Dynamo compile all the same. It would never compile again what it meets under another mode."""
-        return True
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Operations in it do not count."""
-        self._is_paused, before = True, self._is_paused
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._is_paused or is_query(op):
-            return op(*args, **kwargs)
-        if is_composite(op):  # in inference mode, they arrive whole
-            with self:
-                return op.decompose(*args, **kwargs)
-        result = op(*args, **kwargs)
-        self.path = hash((self.path, op, _outline(args), _outline([*kwargs.items()])))
-        self._follow(op, args, kwargs, result)
-        return result
-
-    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Do more with an operation."""
-
-
-def _outline(value: Any) -> Any:
-    """A value that can be hashed: of tensors the shape, of what cannot be hashed the type."""
-    if isinstance(value, Tensor):
-        return value.shape if _has_storage(value) else type(value)
-    if isinstance(value, (list, tuple)):
-        return tuple([_outline(one) for one in value])
-    return value if isinstance(value, (int, float, str, bool)) or value is None else str(value)
+    def __init__(self, z: Tensor) -> None:
+        self.storage, self.first, self.count = weak_storage(z), mutation_count(z), 0
 
 
 class OwnerMode(PathMode):
@@ -125,10 +80,17 @@ class OwnerMode(PathMode):
         is_lost: whether owners are not known from some operation on. One handed a value that depends on floating-point
             numbers of samples to Python, for example. (Integers are token ids and masks: models test them for
             shortcuts that do not change what belongs to whom.)
+
+    Args:
+        is_new: whether a tensor was created since the call began. With it, tensors that no operation of the call made
+            count as mixing samples: other threads have no dispatch mode. None where a graph has all operations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_new: Callable[[Tensor], bool] | None = None) -> None:
         super().__init__()
+        self._is_new, self._is_making = is_new, False
+        self._read_on_host: Owners | None = None  # the owners of all integers that were read into Python or NumPy
+        self._changes: dict[int, _Changes] = {}
         self.problem: str | None = None
         self.is_lost = False
         self._storages: dict[int, StorageOwners] = {}
@@ -185,6 +147,8 @@ class OwnerMode(PathMode):
         if has_tag(op, torch.Tag.inplace_view):  # another view of the same storage
             return
         written = [z for name in (*written_arguments(op), *_written_by_norm(call)) for z in _tensors(arguments[name])]
+        if self._is_new is not None:
+            self._find_foreign(call, given, outputs, written)
         self._note_unwritten(call, given, written)
         self._note_constants(op, given, outputs, written)
         if self._passes_neg_inf(call, given):
@@ -210,6 +174,74 @@ class OwnerMode(PathMode):
         after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
         if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
             self.problem = str(op)
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors for older than the call, such as the parameters of the model."""
+        for z in tensors:
+            if _has_storage(z):
+                self._changes.setdefault(_key(z), _Changes(z))
+
+    def _ignore(self, result: Any) -> Any:
+        if self._is_new is not None:
+            self.know(_tensors(result))
+            for z in _tensors(result):
+                if _has_storage(z):
+                    self._changes[_key(z)].count += 1  # if it was changed in place
+        return result
+
+    def _find_foreign(self, call: Call, given: list[Tensor], outputs: list[Tensor], written: list[Tensor]) -> None:
+        """Take tensors that no operation of this call made, or that others wrote to, for mixtures of all samples."""
+        is_fresh = call.name == "lift_fresh"
+        for one in given:
+            changes = self._changes.get(_key(one))
+            if changes is None or changes.storage.expired():
+                is_foreign = not is_fresh and _key(one) not in self._storages and self._is_unknown(one)
+                changes = self._changes[_key(one)] = _Changes(one)
+            else:
+                is_foreign = mutation_count(one) - changes.first > changes.count
+            if is_foreign or (is_fresh and not self._is_making):
+                self._mix(one, f"data that no operation of this call made, before {call.op}")
+                changes.first, changes.count = mutation_count(one), 0
+            elif is_fresh and self._read_on_host is not None:
+                self.set_owners(one, self._read_on_host.expand(one.shape))
+        if call.name == "set" and _key(outputs[0]) not in self._changes:
+            self._mix(outputs[0], f"{call.op}")
+        for one in written:
+            self._changes[_key(one)].count += 1
+        self.know(outputs)
+
+    def _is_unknown(self, z: Tensor) -> bool:
+        assert self._is_new is not None
+        with self.paused():
+            return self._is_new(z)
+
+    def _mix(self, z: Tensor, problem: str) -> None:
+        """Let a tensor depend on all samples."""
+        low, high = (torch.tensor(number, dtype=torch.int32) for number in (0, max(1, self._samples - 1)))
+        self.set_owners(z, Owners(low.expand(z.shape), high.expand(z.shape)))
+        self.problem = self.problem or problem
+
+    def read(self, tensor: Tensor, how: str) -> None:
+        """Python or NumPy reads a tensor: see `Listener`."""
+        owners = None if self._is_paused else self.owners_of(tensor)
+        if owners is None:
+            return
+        if _key(tensor) in self._of_floats or self._is_float_of_samples(tensor):
+            self._lose(f"Tensor.{how} hands values of a sample to Python")
+        self._read_on_host = union([self._read_on_host, owners.all()])
+
+    @contextmanager
+    def making(self, values: Any, how: str) -> Iterator[None]:
+        """A tensor is made of values on the host: see `Listener`."""
+        is_copy = any(isinstance(value, Tensor) for value in values[0][:1])  # `torch.tensor(z)` is dispatched
+        for value in [] if is_copy else flatten(values)[0]:
+            if isinstance(value, Tensor):
+                self.read(value, how)
+        self._is_making, before = True, self._is_making
+        try:
+            yield
+        finally:
+            self._is_making = before
 
     def _lose(self, problem: str) -> None:
         self.is_lost, self.problem = True, self.problem or problem
@@ -243,9 +275,7 @@ class OwnerMode(PathMode):
         for one in given:
             is_written = any(one is other for other in written)
             if self._unwritten.pop(_key(one), None) is not None and not is_written and _may_have_changed(one):
-                low, high = (torch.tensor(number, dtype=torch.int32) for number in (0, max(1, self._samples - 1)))
-                self.set_owners(one, Owners(low.expand(one.shape), high.expand(one.shape)))
-                self.problem = self.problem or f"a kernel that is no operation of torch, before {call.op}"
+                self._mix(one, f"a kernel that is no operation of torch, before {call.op}")
         if call.name in _NEW:
             self._unwritten |= {_key(one): weak_storage(one) for one in call.outputs}
 

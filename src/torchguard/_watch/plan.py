@@ -11,8 +11,10 @@ A batch of one sample needs no plan. Nor is there one under `torch.func` transfo
 In a graph, `graph_plan.py` finds the plan while Dynamo traces.
 """
 
+import gc
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,11 +23,13 @@ from torch import Tensor, nn
 
 from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dispatch import without_compiled_code
+from torchguard._torch.host_data import listening
 from torchguard._torch.modules import has_compiled_parts
 from torchguard._torch.tracing import is_in_backward, is_plain
 from torchguard._watch.batch import MIXED, Batch
+from torchguard._watch.call_path import PathMode
 from torchguard._watch.owner_storages import rows_of
-from torchguard._watch.owners import OwnerMode, PathMode
+from torchguard._watch.owners import OwnerMode
 from torchguard.exceptions import MixedRowsWarning
 
 _PLAIN = torch.empty(0)
@@ -58,8 +62,8 @@ class OwnerPlan(NamedTuple):
 class FollowedCall:
     """A call whose owners are followed."""
 
-    def __init__(self, mode: OwnerMode, size: int) -> None:
-        self.mode, self.size = mode, size
+    def __init__(self, mode: OwnerMode, size: int, known: Iterable[Tensor]) -> None:
+        self.mode, self.size, self._known = mode, size, known
         self._checks: list[tuple[int, int, int]] = []
         self._neg_inf: set[int] = set()
 
@@ -87,8 +91,10 @@ class FollowedCall:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with without_compiled_code(), self.mode:
-            yield
+        with without_compiled_code(), created_since(), listening(self.mode):
+            self.mode.know(self._known)
+            with self.mode:
+                yield
 
     def replaced(self, z: Tensor, new: Tensor) -> None:
         """A tensor was replaced by another, which belongs to the same samples."""
@@ -168,7 +174,7 @@ class Plans:
         """Start a call: with a plan, or followed."""
         plan = self._by_form.get(form)
         if plan is None:
-            return follow(args, kwargs, batch)
+            return follow(model, args, kwargs, batch)
         # In backward, a checkpoint repeats a call with other tensors, and may leave it early.
         return PlannedCall(plan, not has_compiled_parts(model) and not is_in_backward())
 
@@ -214,11 +220,55 @@ def can_follow() -> bool:
     return not torch.compiler.is_compiling() and is_plain(_PLAIN)
 
 
-def follow(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch) -> FollowedCall:
+def follow(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch) -> FollowedCall:
     """Start to follow a call. Its operations have to run with the mode of what is returned active."""
-    mode = OwnerMode()
-    set_arguments(mode, [z for _, z in tensors_in((args, kwargs), objects=OBJECTS)], batch.size, batch.dim)
-    return FollowedCall(mode, batch.size)
+    mode = OwnerMode(is_new)
+    given = [z for _, z in tensors_in((args, kwargs), objects=OBJECTS)]
+    set_arguments(mode, given, batch.size, batch.dim)
+    return FollowedCall(mode, batch.size, (*given, *model.parameters(), *model.buffers()))
+
+
+class _NewObjects:
+    """Which objects were created since: those of the youngest generation of the garbage collector.
+
+    The collector is off meanwhile, so that nothing leaves that generation. Several threads may ask at once: then the
+    first one decides since when, and more objects count as new.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.was_enabled = threading.Lock(), 0, True
+
+    def enter(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                self.was_enabled = gc.isenabled()
+                gc.collect(0)
+                gc.disable()
+
+    def leave(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0 and self.was_enabled:
+                gc.enable()
+
+
+_NEW_OBJECTS = _NewObjects()
+
+
+@contextmanager
+def created_since() -> Iterator[None]:
+    """Have `is_new` tell what was created since this began."""
+    _NEW_OBJECTS.enter()
+    try:
+        yield
+    finally:
+        _NEW_OBJECTS.leave()
+
+
+def is_new(value: object) -> bool:
+    """Whether an object was created since `created_since` began."""
+    return any(value is one for one in gc.get_objects(0))
 
 
 def set_arguments(mode: OwnerMode, tensors: Sequence[Tensor], size: int, dim: int) -> None:
