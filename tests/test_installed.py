@@ -28,6 +28,7 @@ pytestmark = pytest.mark.long
 # Warnings of torch itself; the same list as in pyproject.toml.
 TORCH_WARNS = (
     "ignore:`torch.jit.script:DeprecationWarning",
+    "ignore:`torch.jit.script:FutureWarning",
     "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
 )
 STRICTLY = ["-W", "error", *(word for warning in TORCH_WARNS for word in ("-W", warning))]

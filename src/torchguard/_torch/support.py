@@ -145,6 +145,11 @@ def is_newer(version: str) -> bool:
     return minor_version(version) > TESTED[1]
 
 
+def torch_is_at_least(major: int, minor: int) -> bool:
+    """Whether the installed torch is that version or a later one: for results that differ, where no name does."""
+    return minor_version(str(sys.modules["torch"].__version__)) >= (major, minor)
+
+
 def warn_if_untested() -> None:
     """Warn once per process if the installed torch is newer than every tested one."""
     version = str(sys.modules["torch"].__version__)
