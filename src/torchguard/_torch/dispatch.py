@@ -48,9 +48,15 @@ def positional_names(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
 
 
+# Operations whose schemas do not say what they write to.
+_WRITTEN = {"fsdp::all_gather_copy_in": ["all_gather_output"]}
+
+
 def written_arguments(op: Any) -> list[str]:
     """The names of the arguments that an operation writes to."""
-    return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _WRITTEN.get(op._schema.name) or [
+        a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
 
 
 def makes_view(op: Any) -> bool:
