@@ -59,6 +59,7 @@ __all__ = [
     "TorchGuardError",
     "TracingError",
     "TypeMismatchError",
+    "UntestedTorchWarning",
     "UnwrapError",
     "ValidationError",
     "ValidationWarning",
@@ -308,6 +309,10 @@ class GraphMismatchError(TorchGuardError, ValueError):
 
 class BoxError(TorchGuardError, ValueError):
     """The boxes to bound a graph over do not match its leaves."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The installed torch is newer than what torchguard was tested on, or lacks a private name that a part uses."""
 
 
 class ValidationWarning(UserWarning):

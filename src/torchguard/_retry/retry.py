@@ -16,6 +16,7 @@ from torchguard._retry.device_step import DeviceStep, has_state, update, why_not
 from torchguard._retry.report import OBSERVERS, PendingReport, RetryReport, retry_section
 from torchguard._retry.scope import Scope
 from torchguard._retry.tensor_state import TensorState
+from torchguard._torch.support import warn_of_missing
 from torchguard.exceptions import RetryError
 from torchguard.report import Section, Shown
 
@@ -74,6 +75,7 @@ class Retry(Shown):
         on_bad: Callable[[RetryReport], object] | None = None,
         history: int = 1000,
     ) -> None:
+        warn_of_missing("Retry")
         self.models = [model] if isinstance(model, nn.Module) else [*model]
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
         for one in self.models:
