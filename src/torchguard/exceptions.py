@@ -61,6 +61,7 @@ __all__ = [
     "TorchGuardError",
     "TracingError",
     "TypeMismatchError",
+    "UntestedTorchWarning",
     "UnwrapError",
     "ValidationError",
     "ValidationWarning",
@@ -318,6 +319,10 @@ class ExportError(TorchGuardError, ValueError):
 
 class MissingExtraError(TorchGuardError, ImportError):
     """A library is not installed that an extra of torchguard installs; the message has the line that does."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The installed torch is newer than what torchguard was tested on, or lacks a private name that a part uses."""
 
 
 class ValidationWarning(UserWarning):

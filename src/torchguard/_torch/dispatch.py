@@ -1,7 +1,7 @@
 """Operations as they are dispatched: a mode that sees each of them, what an operation writes to, and storages.
 
 `TorchDispatchMode` and operator schemas are how torch's own tools see ATen operations, and have no public name. All of
-this is required, and the same in torch 2.11 to 2.13.
+this is required, and the same in torch 2.11 to 2.15.
 """
 
 import contextlib
