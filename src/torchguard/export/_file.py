@@ -48,6 +48,7 @@ def flags_of(path: str | os.PathLike[str], output: Any) -> list[list[UnpackedErr
         output: what the runtime returned: all outputs, of which the last one has the flags, a mapping with "flags", or
             the flags alone.
 
+    >>> import tempfile
     >>> from torchguard import export, watch
     >>> model = watch(torch.nn.Linear(2, 1)).eval()
     >>> path = tempfile.mkdtemp() + "/linear.pt2"
