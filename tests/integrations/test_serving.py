@@ -73,9 +73,17 @@ def test_continuous_batching_isolates_a_poisoned_request():
 def test_a_request_that_goes_bad_while_it_decodes_is_isolated():
     """The poisoned token is one that a request generates, and no other does."""
     model = llama()
-    plain = model.generate(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 12], [8, 9, 10, 11]]))
+    prompts = torch.tensor([[1, 2, 3, 4], [8, 9, 10, 11], *([5, 6, 7, last] for last in range(12, 42))])
+    answers = model.generate(prompts)
+    others = {*answers[:2, 4:].flatten().tolist(), *range(12), POISON}
+    row, step, token = next(
+        (row, step, token)
+        for row in range(2, len(prompts))
+        for step, token in enumerate(answers[row, 4:-1].tolist())
+        if step and token not in {*others, *answers[row, : 4 + step].tolist()}
+    )
+    plain = answers[[0, row, 1]]
     generated = plain[:, 4:].tolist()
-    step, token = next((i, t) for i, t in enumerate(generated[1]) if i and t not in generated[0] + generated[2])
     with torch.no_grad():
         model.model.embed_tokens.weight[token] = torch.inf
     guarded = watch(model, quarantine=True, returns="output")
