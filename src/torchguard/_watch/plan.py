@@ -80,6 +80,10 @@ class FollowedCall:
             self._neg_inf.add(len(self._checks))
         return may
 
+    def lose(self, problem: str) -> None:
+        """Whose rows are whose cannot be told from here on."""
+        self.mode.lose(problem)
+
     def set_samples(self, z: Tensor, dim: int) -> None:
         """The samples lie along that dim of a tensor, as the user said."""
         if z.shape[dim] == self.size:
@@ -136,6 +140,9 @@ class PlannedCall:
 
     def may_have_neg_inf(self, z: Tensor) -> bool:
         return self._count in self.plan.neg_inf
+
+    def lose(self, problem: str) -> None:
+        self.fits = False
 
     def set_samples(self, z: Tensor, dim: int) -> None:
         return None
