@@ -13,17 +13,19 @@ from torchguard._retry.batch import Batch, Select, micro_batches
 from torchguard._retry.device_step import DeviceStep, has_state, update, why_not
 from torchguard._retry.plan import Plan
 from torchguard._retry.recover import Recovery
-from torchguard._retry.report import PendingReport, RetryReport
+from torchguard._retry.report import OBSERVERS, PendingReport, RetryReport, retry_section
 from torchguard._retry.run import Closure
 from torchguard._retry.tensor_state import TensorState
+from torchguard._torch.support import warn_of_missing
 from torchguard.exceptions import RetryError
+from torchguard.report import Section, Shown
 
 _NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-class Retry:
+class Retry(Shown):
     """Guards training steps: one bad sample costs one sample, whatever the model does with its rows.
 
     A step whose losses and gradients are finite costs one check of what it computed anyway. A step that is not is
@@ -73,6 +75,7 @@ class Retry:
         on_bad: Callable[[RetryReport], object] | None = None,
         history: int = 1000,
     ) -> None:
+        warn_of_missing("Retry")
         self.models = [model] if isinstance(model, nn.Module) else [*model]
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
         for one in self.models:
@@ -177,6 +180,11 @@ class Retry:
             scaler.step(optimizer)
         scaler.update()
 
+    def section(self) -> Section:
+        """The steps in `history` as a section of a report. Waits for the last one."""
+        self.finish()
+        return retry_section([*self.history])
+
     # wait=False: the optimizer skips a bad step by itself, and its samples are trained one step later.
 
     def finish(self) -> None:
@@ -218,6 +226,8 @@ class Retry:
     def _conclude(self, report: RetryReport, is_late: bool = False) -> None:
         if not is_late:  # a late one is in the history since its step
             self.history.append(report)
+        for observe in OBSERVERS:
+            observe(report)
         if self.on_bad is not None and not report.ok:
             self.on_bad(report)
 

@@ -11,8 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchguard._torch.process import require_names
+from torchguard._torch.support import require_names, warn_if_untested, warn_of_missing
 
+warn_if_untested()  # here, because every part that uses torch imports this module
 require_names("torch._C", torch._C, "_current_graph_task_id", "_get_tracing_state", "_len_torch_dispatch_stack")
 _functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 require_names(
@@ -21,6 +22,7 @@ require_names(
     *("is_legacy_batchedtensor", "maybe_current_level", "is_batchedtensor", "is_functorch_wrapped_tensor"),
     *("get_unwrapped", "maybe_get_bdim", "maybe_get_level", "_add_batch_dim"),
 )
+warn_of_missing("err")
 
 F = TypeVar("F", bound=Callable)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchguard._channel.config import get_config
 from torchguard._operators import use_operators
 from torchguard._torch.tensors import map_nested
-from torchguard._torch.tracing import is_in_vmap, outside_transforms, outside_vmap
+from torchguard._torch.tracing import in_transform, is_in_vmap, outside_transforms, outside_vmap
 from torchguard._watch.batch import MIXED, Batch, row_code
 from torchguard._watch.detect import INF, NAN, call_row_status, only_fault, row_status
 from torchguard._watch.graph_plan import mark_samples
@@ -70,6 +70,8 @@ class CallRecord:
         self.rows: list[int] = []
         self.warnings: list[tuple[int, int, Tensor]] = []
         self.in_graph = torch.compiler.is_compiling()  # the call began in the graph that is traced
+        self.in_transform = in_transform()  # the call is made under a transform of torch.func
+        self.is_lost = False  # whether a graph calls modules under a transform of its own
         self.region: range | None = None  # the locations of the region that is being run
         self.region_probes: list[Tensor] = []  # for each region
 
@@ -99,6 +101,9 @@ class CallRecord:
         """
         if self.sample_of:
             self.say_samples(z, location)
+        if self.in_graph and not self.in_transform and in_transform():
+            self.is_lost = True
+            return z
         # Dynamo traces this method once per check, and each Python call in it slowly. So operators do most of the work.
         if (
             self._calls_operators
@@ -148,7 +153,7 @@ class CallRecord:
             return map_nested(z, lambda one: one if bool(one.isfinite().all()) else self._check(one, *how))
         if not self.checks_values or not can_be_checked(z):
             return z
-        if self.owners is not None and is_in_vmap(z):  # the model itself uses `vmap`: operations are followed below it
+        if self._has_transforms() and is_in_vmap(z):  # the model itself uses `vmap`: operations are followed below it
             how = (location, mask_gradient, is_argument, num_squares, rows, in_place, keep_neg_inf)
             return outside_vmap(z, lambda inner: self._check(inner, *how))
         if self.owners is not None:
@@ -196,7 +201,11 @@ class CallRecord:
 
     def _outside(self, status: Tensor) -> Tensor:
         """A status that outlives transforms within the model."""
-        return status if self.owners is None else outside_transforms(status)
+        return outside_transforms(status) if self._has_transforms() else status
+
+    def _has_transforms(self) -> bool:
+        """Whether transforms that are active are the model's own, in eager mode."""
+        return not self.in_graph and not self.in_transform
 
     def _number(self, location: int) -> int:
         """The number that stands for an argument at a location."""

@@ -176,13 +176,14 @@ def _analyze_graphs(
 def _guards_of_target(target: Target) -> Analysis:
     """Compile the model and call it twice: a recompile for the same arguments shows that something is wrong."""
     from torchguard import guards
+    from torchguard.guards._section import inspection_data
 
     target.prepare()
     inspector = guards.GuardInspector(target.model)
     with guards.inspect() as inspection:
         for _ in range(2):
             target.call(inspector.compiled)
-    data = _views.inspection_data(inspection, with_guards=True)
+    data = inspection_data(inspection, with_guards=True)
     try:
         data["cost"] = _views.cost_data(guards.cost(inspector.compiled, *target.args, **target.kwargs))
         cost = _views.cost(data["cost"])

@@ -47,6 +47,7 @@ from torchguard._torch.versions import QuickCheck
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._filters import Filter, by_function
 from torchguard.guards._tree import GuardFailure, failures_of, format_value
+from torchguard.report import Section, Shown, Table, Verdict
 
 _ROOT = "L"  # the source of guards without one, such as those on grad mode
 Action = str | Callable[["list[GuardViolation]"], Any]
@@ -118,7 +119,7 @@ class GuardViolation:
 
 
 @dataclass(frozen=True)
-class AuditReport:
+class AuditReport(Shown):
     """What an audit found.
 
     Attributes:
@@ -132,6 +133,20 @@ class AuditReport:
     calls: int
     checks: int
     dropped: int
+
+    def section(self) -> Section:
+        """How many dropped guards were violated, and each of them."""
+        checked = f"{self.checks:,} of {self.calls:,} calls checked, {self.dropped:,} guards dropped."
+        if self.violations:
+            verdict = Verdict("bad", f"{len(self.violations)} dropped guards no longer held; {checked}")
+        else:
+            verdict = Verdict("ok" if self.checks else "unknown", f"No violation found; {checked}")
+        columns = ("guard", "type", "function", "then", "now", "calls affected, at most", "checks", "from")
+        rows = tuple(
+            (one.name, one.type, one.function, one.then, one.now, one.calls, one.checks, one.line)
+            for one in self.violations
+        )
+        return Section("Audit of dropped guards", (verdict, *([Table(columns, rows)] if rows else [])))
 
     def __str__(self) -> str:
         head = f"{self.dropped} guards dropped, {self.checks} of {self.calls} calls checked, "

@@ -24,6 +24,7 @@ from torchguard.report._blocks import (
     Text,
     Timeline,
     Verdict,
+    format_cell,
 )
 from torchguard.report._json import SCHEMA
 from torchguard.report._report import Report, Shown
@@ -53,4 +54,5 @@ __all__ = [
     "Text",
     "Timeline",
     "Verdict",
+    "format_cell",
 ]

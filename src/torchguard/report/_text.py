@@ -24,6 +24,7 @@ from torchguard.report._blocks import (
     Status,
     Table,
     Text,
+    Timeline,
     Verdict,
     format_cell,
 )
@@ -154,6 +155,13 @@ def _(block: HeatMap) -> RenderableType:
     )
     over = f"{block.column_label}s 0 to {block.columns - 1}"
     return _table(Table((*table.columns, over), rows, block.title))
+
+
+@_view.register
+def _(block: Timeline) -> RenderableType:
+    table = table_of(block)
+    assert table is not None
+    return _table(Table(table.columns[:-1], tuple(row[:-1] for row in table.rows), table.title))  # without details
 
 
 def bars(
