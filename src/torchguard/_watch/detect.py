@@ -16,7 +16,9 @@ Checking must cost next to nothing in compiled code, so this file works around f
   fuses a reduction with the kernel that made its input, wherever the result is used.
 - **Deferred scans.** Compiled for the CPU, a scan that can be fused with nothing (the model's input and output) takes
   longer to compile than it ever saves. The tensor is therefore saved on its status as `_torchguard_source`, and the
-  summary of the call, which is not compiled, scans the tensor itself. The status is then dead code.
+  summary of the call, which is not compiled, scans the tensor itself. The status is then dead code. On a GPU the same
+  is done with all small tensors: a kernel for each check would take longer to launch than to run, so the summary copies
+  tensors of one shape together and scans them with one kernel.
 - **An operator.** Dynamo traces each Python call slowly, and a large model has hundreds of checks. It sees one call
   of the operator `row_status`; AOTAutograd runs the body. The checksum of this package's source is an argument, since
   torch's caches of compiled graphs know an operator by its name and arguments alone.
@@ -45,6 +47,9 @@ _INF_BITS = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF000
 _SOURCE = "_torchguard_source"
 # A GPU holds a piece of this many numbers in registers, and need not read it again to replace it.
 _LONGEST_PIECE, _SHORTEST_PIECE = 1_024, 256
+# Tensors of up to this many numbers are scanned together at the end of a call on a GPU. Until then their memory is
+# kept: half a megabyte each.
+_MAX_SMALL = 2**18
 REVISION = source_checksum(Path(__file__).parent)
 # What a gradient probe receives for a sample. Gradients may be added up: one NaN outweighs any number of Infs.
 PROBE_INF, PROBE_NAN = 1.0, 2.0**20
@@ -77,9 +82,22 @@ def _row_status_op(z: Tensor, alone: bool, keep_neg_inf: bool, revision: int) ->
     if keep_neg_inf:
         return scan(_without_neg_inf(z))
     status = scan(z)
-    if alone and z.is_cpu and is_traced(z) and not z.is_inference():  # inference tensors do not count their changes
+    defers = is_small(z) if compiles_summary(z.device) else alone
+    if defers and is_traced(z) and not z.is_inference():  # inference tensors do not count their changes
         setattr(status, _SOURCE, (z.detach(), mutation_count(z)))
     return status
+
+
+def compiles_summary(device: torch.device) -> bool:
+    """Whether the summary of a call is compiled as part of a graph. On the CPU it is not."""
+    return device.type != "cpu"
+
+
+def is_small(z: Tensor) -> bool:
+    """Whether a kernel that scans this tensor alone would take longer to launch than to run."""
+    if z.ndim < 2 or not z.is_floating_point() or z.element_size() == 1:
+        return False
+    return all(isinstance(size, int) for size in z.shape) and 0 < z.numel() <= _MAX_SMALL
 
 
 _ROW_STATUS = define("row_status(Tensor z, bool alone, bool keep_neg_inf, int revision) -> Tensor", _row_status_op)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchguard._torch.dispatch import positional_names
-from torchguard._watch.intervals import NO_HIGH, NO_LOW, Call, Owners, Rule, everything, union
+from torchguard._watch.intervals import NO_HIGH, NO_LOW, Call, Owners, Rule, compact, everything, nobody, union
 from torchguard._watch.owner_indices import (
     embedding,
     gather,
@@ -86,6 +86,27 @@ def _on_owners(call: Call, which: str, default: int) -> Any:
     if call.name == "constant_pad_nd":
         arguments["value"] = default
     return call.op(*[arguments[name] for name in positional_names(call.op)])
+
+
+def joined(call: Call) -> Any:
+    """`cat`: what the parts store once along a dim is stored once of the whole, and is not copied out."""
+    parts = [z for z in call.tensors() if z.numel()]
+    if not parts:
+        return moved(call)
+    owners = [call.owner(z) or nobody(z.shape) for z in parts]
+    dim, shape = call.arguments.get("dim", 0) % parts[0].ndim, call.outputs[0].shape
+    return Owners(*[_joined([getattr(one, which) for one in owners], dim, shape) for which in Owners._fields])
+
+
+def _joined(parts: list[Tensor], dim: int, shape: torch.Size) -> Tensor:
+    small = [compact(one) for one in parts]
+    if all(one.shape[dim] == 1 and torch.equal(one, small[0]) for one in small):
+        return small[0].expand(shape)
+    sizes = torch.broadcast_shapes(*[one.narrow(dim, 0, 1).shape for one in small])
+    spread = [
+        one.expand([*sizes[:dim], part.shape[dim], *sizes[dim + 1 :]]) for one, part in zip(small, parts, strict=True)
+    ]
+    return torch.cat(spread, dim).expand(shape)
 
 
 def reshaped(call: Call) -> Owners | None:
@@ -196,11 +217,12 @@ RULES: dict[str, Rule] = {
     ),
     **_table(
         moved,
-        "cat stack roll flip repeat constant_pad_nd pixel_shuffle pixel_unshuffle channel_shuffle slice_scatter "
+        "stack roll flip repeat constant_pad_nd pixel_shuffle pixel_unshuffle channel_shuffle slice_scatter "
         "select_scatter diagonal_scatter unsafe_split unsafe_chunk unsafe_split_with_sizes split_with_sizes_copy "
         "split_copy unbind_copy permute_copy transpose_copy expand_copy slice_copy select_copy diag_embed rot90 "
         "_stack hstack vstack block_diag",
     ),
+    "cat": joined,
     **_table(reshaped, "view _unsafe_view reshape _reshape_alias _reshape_copy view_copy"),
     **_table(
         along,

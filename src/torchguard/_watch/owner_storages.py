@@ -3,14 +3,12 @@
 `owners.py` says what owners are.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from torchguard._torch.dispatch import StorageWeakRef, weak_storage
 from torchguard._watch.batch import UNBATCHED, row_code, row_code_of_sample
-from torchguard._watch.intervals import NO_HIGH, NO_LOW, Owners, union
+from torchguard._watch.intervals import Owners, nobody, union
 
 # Where a view lies in its storage: offset, shape, strides and the size of an element.
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], int]
@@ -76,11 +74,6 @@ def geometry_of(z: Tensor) -> Geometry:
 
 def _overlaps_itself(z: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(z.shape, z.stride(), strict=True))
-
-
-def nobody(shape: Sequence[int]) -> Owners:
-    low, high = (torch.tensor(number, dtype=torch.int32) for number in (NO_LOW, NO_HIGH))
-    return Owners(low, high).expand(shape)
 
 
 def rows_of(owners: Owners | None, size: int) -> int | None:

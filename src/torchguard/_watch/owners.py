@@ -35,9 +35,9 @@ from torchguard._torch.dispatch import (
 from torchguard._torch.tensors import flatten, mutation_count, storage_of
 from torchguard._watch import owner_rules
 from torchguard._watch.call_path import PathMode
-from torchguard._watch.intervals import Call, Owners, everything, union
+from torchguard._watch.intervals import Call, Owners, everything, nobody, union
 from torchguard._watch.owner_rules import Rule
-from torchguard._watch.owner_storages import StorageOwners, geometry_of, nobody
+from torchguard._watch.owner_storages import StorageOwners, geometry_of
 
 # Operations that hand a value to Python, which may then decide by it what the model does.
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
@@ -255,7 +255,7 @@ class OwnerMode(PathMode):
         except (RuntimeError, ValueError, IndexError, TypeError):  # a form of the operation that the rule does not know
             every = everything(call)
             spread = [None if every is None else every.expand(z.shape) for z in outputs]
-        is_view = makes_view(call.op)
+        is_view = makes_view(call.op) or call.name == "_unsafe_view"  # which its schema does not say
         for z, owners in zip(outputs, spread, strict=True):
             key = _key(z)
             if is_view and key in self._storages:
@@ -271,8 +271,8 @@ class OwnerMode(PathMode):
 
     def _note_unwritten(self, call: Call, given: list[Tensor], written: list[Tensor]) -> None:
         """Note memory that no operation has written yet. If one reads it, a kernel that is no operation of torch, such
-        as a Triton kernel, may have written anything into it."""
-        for one in given:
+        as a Triton kernel, may have written anything into it. A view reads nothing."""
+        for one in () if makes_view(call.op) else given:
             is_written = any(one is other for other in written)
             if self._unwritten.pop(_key(one), None) is not None and not is_written and _may_have_changed(one):
                 self._mix(one, f"a kernel that is no operation of torch, before {call.op}")
