@@ -62,7 +62,7 @@ class TestRequired:
         ):
             reimported(tracing)
 
-    @pytest.mark.parametrize("name", ["is_legacy_batchedtensor", "maybe_current_level"])
+    @pytest.mark.parametrize("name", ["is_legacy_batchedtensor", "maybe_current_level", "get_unwrapped"])
     def test_of_functorch(self, monkeypatch, name):
         monkeypatch.delattr(torch._C._functorch, name)
         with pytest.raises(ImportError, match=rf"needs torch\._C\._functorch\.{name}"):
