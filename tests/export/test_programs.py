@@ -33,7 +33,7 @@ def test_a_program_has_a_batch_without_limit(make):
 def test_exported_by_torch_itself_the_batch_has_no_limit_and_sizes_decide(strict):
     model = watch(Exponential(), quarantine=True).eval()
     shapes = {"x": {0: torch.export.Dim("batch")}}
-    with pytest.warns((MixedRowsWarning, UserWarning), match="sizes decide|side effects"):
+    with pytest.warns((MixedRowsWarning, UserWarning), match="Sizes decide|side effects"):
         program = torch.export.export(model, (torch.randn(3, 4),), dynamic_shapes=shapes, strict=strict)
     x = torch.randn(5000, 4)
     x[4999, 1] = torch.nan
