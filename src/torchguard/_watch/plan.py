@@ -241,8 +241,8 @@ def warn_of_sizes(model: str) -> None:
     warnings.warn(
         f"watch: {model} is called under a transform of torch.func, in an export or under another dispatch mode, where "
         "operations are not followed. Sizes decide which rows belong to which sample: right where each sample keeps "
-        "its rows, in order, and it is not noticed where that does not hold. torchguard.export follows the samples before it "
-        "exports; torchguard.Retry is exact on any model.",
+        "its rows, in order, and it is not noticed where that does not hold. "
+        "torchguard.export follows them before it exports. torchguard.Retry is exact on any model.",
         MixedRowsWarning,
         stacklevel=2,
     )
