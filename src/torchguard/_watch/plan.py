@@ -26,6 +26,7 @@ from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.host_data import listening
 from torchguard._torch.modules import has_compiled_parts
 from torchguard._torch.tracing import is_in_backward, is_plain
+from torchguard._torch.training import sharding_of
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call_path import PathMode
 from torchguard._watch.owner_storages import rows_of
@@ -193,10 +194,11 @@ class Plans:
 
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
-    modes = tuple([module.training for module in model.modules()])
+    modules = [*model.modules()]
+    modes = tuple([module.training for module in modules])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
-    return modes, plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
+    return modes, sharding_of(modules), plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
 
 
 def _is_plain(value: Any) -> bool:
