@@ -1,7 +1,7 @@
 """Operations as they are dispatched: a mode that sees each of them, what an operation writes to, and storages.
 
 `TorchDispatchMode` and operator schemas are how torch's own tools see ATen operations, and have no public name. All of
-this is required, and the same in torch 2.11 to 2.13.
+this is required, and the same in torch 2.11 to 2.15.
 """
 
 import contextlib
@@ -65,8 +65,11 @@ def makes_view(op: Any) -> bool:
 
 @functools.cache
 def is_composite(op: Any) -> bool:
-    """Whether an operation is made of others for every device."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    """Whether an operation is made of others for every device. Some have no entry in the dispatcher: `sym_size`."""
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    except RuntimeError:
+        return False
 
 
 def is_query(op: Any) -> bool:

@@ -7,8 +7,8 @@ the model: an attribute, a random number or a value may lead to another. So each
 mixing samples from there on, and the next one is followed again. Parts of a model that are compiled on their own would
 not run compiled under any dispatch mode. A model that has some goes without this comparison.
 
-A batch of one sample needs no plan. Nor is there one under `torch.func` transforms and in exports, where sizes decide.
-In a graph, `graph_plan.py` finds the plan while Dynamo traces.
+A batch of one sample needs no plan. Nor is there one under `torch.func` transforms, where sizes decide. For an export,
+`export.py` finds one before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
 """
 
 import gc
@@ -25,7 +25,7 @@ from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.host_data import listening
 from torchguard._torch.modules import has_compiled_parts
-from torchguard._torch.tracing import is_in_backward, is_plain
+from torchguard._torch.tracing import constant_in_graphs, is_in_backward, is_plain
 from torchguard._torch.training import sharding_of
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call_path import PathMode
@@ -36,6 +36,7 @@ from torchguard.exceptions import MixedRowsWarning
 _PLAIN = torch.empty(0)
 # How many plans a watched model keeps.
 _MOST_PLANS = 256
+_WARNED_OF_SIZES: set[str] = set()
 
 
 class OwnerPlan(NamedTuple):
@@ -80,6 +81,10 @@ class FollowedCall:
         if may:
             self._neg_inf.add(len(self._checks))
         return may
+
+    def lose(self, problem: str) -> None:
+        """Whose rows are whose cannot be told from here on."""
+        self.mode.lose(problem)
 
     def set_samples(self, z: Tensor, dim: int) -> None:
         """The samples lie along that dim of a tensor, as the user said."""
@@ -138,6 +143,9 @@ class PlannedCall:
     def may_have_neg_inf(self, z: Tensor) -> bool:
         return self._count in self.plan.neg_inf
 
+    def lose(self, problem: str) -> None:
+        self.fits = False
+
     def set_samples(self, z: Tensor, dim: int) -> None:
         return None
 
@@ -195,10 +203,19 @@ class Plans:
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
     modules = [*model.modules()]
-    modes = tuple([module.training for module in modules])
+    # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
+    modes = (torch.is_grad_enabled(), *[module.training for module in modules])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
+    plain += tuple([_cached_length(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
     return modes, sharding_of(modules), plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
+
+
+def _cached_length(value: Any) -> int | None:
+    """How many tokens a key-value cache of transformers holds, if its shapes tell: a decoding step depends on it."""
+    length = getattr(value, "get_seq_length", None)
+    found = length() if callable(length) else None
+    return found if isinstance(found, int) else None
 
 
 def _is_plain(value: Any) -> bool:
@@ -212,6 +229,22 @@ def warn_of_mixing(model: str, problem: str | None) -> None:
         f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one "
         "goes bad, it cannot be told which others it touches: all samples of the call are flagged, and zero in the "
         "output. torchguard.Retry drops only the bad samples, on any model.",
+        MixedRowsWarning,
+        stacklevel=2,
+    )
+
+
+@constant_in_graphs
+def warn_of_sizes(model: str) -> None:
+    """Say, once for each class of models, that a call is not followed."""
+    if model in _WARNED_OF_SIZES:
+        return
+    _WARNED_OF_SIZES.add(model)
+    warnings.warn(
+        f"watch: {model} is called under a transform of torch.func, in an export or under another dispatch mode, where "
+        "operations are not followed. Sizes decide which rows belong to which sample: right where each sample keeps "
+        "its rows, in order, and it is not noticed where that does not hold. "
+        "torchguard.export follows them before it exports. torchguard.Retry is exact on any model.",
         MixedRowsWarning,
         stacklevel=2,
     )
