@@ -102,8 +102,7 @@ def _groups_of(state: Any) -> list[Any]:
 def sharding_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     """What FSDP2 will do in a forward pass: gather the parameters of a module, for the first time or again, or not.
 
-    There is no public way to ask. Degraded where torch renames `_sharded_state` or `_unsharded_param`: None for each
-    module, and `watch` takes a forward pass with another gathering for another way through the model.
+    There is no public way to ask. A forward pass with another gathering has other operations.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who uses it has imported it, which takes long
     if fsdp is None:
@@ -115,10 +114,7 @@ def sharding_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
         for group in _groups_of(module._get_fsdp_state())  # pyright: ignore[reportCallIssue]
     ]
     return tuple(
-        [
-            (getattr(group, "_sharded_state", None), any(hasattr(one, "_unsharded_param") for one in group.fsdp_params))
-            for group in groups
-        ]
+        [(group._sharded_state, any(hasattr(one, "_unsharded_param") for one in group.fsdp_params)) for group in groups]
     )
 
 
