@@ -25,6 +25,7 @@ from torchguard._channel.packing import (
     bits,
     capacity,
     carrier_of,
+    joined,
     unpack,
     words_to_flags,
     zero_flags,
@@ -221,4 +222,4 @@ def _packed_in_order(masks: list[RowStatus], slots: Sequence[int], room: int, li
     if len(masks) > room:
         found = found & (position < room)
     is_target = found.unsqueeze(1) & ((position // lanes).unsqueeze(1) == word)
-    return words_to_flags(torch.where(is_target, value.unsqueeze(1), 0).sum(-1, dtype=carrier.bits), like)
+    return words_to_flags(joined(torch.where(is_target, value.unsqueeze(1), 0), carrier.bits), like)

@@ -1,5 +1,6 @@
 """Conversion between flags tensors and one integer per slot, for every carrier."""
 
+import functools
 import sys
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from torchguard._channel.config import CARRIERS, Carrier, ErrorConfig, config_of
 from torchguard._channel.slot_bits import SLOT_BITS, SLOT_MASK
-from torchguard._torch.tracing import can_read, is_plain, is_traced
+from torchguard._torch.tracing import can_read, is_exporting, is_plain, is_traced
 from torchguard.exceptions import ConfigError
 
 Flags = Shaped[Tensor, "batch words"]
@@ -75,8 +76,16 @@ def pack(slots: Slots, like: Flags) -> Flags:
     if _is_viewable_as_slots(like):
         return slots.to(torch.int16).contiguous().view(like.dtype)
     slots = slots.to(carrier.bits).unflatten(1, (-1, carrier.slots_per_word))
-    words = torch.bitwise_left_shift(slots & SLOT_MASK, _shifts(slots)).sum(-1, dtype=carrier.bits)
+    words = joined(torch.bitwise_left_shift(slots & SLOT_MASK, _shifts(slots)), carrier.bits)
     return words_to_flags(words, like)
+
+
+def joined(lanes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the last dim, whose entries have no bit in common.
+
+    In an export by `or`: onnxruntime sums int64 in floating point, which loses the lowest bits.
+    """
+    return functools.reduce(torch.bitwise_or, lanes.unbind(-1)) if is_exporting() else lanes.sum(-1, dtype=dtype)
 
 
 def words_to_flags(words: Int[Tensor, "batch words"], like: Flags) -> Flags:
