@@ -1,16 +1,19 @@
 # make demo        train with broken samples; needs only Python, pip, make and gcc
 # make test        lint, types, import layers and the short tests: a few minutes
 # make test-long   the long tests: Inductor, more Hypothesis examples, the installed wheel, the docs
+# make test TORCH=2.15.0 PYTHON=python3.13   all tests, short and long, on another torch or Python. The environment is
+#                  one of its own; torch from the registry brings several GB of CUDA.
 PYTHON ?= python3
-VENV   := .venv
+VENV   := .venv$(if $(TORCH),-torch-$(TORCH)-$(notdir $(PYTHON)))
+PINS   := $(VENV)/constraints.txt
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n 2
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c $(PINS)
 
 # One thread: with two test processes, OpenMP threads that spin while they wait slow everything down a hundredfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-long lint types layers unit bench docs chromium clean
+.PHONY: demo test test-long lint types layers unit all-tests bench docs chromium clean
 
 demo: $(VENV)/.demo
 	@echo "demo: training with BatchNorm and a contrastive loss on batches with broken samples"
@@ -18,7 +21,7 @@ demo: $(VENV)/.demo
 	@echo "demo: training a small GPT with a broken sample in every batch, checked inside the graph"
 	@$(BIN)/python examples/train_with_a_bad_sample.py
 
-test: lint types layers unit
+test: $(if $(TORCH),all-tests,lint types layers unit)
 
 lint: $(VENV)/.dev
 	@echo "lint: ruff"
@@ -35,6 +38,10 @@ layers: $(VENV)/.dev
 unit: $(VENV)/.dev
 	@echo "unit: pytest"
 	@$(PYTEST) -m "not long"
+
+all-tests: $(VENV)/.dev chromium
+	@echo "all tests: pytest"
+	@$(PYTEST)
 
 test-long: $(VENV)/.dev docs chromium
 	@echo "long: pytest"
@@ -74,6 +81,7 @@ clean:
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@echo "setup: virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(PINS)
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --upgrade "pip>=25.1"
 	@$(PIP) --editable .
 	@touch $@

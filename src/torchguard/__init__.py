@@ -11,7 +11,21 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchguard import artifacts, compiled, device, err, experimental, flags, guards, lint, report, typing
+    from torchguard import (
+        artifacts,
+        compiled,
+        device,
+        distributed,
+        err,
+        experimental,
+        flags,
+        guards,
+        lint,
+        report,
+        testing,
+        training,
+        typing,
+    )
     from torchguard._channel.codes import ErrorCode, ErrorDomain, Severity
     from torchguard._channel.config import (
         CONFIG,
@@ -118,6 +132,7 @@ __all__ = [
     "check_params",
     "compiled",
     "device",
+    "distributed",
     "err",
     "error_t",
     "experimental",
@@ -137,7 +152,9 @@ __all__ = [
     "report",
     "set_config",
     "tensorcheck",
+    "testing",
     "tracked",
+    "training",
     "typing",
     "unwatch",
     "unwrap",
@@ -145,7 +162,21 @@ __all__ = [
 ]
 
 
-_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "guards", "lint", "report", "typing")
+_MODULES = (
+    "artifacts",
+    "compiled",
+    "device",
+    "distributed",
+    "err",
+    "experimental",
+    "flags",
+    "guards",
+    "lint",
+    "report",
+    "testing",
+    "training",
+    "typing",
+)
 _HOMES = {
     "checks": "find fix flag_inf flag_nan flag_nan_and_inf flag_oob_indices has_err push",
     "control": "AND HAS IF IS NOT OR",

@@ -15,7 +15,7 @@ original and nothing else:
 | `aot_stage2_compile` | `CompilationListener.lowering` | named by `missing_for_capture` |
 | `GraphLowering.save_output_code` | `CompilationListener.wrote_code` | named by `missing_for_capture` |
 
-All of them exist in torch 2.11 to 2.13. The patches can go when torch has callbacks for compilations.
+All of them exist in torch 2.11 to 2.15. The patches can go when torch has callbacks for compilations.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ from torchguard._torch.dynamo import FunctionName, backend_name, current_compile
 from torchguard._torch.guards import Guards, Stack, guards_of
 from torchguard._torch.process import module_state, patch_function
 from torchguard._torch.settings import call_with_compilers, takes_compilers, without_graph_caches
+from torchguard._torch.support import missing, warn_of_missing
 from torchguard.exceptions import GuardError
 
 
@@ -119,22 +120,12 @@ THIS_COPY = module_state(globals(), "copy", object)
 
 def missing_for_guards() -> str | None:
     """The name that torch lacks and that all of `guards` but filters needs; None if it has all of them."""
-    import torch._dynamo.guards as dynamo
-    from torch._dynamo import convert_frame
-
-    manager = getattr(dynamo, "CheckFunctionManager", None)
-    names = {
-        "ConvertFrameAssert": getattr(convert_frame, "ConvertFrameAssert", None),
-        "CheckFunctionManager.build_guards": getattr(manager, "build_guards", None),
-        "CheckFunctionManager.compile_check_fn": getattr(manager, "compile_check_fn", None),
-        "get_guard_fail_reason": getattr(dynamo, "get_guard_fail_reason", None),
-        "_get_closure_vars": getattr(dynamo, "_get_closure_vars", None),
-    }
-    return next((name for name, found in names.items() if found is None), None)
+    return next((one.name for one in missing("guards") if one.is_required), None)
 
 
 def require_guard_events(who: str) -> None:
     """Patch torch to report what Dynamo guards; raises GuardError where torch lacks a name that this needs."""
+    warn_of_missing("guards")
     if (name := missing_for_guards()) is not None:
         raise GuardError(f"{who}: torch {torch.__version__} has no {name}, which it needs. Filters work without.")
     _patch_guards()

@@ -1,6 +1,6 @@
 """Inductor: the options of a mode, its decompositions, and its compilers.
 
-None of these has a public name; they are the same in torch 2.11 to 2.13. All but `mode_options` are required: the call
+None of these has a public name; they are the same in torch 2.11 to 2.15. All but `mode_options` are required: the call
 raises ImportError where a name is missing. Every function imports Inductor itself: loading it takes seconds.
 """
 

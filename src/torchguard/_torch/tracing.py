@@ -10,11 +10,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchguard._torch.process import require_names
+from torchguard._torch.support import require_names, warn_if_untested, warn_of_missing
 
+warn_if_untested()  # here, because every part that uses torch imports this module
 require_names("torch._C", torch._C, "_current_graph_task_id", "_get_tracing_state", "_len_torch_dispatch_stack")
 _functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 require_names("torch._C._functorch", _functorch, "is_legacy_batchedtensor", "maybe_current_level")
+warn_of_missing("err")
 
 F = TypeVar("F", bound=Callable)
 

@@ -43,6 +43,7 @@ from torchguard._torch.modules import (
     skip_frame,
 )
 from torchguard._torch.settings import allow_side_effects_under_checkpoint, release_settings
+from torchguard._torch.support import warn_of_missing
 from torchguard._watch import hooks, regions, state, wrapper  # classes are looked up there: they may be reloaded
 from torchguard._watch.report import Incident
 from torchguard._watch.select import (
@@ -103,6 +104,7 @@ def watch(
     >>> flags.repr(f)
     'ErrorFlags(2 samples, 1 errors: 1xNAN @ input)'
     """
+    warn_of_missing("watch")
     _require_model(model)
     if returns not in ("both", "output"):
         raise WatchError(f"watch: returns is {returns!r}. Give 'both' or 'output'.")

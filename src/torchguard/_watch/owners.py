@@ -271,8 +271,8 @@ class OwnerMode(PathMode):
 
     def _note_unwritten(self, call: Call, given: list[Tensor], written: list[Tensor]) -> None:
         """Note memory that no operation has written yet. If one reads it, a kernel that is no operation of torch, such
-        as a Triton kernel, may have written anything into it."""
-        for one in given:
+        as a Triton kernel, may have written anything into it. A view reads nothing."""
+        for one in () if makes_view(call.op) else given:
             is_written = any(one is other for other in written)
             if self._unwritten.pop(_key(one), None) is not None and not is_written and _may_have_changed(one):
                 self._mix(one, f"a kernel that is no operation of torch, before {call.op}")
