@@ -40,7 +40,9 @@ def guards(call):
     def count(manager):
         return len(leaves_of(manager)) + sum(map(count, children_of(manager)))
 
-    return sum(count(entry.root) for _, entry in entries_of(cache_of(call)))
+    cache = cache_of(call)
+    assert cache is not None
+    return sum(count(entry.root) for _, entry in entries_of(cache))
 
 
 def guards_of(make, count):
