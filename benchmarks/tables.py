@@ -1,6 +1,6 @@
 """The tables of README and docs that are made from results: `python benchmarks/tables.py` writes them anew.
 
-A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`. Its rows are sorted, the worst first.
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`. The worst row comes first.
 """
 
 import json
