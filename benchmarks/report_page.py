@@ -1,8 +1,8 @@
 """How long a report with 10,000 steps and 1,000 modules takes to open and to filter, in Debian's chromium.
 
-Half a million of the ten million cells are filled, as in a run in which fifty modules are bad in every step. Figures are
-the least of three rounds: seconds on the clock, and seconds of all processes of the browser on the processors, which hold
-also while other programs run. The latter have to stay below two.
+Half a million of the ten million cells are filled, as in a run in which fifty modules are bad in every step. Figures
+are the least of three rounds: seconds on the clock, and seconds of all processes of the browser on the processors,
+which hold also while other programs run. The latter have to stay below two.
 """
 
 import random
