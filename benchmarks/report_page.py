@@ -60,7 +60,11 @@ def measure(path: Path) -> dict[str, tuple[float, float]]:
         figure.scroll_into_view_if_needed()
         figure.locator("canvas").first.wait_for()
         times["open"] = watch.read()
-        for name, field in (("map", figure.locator(".filter")), ("table", page.locator(".table.long input").last)):
+        table = page.locator(".table.long").last
+        table.scroll_into_view_if_needed()
+        page.wait_for_selector("main > section > .table.long[data-ready]")
+        times["show the table"] = watch.read()
+        for name, field in (("map", figure.locator(".filter")), ("table", table.locator("input"))):
             field.fill("layers.77")
             page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
             times[f"filter the {name}"] = watch.read()
