@@ -4,11 +4,12 @@ In eager mode the first call of a form (`form_of`: shapes, dtypes, modes) is fol
 is an `OwnerPlan`, which later calls of that form use. A plan holds only for the way that the followed call took through
 the model: an attribute, a random number or a value may lead to another. So each call that uses a plan runs under a
 `PathMode`, and every check compares the operations so far with those of the plan. Where they differ, the call counts as
-mixing samples from there on, and the next one is followed again. Parts of a model that are compiled on their own would
-not run compiled under any dispatch mode. A model that has some goes without this comparison.
+mixing samples from there on, and the next one is followed again; after two such calls of a form, all are followed.
+Parts of a model that are compiled on their own would not run compiled under any dispatch mode. A model that has some
+goes without this comparison.
 
-A batch of one sample needs no plan. Nor is there one under `torch.func` transforms and in exports, where sizes decide.
-In a graph, `graph_plan.py` finds the plan while Dynamo traces.
+A batch of one sample needs no plan. Nor is there one under `torch.func` transforms, where sizes decide. For an export,
+`export.py` finds one before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
 """
 
 import gc
@@ -35,6 +36,8 @@ from torchguard.exceptions import MixedRowsWarning
 _PLAIN = torch.empty(0)
 # How many plans a watched model keeps.
 _MOST_PLANS = 256
+# After how many calls that take another way than their plan all calls of that form are followed.
+_MOST_MISFITS = 2
 _WARNED_OF_SIZES: set[str] = set()
 
 
@@ -175,13 +178,14 @@ class Plans:
 
     def __init__(self) -> None:
         self._by_form: dict[Any, OwnerPlan] = {}
+        self._misfits: dict[Any, int] = {}  # how many calls of a form took another way than its plan
 
     def start(
         self, form: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch
     ) -> Call:
         """Start a call: with a plan, or followed."""
         plan = self._by_form.get(form)
-        if plan is None:
+        if plan is None or self._misfits.get(form, 0) >= _MOST_MISFITS:
             return follow(model, args, kwargs, batch)
         # In backward, a checkpoint repeats a call with other tensors, and may leave it early.
         return PlannedCall(plan, not has_compiled_parts(model) and not is_in_backward())
@@ -192,19 +196,30 @@ class Plans:
         if isinstance(call, PlannedCall):
             if not call.fits:
                 self._by_form.pop(form, None)
+                self._misfits[form] = self._misfits.get(form, 0) + 1
         elif not call.mode.is_lost:
             if len(self._by_form) >= _MOST_PLANS:
                 self._by_form.clear()
+                self._misfits.clear()
             self._by_form[form] = plan
         return plan
 
 
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
-    modes = tuple([module.training for module in model.modules()])
+    # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
+    modes = (torch.is_grad_enabled(), *[module.training for module in model.modules()])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
+    plain += tuple([_cached_length(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
     return modes, plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
+
+
+def _cached_length(value: Any) -> int | None:
+    """How many tokens a key-value cache of transformers holds, if its shapes tell: a decoding step depends on it."""
+    length = getattr(value, "get_seq_length", None)
+    found = length() if callable(length) else None
+    return found if isinstance(found, int) else None
 
 
 def _is_plain(value: Any) -> bool:
@@ -232,7 +247,8 @@ def warn_of_sizes(model: str) -> None:
     warnings.warn(
         f"watch: {model} is called under a transform of torch.func, in an export or under another dispatch mode, where "
         "operations are not followed. Sizes decide which rows belong to which sample: right where each sample keeps "
-        "its rows, in order, and it is not noticed where that does not hold. torchguard.Retry is exact on any model.",
+        "its rows, in order, and it is not noticed where that does not hold. "
+        "torchguard.export follows them before it exports. torchguard.Retry is exact on any model.",
         MixedRowsWarning,
         stacklevel=2,
     )
