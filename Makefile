@@ -56,6 +56,8 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/watched.py cpu
 	@echo "bench: guarded training steps against plain ones"
 	@$(BIN)/python benchmarks/retry.py cpu
+	@echo "bench: digests and gathers over ranks"
+	@$(BIN)/python benchmarks/ranks.py
 	@echo "bench: all guards, filtered and audited"
 	@$(BIN)/python benchmarks/guarded.py
 	@echo "bench: compiling with and without capturing artifacts"
