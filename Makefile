@@ -1,4 +1,4 @@
-# make demo        train with broken samples; needs only Python, pip, make and gcc
+# make demo        a GPT with planted faults under torchguard run, and its report; needs only Python, pip and make
 # make test        lint, types, import layers and the short tests: a few minutes
 # make test-long   the long tests: Inductor, more Hypothesis examples, the installed wheel, the docs
 # make test TORCH=2.15.0 PYTHON=python3.13   all tests, short and long, on another torch or Python. The environment is
@@ -16,10 +16,8 @@ export OMP_NUM_THREADS := 1
 .PHONY: demo test test-long lint types layers unit all-tests bench docs chromium clean
 
 demo: $(VENV)/.demo
-	@echo "demo: training with BatchNorm and a contrastive loss on batches with broken samples"
-	@$(BIN)/python examples/one_bad_sample.py
-	@echo "demo: training a small GPT with a broken sample in every batch, checked inside the graph"
-	@$(BIN)/python examples/train_with_a_bad_sample.py
+	@echo "demo: a small GPT with planted faults, unmodified, under torchguard run"
+	@$(BIN)/torchguard run --watch --device edge-npu --dir build/demo --html build/demo.html examples/gpt.py
 
 test: $(if $(TORCH),all-tests,lint types layers unit)
 

@@ -423,7 +423,7 @@ def an_audit_survives_the_reload_of_its_events():
 
 @reloaded
 def an_inspection_and_a_capture_survive_the_reload_of_their_events():
-    modules = ("torchguard._torch.events", "torchguard.artifacts._capture")
+    modules = ("torchguard._torch.events", "torchguard._torch.compilations", "torchguard.artifacts._capture")
     for emptied in (False, True):
         with (
             tempfile.TemporaryDirectory() as folder,

@@ -65,8 +65,11 @@ def makes_view(op: Any) -> bool:
 
 @functools.cache
 def is_composite(op: Any) -> bool:
-    """Whether an operation is made of others for every device."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    """Whether an operation is made of others for every device. Some have no entry in the dispatcher: `sym_size`."""
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    except RuntimeError:
+        return False
 
 
 def is_query(op: Any) -> bool:

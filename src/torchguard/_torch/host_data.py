@@ -17,7 +17,8 @@ from torch import Tensor
 
 from torchguard._torch.process import process_state
 
-# Methods that read a tensor, and functions that make one of nested values, which may hold tensors.
+# Methods that read a tensor, and functions that make one of nested values, which may hold tensors. Not `__getitem__`,
+# which also makes tensors of lists: with a method of that name, C code takes a tensor of no dims for a sequence.
 _READERS = ((Tensor, "numpy"), (Tensor, "tolist"), (Tensor, "__dlpack__"))
 _MAKERS = ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (torch, "from_numpy"), (Tensor, "new_tensor"))
 

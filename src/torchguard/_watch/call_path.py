@@ -9,6 +9,8 @@ from torch import Tensor
 
 from torchguard._torch.dispatch import DispatchMode, is_composite, is_query
 
+_HASHED = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
 
 class PathMode(DispatchMode):
     """Identifies the way that a call takes through a model: `path` is a hash of all operations so far.
@@ -39,7 +41,7 @@ class PathMode(DispatchMode):
         kwargs = kwargs or {}
         if self._is_paused or is_query(op):
             return self._ignore(op(*args, **kwargs))
-        if is_composite(op):  # in inference mode, they arrive whole
+        if is_composite(op) and not any(_is_nested(one) for one in args):  # in inference mode, they arrive whole
             with self:
                 return op.decompose(*args, **kwargs)
         result = op(*args, **kwargs)
@@ -61,4 +63,9 @@ def _outline(value: Any) -> Any:
         return value.shape if value.layout == torch.strided and not value.is_nested else type(value)
     if isinstance(value, (list, tuple)):
         return tuple([_outline(one) for one in value])
-    return value if isinstance(value, (int, float, str, bool)) or value is None else str(value)
+    return value if isinstance(value, _HASHED) or value is None else type(value)
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether a value is a nested tensor: it may have operations of its own for what others are composed of."""
+    return isinstance(value, Tensor) and value.is_nested

@@ -46,12 +46,13 @@ _MARK_CALL = define("mark_call(Tensor[] tensors, str role, SymInt size, int dim)
 
 
 @constant_in_graphs
-def codes_in_graph(model: str, warns: bool) -> tuple[int, ...]:
+def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
     """Row codes of the marked statuses, then of the outputs. The marks are erased.
 
     Args:
         model: its name, for a warning that it mixes samples.
         warns: whether such a warning is due.
+        is_lost: whether the model calls modules under a transform.
     """
     traced = TracedGraph()
     finder = _Finder()
@@ -59,7 +60,9 @@ def codes_in_graph(model: str, warns: bool) -> tuple[int, ...]:
         with finder.mode:
             run(traced.graph, traced.attribute, finder)
         problem = finder.mode.problem if finder.has_arguments else "the graph breaks inside the model"
-        finder.failed = finder.mode.is_lost
+        if is_lost:
+            problem = "a module is called under a transform of torch.func"
+        finder.failed = finder.mode.is_lost or is_lost
     except CannotRunError as error:
         problem, finder.failed = str(error), True
     except Exception as error:  # whatever an operation raises that fake tensors do not support

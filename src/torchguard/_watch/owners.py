@@ -61,6 +61,7 @@ _KEEP_NEG_INF = {
     *("_unsafe_view", "fill", "_log_softmax"),
 }
 _NEW = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
 
 
@@ -90,6 +91,7 @@ class OwnerMode(PathMode):
         super().__init__()
         self._is_new, self._is_making = is_new, False
         self._read_on_host: Owners | None = None  # the owners of all integers that were read into Python or NumPy
+        self._has_picked = False  # whether integers were made of floating-point numbers of samples, as by `argmax`
         self._changes: dict[int, _Changes] = {}
         self.problem: str | None = None
         self.is_lost = False
@@ -142,7 +144,7 @@ class OwnerMode(PathMode):
         given = call.tensors()
         if not all(_has_storage(one) for one in (*given, *outputs)):
             if any(self.owners_of(one) is not None for one in given):
-                self._lose(f"{op} has a sparse or nested tensor")
+                self.lose(f"{op} has a sparse or nested tensor")
             return
         if has_tag(op, torch.Tag.inplace_view):  # another view of the same storage
             return
@@ -160,8 +162,9 @@ class OwnerMode(PathMode):
             return
         if any(_key(one) in self._of_floats or self._is_float_of_samples(one) for one in given):
             if call.name in _READS:
-                self._lose(f"{op} hands a value of a sample to Python")
+                self.lose(f"{op} hands a value of a sample to Python")
             self._of_floats |= {_key(one): weak_storage(one) for one in (*outputs, *written)}
+            self._has_picked = self._has_picked or any(one.dtype in _INTEGERS for one in outputs)
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
         self._set_outputs(call)
         for one in written:
@@ -199,7 +202,7 @@ class OwnerMode(PathMode):
                 changes = self._changes[_key(one)] = _Changes(one)
             else:
                 is_foreign = mutation_count(one) - changes.first > changes.count
-            if is_foreign or (is_fresh and not self._is_making):
+            if is_foreign or (is_fresh and not self._is_making and self._may_hold_samples(one)):
                 self._mix(one, f"data that no operation of this call made, before {call.op}")
                 changes.first, changes.count = mutation_count(one), 0
             elif is_fresh and self._read_on_host is not None:
@@ -209,6 +212,14 @@ class OwnerMode(PathMode):
         for one in written:
             self._changes[_key(one)].count += 1
         self.know(outputs)
+
+    def _may_hold_samples(self, z: Tensor) -> bool:
+        """Whether a tensor that torch made of host data on its own may hold what an operation computed of samples.
+
+        A number in `z[0] = 1.0` does not: it would have been read before. Nor do the integers of `z[:, [0, 2]]`, unless
+        the model has made integers of floating-point numbers.
+        """
+        return z.ndim > 0 and (z.is_floating_point() or z.is_complex() or self._has_picked)
 
     def _is_unknown(self, z: Tensor) -> bool:
         assert self._is_new is not None
@@ -227,7 +238,7 @@ class OwnerMode(PathMode):
         if owners is None:
             return
         if _key(tensor) in self._of_floats or self._is_float_of_samples(tensor):
-            self._lose(f"Tensor.{how} hands values of a sample to Python")
+            self.lose(f"Tensor.{how} hands values of a sample to Python")
         self._read_on_host = union([self._read_on_host, owners.all()])
 
     @contextmanager
@@ -243,7 +254,8 @@ class OwnerMode(PathMode):
         finally:
             self._is_making = before
 
-    def _lose(self, problem: str) -> None:
+    def lose(self, problem: str) -> None:
+        """Whose rows are whose cannot be told from here on."""
         self.is_lost, self.problem = True, self.problem or problem
 
     def _set_outputs(self, call: Call) -> None:

@@ -25,7 +25,7 @@ from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.host_data import listening
 from torchguard._torch.modules import has_compiled_parts
-from torchguard._torch.tracing import is_in_backward, is_plain
+from torchguard._torch.tracing import constant_in_graphs, is_in_backward, is_plain
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call_path import PathMode
 from torchguard._watch.owner_storages import rows_of
@@ -35,6 +35,7 @@ from torchguard.exceptions import MixedRowsWarning
 _PLAIN = torch.empty(0)
 # How many plans a watched model keeps.
 _MOST_PLANS = 256
+_WARNED_OF_SIZES: set[str] = set()
 
 
 class OwnerPlan(NamedTuple):
@@ -79,6 +80,10 @@ class FollowedCall:
         if may:
             self._neg_inf.add(len(self._checks))
         return may
+
+    def lose(self, problem: str) -> None:
+        """Whose rows are whose cannot be told from here on."""
+        self.mode.lose(problem)
 
     def set_samples(self, z: Tensor, dim: int) -> None:
         """The samples lie along that dim of a tensor, as the user said."""
@@ -136,6 +141,9 @@ class PlannedCall:
 
     def may_have_neg_inf(self, z: Tensor) -> bool:
         return self._count in self.plan.neg_inf
+
+    def lose(self, problem: str) -> None:
+        self.fits = False
 
     def set_samples(self, z: Tensor, dim: int) -> None:
         return None
@@ -210,6 +218,21 @@ def warn_of_mixing(model: str, problem: str | None) -> None:
         f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one "
         "goes bad, it cannot be told which others it touches: all samples of the call are flagged, and zero in the "
         "output. torchguard.Retry drops only the bad samples, on any model.",
+        MixedRowsWarning,
+        stacklevel=2,
+    )
+
+
+@constant_in_graphs
+def warn_of_sizes(model: str) -> None:
+    """Say, once for each class of models, that a call is not followed."""
+    if model in _WARNED_OF_SIZES:
+        return
+    _WARNED_OF_SIZES.add(model)
+    warnings.warn(
+        f"watch: {model} is called under a transform of torch.func, in an export or under another dispatch mode, where "
+        "operations are not followed. Sizes decide which rows belong to which sample: right where each sample keeps "
+        "its rows, in order, and it is not noticed where that does not hold. torchguard.Retry is exact on any model.",
         MixedRowsWarning,
         stacklevel=2,
     )

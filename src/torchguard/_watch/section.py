@@ -52,7 +52,7 @@ def values_section(
     """The section of one model.
 
     Args:
-        unit: what `Fault.step` counts.
+        unit: what `Fault.step` counts: steps from 0, or calls from 1.
         calls: how many there were; 0 if it is not known.
         faults: those that were kept, in the order of their steps.
         total: how many there were, if not all were kept.
@@ -97,7 +97,7 @@ def _origins(faults: Sequence[Fault], unit: str) -> Table:
 def _over_steps(calls: int, faults: Sequence[Fault], unit: str) -> list[LineChart | HeatMap | Text]:
     """Bad samples in each step, and where; nothing where steps are not known or there is only one."""
     known = [(one.step, one) for one in faults if one.step is not None]
-    steps = min(max([calls, *(step + 1 for step, _ in known)]), _MOST_STEPS)
+    steps = min(max([calls + (unit == "call"), *(step + 1 for step, _ in known)]), _MOST_STEPS)
     if len(known) < len(faults) or steps < 2:
         return []
     known = [(step, one) for step, one in known if step < steps]

@@ -22,7 +22,7 @@ from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
 from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
 from torchguard._watch.hooks import checked_arguments, checked_output, holds_floats
-from torchguard._watch.plan import can_follow, form_of, warn_of_mixing
+from torchguard._watch.plan import can_follow, form_of, warn_of_mixing, warn_of_sizes
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
 from torchguard._watch.state import IDS, MAX_PROBED_BATCH, WatchState
@@ -54,6 +54,8 @@ class WatchedModel:
             output, codes = self.forward_of_model(forward, args, kwargs, call_record), None
             if use_operators() and not is_surely(batch.size < 2):
                 codes = codes_of_graph(watch, call_record, output)
+            elif watch.quarantine and not is_surely(batch.size < 2):
+                warn_of_sizes(type(watch.model).__name__)
         mixes = watch.quarantine and codes is not None and MIXED in codes
         ids = None if ids is None else _ids(ids, batch)
         summary = watch.history.record(call_record.summarize(watch.location_ids, mixes), ids)
@@ -236,7 +238,7 @@ def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> S
     """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
     outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
     mark_results(call_record.statuses, outputs)
-    codes = codes_in_graph(type(watch.model).__name__, watch.quarantine)
+    codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
     count = len(call_record.statuses)
     call_record.set_rows(codes[:count])
     return codes[count:]

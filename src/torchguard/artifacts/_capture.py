@@ -18,14 +18,8 @@ from torch import fx
 
 from torchguard._sizes import parse_size
 from torchguard._torch import dynamo
-from torchguard._torch.events import (
-    CompilationStart,
-    GuardsBuiltEvent,
-    add_listener,
-    missing_for_capture,
-    remove_listener,
-    set_compilation_listener,
-)
+from torchguard._torch.compilations import CompilationStart, missing_for_capture, set_compilation_listener
+from torchguard._torch.events import GuardsBuiltEvent, add_listener, remove_listener
 from torchguard._torch.process import module_state, process_state
 from torchguard._torch.support import warn_of_missing
 from torchguard.artifacts._artifact import Artifact

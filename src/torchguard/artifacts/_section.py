@@ -8,7 +8,7 @@ from typing import Any
 
 from torchguard.artifacts._artifact import Artifact
 from torchguard.exceptions import ArtifactError
-from torchguard.report import Block, Code, Facts, Pane, Section, Table, Verdict
+from torchguard.report import Block, Code, Facts, Pane, Section, Table, Text, Verdict
 
 _MOST = 20  # artifacts with listings; all are in the table
 _MOST_LINES = 1_500  # of a listing
@@ -38,7 +38,8 @@ def artifacts_section(artifacts: Sequence[Artifact], name: Callable[[str], str] 
 
 def _section(artifact: Artifact, manifest: Mapping[str, Any], name: Callable[[str], str]) -> Section:
     facts = Facts((("Artifact", str(artifact.path)), ("Backend", manifest["backend"])))
-    notes = tuple(Verdict("warning", note) for note in manifest["notes"])
+    failed = [note for note in manifest["notes"] if note.startswith("the backend failed")]
+    notes = [Verdict("bad", one) if one in failed else Text(one) for one in manifest["notes"]]
     title = f"{manifest['compile_id']} {name(manifest['function'])}"
     return Section(title, (facts, *notes, *_code(artifact, manifest)), collapsed=True)
 

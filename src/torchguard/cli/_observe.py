@@ -43,7 +43,7 @@ class ProgressLine:
         self._compile_id, self._started = "", 0.0
 
     def install(self) -> None:
-        from torchguard._torch.events import on_compile_start_and_end  # loads torch
+        from torchguard._torch.compilations import on_compile_start_and_end  # loads torch
 
         if sys.stderr.isatty():
             on_compile_start_and_end(self._start, self._end)

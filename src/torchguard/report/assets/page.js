@@ -202,6 +202,7 @@
           )) },
           xAxis: axis(data.x_label, { type: "category", data: data.x, boundaryGap: false }),
           yAxis: axis(data.y_label, { type: "value", nameGap: 60, min: 0,
+            minInterval: data.series.every(one => one.values.every(value => value === null || Number.isInteger(value))) ? 1 : 0,
             axisLabel: { color: style("--soft"), formatter: value => format(value, data.unit) } }),
           dataZoom: data.x.length > 60 ? [{ type: "slider", height: 18, bottom: 8 }] : [],
           series: data.series.map((one, i) => ({

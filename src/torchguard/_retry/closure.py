@@ -1,4 +1,4 @@
-"""One run of a closure over samples of a batch: forward, loss, backward.
+"""A closure called on samples of its batch: forward, loss, backward.
 
 A step is run once as it was given. It is run again only if that was not finite: on parts of its batch, until the bad
 samples are found, and at last on the good ones.
@@ -60,6 +60,13 @@ class Losses:
     def is_scalar(self) -> bool:
         return self.sums.ndim == 0
 
+    def non_finite(self) -> list[int]:
+        """The samples whose loss or weight is not finite. Waits for the device."""
+        is_bad = ~self.sums.isfinite()
+        if self.weights is not None:
+            is_bad |= ~self.weights.isfinite()
+        return is_bad.nonzero().flatten().tolist()
+
 
 def losses_of(returned: Any, size: int) -> Losses:
     """Read what a closure returned for a batch of `size` samples.
@@ -97,14 +104,21 @@ class Result:
         loss: of this rank's samples; the sum over ranks is that of the step.
         losses: for each micro-batch, None where it has no samples in this run.
         correction: what the gradients have yet to be multiplied by.
+        weight: the sum of all weights, if there are some.
     """
 
     loss: Tensor
     losses: list[Losses | None]
     correction: Tensor | None = None
+    weight: Tensor | None = None
+
+    def is_finite(self) -> bool:
+        """Whether all losses and weights of this rank are finite. Waits for the device."""
+        found = [losses for losses in self.losses if losses is not None]
+        return all(bool(one.sums.isfinite()) if one.is_scalar else not one.non_finite() for one in found)
 
 
-class Step:
+class BatchedClosure:
     """A closure and its batch, which can be run on any part of the samples.
 
     Args:
@@ -123,7 +137,7 @@ class Step:
         aside: Callable[[], contextlib.AbstractContextManager[None]],
         keep_shapes: bool = False,
     ) -> None:
-        self.closure, self.batches, self.ranks, self.keep_shapes = closure, batches, ranks, keep_shapes
+        self.function, self.batches, self.ranks, self.keep_shapes = closure, batches, ranks, keep_shapes
         self.wrappers, self.aside = wrappers, aside
         self.call_again = closure  # how the closure is called when the step is run again
         self.is_scalar = False
@@ -254,18 +268,31 @@ class Step:
                     losses[number] = Losses(found.sums.detach(), found.weights)
                 else:
                     loss = loss * 0
-                scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
+                try:
+                    scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
+                except Exception:
+                    if of_ranks == [None] or self.ranks.size > 1:  # other ranks wait in this backward pass
+                        raise
+                    self.raised_in = {(0, number)}
+                    return None
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         if len(numbers) == 1 or weights is None or divisor is None or weight is not None:
-            return Result(total, losses)
-        return Result(total * (divisor / weights), losses, divisor / weights)
+            return Result(total, losses, weight=weights)
+        return Result(total * (divisor / weights), losses, divisor / weights, weights)
 
     def _forward(self, number: int, of_ranks: list[Any], is_filled: bool) -> tuple[Losses | None, int]:
         """The losses of some samples of a micro-batch, and how many these are; None if a rank raised an exception."""
         batch = self.batches[number]
         if of_ranks == [None]:
-            return losses_of(self.closure(batch.whole()), batch.size), batch.size
+            found = losses_of(self.function(batch.whole()), batch.size)
+            if found.is_scalar and not batch.is_clear():
+                raise RetryError(
+                    "Retry: the closure returned one loss, and the sizes of the batch's tensors do not tell which are "
+                    f"samples ({batch.size}?). Return a loss for each sample, name what belongs to no sample in "
+                    "shared=, or give size=, which counts them: of a list with one item per sample, its length."
+                )
+            return found, batch.size
         own, given = of_ranks[self.ranks.rank], of_ranks
         if is_filled:
             given = [_filled(part, sizes[number]) for part, sizes in zip(of_ranks, self.sizes, strict=True)]

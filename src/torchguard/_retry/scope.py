@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchguard._health import local
-from torchguard._retry.python_state import PythonState
+from torchguard._retry.python_state import PythonState, Unsaved
 from torchguard._retry.random_state import RandomState
 from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import reach
@@ -26,7 +26,7 @@ from torchguard._torch.training import steps_in_backward
 from torchguard.exceptions import RetryError, RetryWarning
 
 
-class Plan:
+class Scope:
     """What a step may change, and who takes part in it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Plan:
     ) -> None:
         self._closure, self._optimizers = _parts_of(closure), optimizers
         named = {f"model{number or ''}": model for number, model in enumerate(models)}
-        self.reached = reach({**named, "closure": closure})
+        self.reached = reach({**named, "closure": closure}, optimizers)
         self.wrappers = Wrappers(self.reached.modules)
         self.parameters = self._trained(optimizers)
         self.leaves = [*self.parameters.values()]
@@ -93,6 +93,10 @@ class Plan:
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
+    def unsaved(self) -> Unsaved:
+        """What a run must not change, because it is not saved before a step."""
+        return Unsaved(self.reached)
+
     def random_state(self) -> RandomState:
         return RandomState(self.reached, self.devices)
 
@@ -102,7 +106,11 @@ class Plan:
             for path, module in self.reached.modules
             for name, parameter in module.named_parameters(recurse=False)
         }
-        found |= {id(tensor): (name, tensor) for name, tensor in self.reached.tensors if tensor.is_leaf}
+        found |= {
+            id(tensor): (name, tensor)
+            for name, tensor in self.reached.tensors
+            if tensor.is_leaf and id(tensor) not in found
+        }
         for number, optimizer in enumerate(optimizers):
             name = f"optimizer{number or ''}"
             for group in optimizer.param_groups:

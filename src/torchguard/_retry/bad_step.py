@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._health import health_of
-from torchguard._retry.attempt import Attempt
+from torchguard._retry.closure import Closure, Losses, Result
 from torchguard._retry.device_step import DeviceStep
+from torchguard._retry.guarded_step import GuardedStep
 from torchguard._retry.report import RetryReport
-from torchguard._retry.run import Closure, Result
 from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search
 from torchguard._torch.training import tracing_errors
 from torchguard.exceptions import RetryError
@@ -19,7 +19,7 @@ from torchguard.exceptions import RetryError
 Gradients = dict[str, Tensor]
 
 
-class Recovery(Attempt):
+class RecoverableStep(GuardedStep):
     """One guarded step that is run again without its bad samples, if it is not finite."""
 
     def report(self, update: DeviceStep | None = None) -> RetryReport:
@@ -56,73 +56,90 @@ class Recovery(Attempt):
             self._undo()
             note = f"not finite before the step: {', '.join(bad)}. No sample is to blame: load an earlier checkpoint"
             return self._skipped(note, parameters=bad)
-        if lost := self.run.ranks.union(self.guard.tensors.lost()):
+        if lost := self.ranks.union(self.guard.tensors.lost()):
             raise RetryError(
                 f"Retry: the first step changed {', '.join(lost)} and was not finite. Trained parameters are not "
                 "copied, nor tensors of this size before they were seen to change, so they cannot be restored. Change "
                 "trained parameters outside of the closure; run a step on good samples first."
             )
         inputs, shown = self._suspects(first)
-        if len(inputs) == len(shown) == self.run.size and not self.run.is_scalar:
+        if len(inputs) == len(shown) == self.closure.size and not self.closure.is_scalar:
             self._undo()
             return self._skipped("all samples are bad", bad=inputs, inputs=inputs, shown=shown)
         scaled = None if self.scaler is None or shown else self._gradients_by_name()
-        constants = self.guard.tensors.constants()
+        constants, unsaved = self.guard.tensors.constants(), self.scope.unsaved()
         both = [row for row in shown if row in set(inputs)]
-        rows = tuple(range(self.run.size))
-        stages = [stage for stage in (both, shown, inputs) if 0 < len(stage) < self.run.size]
+        rows = tuple(range(self.closure.size))
+        stages = [stage for stage in (both, shown, inputs) if 0 < len(stage) < self.closure.size]
         self.candidates = {tuple(row for row in rows if row not in set(stage)) for stage in stages}
         search = Search(
             self._try,
             rows,
             stages=stages,
-            certain=lambda: () if self.is_random and len(shown) == self.run.size else both,
+            shown=shown if len(shown) < self.closure.size else (),
+            is_moved=lambda: self._shown(self.results[rows]) != shown,
+            certain=lambda: () if self.is_random and len(shown) == self.closure.size else both,
             is_random=lambda: self.is_random,
-            is_coupled=lambda good: not {*range(self.run.size)} - {*good} <= {*shown} or self._is_coupled(good),
+            is_coupled=lambda good: not {*range(self.closure.size)} - {*good} <= {*shown} or self._is_coupled(good),
             min_batch=self.guard.min_batch,
         )
         with self._calling_again():
             finding = search.find()
-            if changed := self.run.ranks.union(self.guard.tensors.changed_constants(constants)):
+            if changed := self.ranks.union(self.guard.tensors.changed_constants(constants)):
                 raise RetryError(
                     f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
                     "before this step is lost. From now on it is saved."
+                )
+            if changed := self.ranks.union(unsaved.changed()):
+                raise RetryError(
+                    f"Retry: the closure changes {', '.join(changed)}, which is not saved before a step: a large "
+                    "container or array, an iterator, a sparse tensor, or an attribute of a tensor. Change it outside "
+                    "of the closure."
                 )
             return self._concluded(finding, first, inputs, shown, scaled)
 
     def _bad_parameters(self) -> list[str]:
         """Trained parameters that are not finite, and frozen ones with NaN: some masks are frozen parameters of Inf."""
-        bad = health_of(self.plan.frozen | self.parameters).bad
+        bad = health_of(self.scope.frozen | self.parameters).bad
         found = [
             f"{name.removeprefix('model.')} ({kind})"
             for name, kind in bad.items()
             if kind == "NaN" or name in self.parameters
         ]
-        return self.run.ranks.union(found)
+        return self.ranks.union(found)
 
     def _suspects(self, first: Result) -> tuple[list[int], list[int]]:
         """The samples of all ranks whose inputs, and those whose losses, are not finite."""
-        inputs, shown, start = [], [], 0
-        for batch, losses in zip(self.run.batches, first.losses, strict=True):
+        inputs, start = [], 0
+        for batch in self.closure.batches:
             inputs += [start + row for row in batch.non_finite_inputs()]
-            if losses is not None and not losses.is_scalar:
-                shown += [start + row for row in (~losses.sums.isfinite()).nonzero().flatten().tolist()]
-            elif losses is not None and not bool(losses.sums.isfinite()):
-                shown += range(start, start + batch.size)
             start += batch.size
-        gathered = self.run.ranks.gather((inputs, shown))
-        starts = [sum(map(sum, self.run.sizes[:rank])) for rank in range(len(gathered))]
-        return tuple(
-            [start + row for start, both in zip(starts, gathered, strict=True) for row in both[kind]] for kind in (0, 1)
-        )  # pyright: ignore[reportReturnType]
+        return self._of_all(inputs), self._shown(first.losses)
+
+    def _shown(self, of_batches: Sequence[Losses | None]) -> list[int]:
+        """The samples of all ranks whose losses or weights are not finite."""
+        shown, start = [], 0
+        for batch, losses in zip(self.closure.batches, of_batches, strict=True):
+            if losses is not None and losses.is_scalar:
+                shown += [] if bool(losses.sums.isfinite()) else range(start, start + batch.size)
+            elif losses is not None:
+                shown += [start + row for row in losses.non_finite()]
+            start += batch.size
+        return self._of_all(shown)
+
+    def _of_all(self, rows: list[int]) -> list[int]:
+        """Some samples of each rank as samples of all ranks."""
+        gathered = self.ranks.gather(rows)
+        starts = [sum(map(sum, self.closure.sizes[:rank])) for rank in range(len(gathered))]
+        return [start + row for start, of_rank in zip(starts, gathered, strict=True) for row in of_rank]
 
     @contextlib.contextmanager
     def _calling_again(self) -> Iterator[None]:
         """Have the closure called so that nothing that is compiled for the healthy step changes."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.plan.wrappers.retrying())
+            stack.enter_context(self.scope.wrappers.retrying())
             if self.guard.retries == "compiled" and not self.guard.keep_shapes:
-                self.run.call_again = compiled_apart(self.run.closure)
+                self.closure.call_again = compiled_apart(self.closure.function)
             elif not self.guard.keep_shapes:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
@@ -137,11 +154,11 @@ class Recovery(Attempt):
             return Outcome.UNKNOWN
         too_small = self._too_small(rows)
         if is_final and too_small:
-            self.run.raised_in = too_small
+            self.closure.raised_in = too_small
             return Outcome.UNKNOWN
-        is_filled = not is_final and bool(too_small or (self.plan.wrappers.is_sharded and rows not in self.candidates))
+        is_filled = not is_final and bool(too_small or (self.scope.wrappers.is_sharded and rows not in self.candidates))
         result = self._run_again(rows, stream, is_final, is_scaled, is_filled)
-        if result is None and not is_final and not is_filled and self.run.sizes != [[self.run.size]]:
+        if result is None and not is_final and not is_filled and self.closure.sizes != [[self.closure.size]]:
             result = self._run_again(rows, stream, is_final, is_scaled, is_filled=True)
         if result is None:
             return Outcome.UNKNOWN
@@ -155,41 +172,41 @@ class Recovery(Attempt):
         if self.runs >= self.guard.max_runs - (not is_final):  # the last one is for the good samples
             raise RunLimitError
         self._restore(stream)
-        self.plan.wrappers.copy_buffers()
+        self.scope.wrappers.copy_buffers()
         self.runs += 1
-        is_reduced = is_final or rows in self.candidates or not self.plan.wrappers.replicated
-        self.last = rows, stream, is_final or (is_reduced and not is_filled and 2 * len(rows) > self.run.size)
-        before = self.plan.random_state() if self.runs == 2 else None
+        is_reduced = is_final or rows in self.candidates or not self.scope.wrappers.replicated
+        self.last = rows, stream, is_final or (is_reduced and not is_filled and 2 * len(rows) > self.closure.size)
+        before = self.scope.random_state() if self.runs == 2 else None
         scale = self._scale if is_scaled else lambda loss: loss
-        result = self.run.run_again(rows, is_final, is_reduced, is_filled, scale)
+        result = self.closure.run_again(rows, is_final, is_reduced, is_filled, scale)
         if before is not None:
-            self.is_random = self.run.ranks.any(not before.is_unchanged())
+            self.is_random = self.ranks.any(not before.is_unchanged())
         return result
 
     def _mixes_ranks(self, rows: Rows) -> bool:
         """Whether a rank would run the samples of another, and these would enter the statistics of all."""
-        if not any(isinstance(one, nn.SyncBatchNorm) and one.training for _, one in self.plan.reached.modules):
+        if not any(isinstance(one, nn.SyncBatchNorm) and one.training for _, one in self.scope.reached.modules):
             return False
-        return any(any(of_ranks) and not all(of_ranks) for of_ranks in zip(*self.run.split(rows), strict=True))
+        return any(any(of_ranks) and not all(of_ranks) for of_ranks in zip(*self.closure.split(rows), strict=True))
 
     def _too_small(self, rows: Rows) -> set[tuple[int, int]]:
         """The ranks and micro-batches that have some of these samples, but fewer than `min_batch`."""
         return {
             (rank, number)
-            for rank, parts in enumerate(self.run.split(rows))
+            for rank, parts in enumerate(self.closure.split(rows))
             for number, part in enumerate(parts)
-            if part and len(part) < min(self.run.sizes[rank][number], self.guard.min_batch)
+            if part and len(part) < min(self.closure.sizes[rank][number], self.guard.min_batch)
         }
 
     def _is_coupled(self, good: Rows) -> bool:
         """Whether the losses of the good samples differ with and without the bad ones."""
-        whole, part = self.results.get(tuple(range(self.run.size))), self.results.get(good)
+        whole, part = self.results.get(tuple(range(self.closure.size))), self.results.get(good)
         differ = whole is None or part is None
         if whole is not None and part is not None:
-            for all_rows, of_all, of_part in zip(self.run.split(good)[self.run.ranks.rank], whole, part, strict=True):
+            for all_rows, of_all, of_part in zip(self.closure.split(good)[self.ranks.rank], whole, part, strict=True):
                 if of_all is not None and of_part is not None:
                     differ |= of_all.is_scalar or not _close(of_all.sums[all_rows], of_part.sums, self._tolerance())
-        return self.run.ranks.any(differ)
+        return self.ranks.any(differ)
 
     def _tolerance(self) -> float:
         """How far the losses of a sample may differ between batches by rounding alone."""
@@ -198,7 +215,7 @@ class Recovery(Attempt):
     def _concluded(
         self, finding: Finding, first: Result, inputs: list[int], shown: list[int], scaled: Gradients | None
     ) -> RetryReport:
-        count = self.run.size
+        count = self.closure.size
         if finding.reason is Reason.NOT_REPRODUCED:
             if scaled is not None:  # finite at scale 1: the scaler has to see that its scale is too large
                 return self._left_to_the_scaler(scaled)
@@ -207,7 +224,7 @@ class Recovery(Attempt):
             self._undo()
             others = self.guard.tensors.non_finite()
             note = ". NaN before the step: ".join([finding.reason.value, *([", ".join(others)] if others else [])])
-            is_all = finding.reason is Reason.ALL and len(shown) == count and not self.run.is_scalar
+            is_all = finding.reason is Reason.ALL and len(shown) == count and not self.closure.is_scalar
             return self._skipped(note, bad=[*range(count)] if is_all and not others else [], inputs=inputs, shown=shown)
         else:
             note = ""
@@ -222,7 +239,10 @@ class Recovery(Attempt):
         good = finding.good
         if self.last != (good, 0, True) or self.scaler is not None:
             outcome = self._try(good, is_final=True, is_scaled=True)
-            while outcome is Outcome.UNKNOWN and (rest := self.run.without(good, self.run.raised_in)) not in ((), good):
+            while outcome is Outcome.UNKNOWN and (rest := self.closure.without(good, self.closure.raised_in)) not in (
+                (),
+                good,
+            ):
                 good = rest
                 outcome = self._try(good, is_final=True, is_scaled=True)
             if outcome is Outcome.UNKNOWN or (outcome is Outcome.NON_FINITE and self.scaler is None):
@@ -268,29 +288,29 @@ class Recovery(Attempt):
 
     def _report(self, bad: Sequence[int], inputs: Sequence[int], shown: Sequence[int]) -> RetryReport:
         """A report of samples of all ranks, by their index in this rank's batch."""
-        of_ranks = [self._of_rank(bad, rank) for rank in range(self.run.ranks.size)]
-        own = of_ranks[self.run.ranks.rank]
+        of_ranks = [self._of_rank(bad, rank) for rank in range(self.ranks.size)]
+        own = of_ranks[self.ranks.rank]
         report = RetryReport(self.number, self.runs, bad=own)
-        if len(inputs) < len(shown) == self.run.size > len(bad):
+        if len(inputs) < len(shown) == self.closure.size > len(bad):
             shown = ()  # every loss is bad: that of a sample says nothing about it
         in_input, in_loss = ({*self._own(rows)} for rows in (inputs, shown))
         report.because = {row: _because(row in in_input, row in in_loss) for row in own}
-        report.elsewhere = {rank: rows for rank, rows in enumerate(of_ranks) if rows and rank != self.run.ranks.rank}
-        names = [batch.ids(self.guard.ids) for batch in self.run.batches]
+        report.elsewhere = {rank: rows for rank, rows in enumerate(of_ranks) if rows and rank != self.ranks.rank}
+        names = [batch.ids(self.guard.ids) for batch in self.closure.batches]
         if own and all(one is not None for one in names):
             joined = [name for one in names if one is not None for name in one]
             report.ids = [joined[row] for row in own]
         return report
 
     def _of_rank(self, rows: Iterable[int], rank: int) -> list[int]:
-        start = sum(map(sum, self.run.sizes[:rank]))
-        return [row - start for row in rows if start <= row < start + sum(self.run.sizes[rank])]
+        start = sum(map(sum, self.closure.sizes[:rank]))
+        return [row - start for row in rows if start <= row < start + sum(self.closure.sizes[rank])]
 
     def _own(self, rows: Iterable[int]) -> list[int]:
-        return self._of_rank(rows, self.run.ranks.rank)
+        return self._of_rank(rows, self.ranks.rank)
 
     def _gradients_by_name(self) -> Gradients:
-        kept = self.plan.wrappers.keep([one.grad for one in self.parameters.values()])
+        kept = self.scope.wrappers.keep([one.grad for one in self.parameters.values()])
         return {name: one for name, one in zip(self.parameters, kept, strict=True) if one is not None}
 
 
