@@ -125,8 +125,8 @@ def protect_regions() -> bool:
 
     Patches `OutputGraph._call_user_compiler` and `aot_stage2_compile`, and `invoke_subgraph.gen_schema`: torch asks it
     at each call of a region what the region writes to, and traces the whole region for the answer, which takes half of
-    AOTAutograd's time where many blocks are one region (since torch 2.13, one answer of two is cached). The patch caches the
-    answers with what torch itself caches while it compiles a graph.
+    AOTAutograd's time where many blocks are one region (since torch 2.13, one answer of two is cached). The patch
+    caches the answers with what torch itself caches while it compiles a graph.
 
     Returns:
         Whether regions can be compiled. Degraded where torch lacks one of the first two functions: False, and
