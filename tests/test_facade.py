@@ -23,7 +23,7 @@ DOCUMENTED = """
     watch unwatch Incident WatchError tensorcheck AnnotationError ValidationError
     DimensionMismatchError DTypeMismatchError DeviceMismatchError
     InvalidParameterError TypeMismatchError InvalidReturnTypeError
-    guards artifacts device compiled typing lint distributed training testing
+    guards artifacts device compiled typing lint distributed training testing export integrations
 """
 
 

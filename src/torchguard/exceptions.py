@@ -26,6 +26,7 @@ __all__ = [
     "DimensionMismatchError",
     "DistributedError",
     "ExportCheckError",
+    "ExportError",
     "FilterError",
     "GivenTwiceError",
     "GraphMismatchError",
@@ -40,6 +41,7 @@ __all__ = [
     "LocationWarning",
     "LossCheckError",
     "LossyCastError",
+    "MissingExtraError",
     "MissingRuleError",
     "MixedRowsWarning",
     "NoSuchArtifactError",
@@ -309,6 +311,14 @@ class GraphMismatchError(TorchGuardError, ValueError):
 
 class BoxError(TorchGuardError, ValueError):
     """The boxes to bound a graph over do not match its leaves."""
+
+
+class ExportError(TorchGuardError, ValueError):
+    """A model cannot be exported as requested, or a file is no export of torchguard's."""
+
+
+class MissingExtraError(TorchGuardError, ImportError):
+    """A library is not installed that an extra of torchguard installs; the message has the line that does."""
 
 
 class UntestedTorchWarning(UserWarning):

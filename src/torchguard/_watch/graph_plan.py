@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torchguard._operators import define
 from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, run
 from torchguard._torch.tracing import constant_in_graphs
-from torchguard._watch.batch import MIXED, UNBATCHED, Batch, is_size_free
+from torchguard._watch.batch import MIXED, UNBATCHED, Batch, size_free
 from torchguard._watch.detect import empty_status
 from torchguard._watch.owner_storages import rows_of
 from torchguard._watch.owners import OwnerMode
@@ -126,8 +126,8 @@ class _Finder:
 
     def drop_sizes(self) -> None:
         """Give up row codes that hold for the sizes of this trace alone."""
-        self.codes = {role: [*map(_size_free, codes)] for role, codes in self.codes.items()}
-        self._found = {node: _size_free(code) for node, code in self._found.items()}
+        self.codes = {role: [*map(size_free, codes)] for role, codes in self.codes.items()}
+        self._found = {node: size_free(code) for node, code in self._found.items()}
 
     def set_all(self, graph: fx.Graph, code: int) -> None:
         """Have all replacements use one row code."""
@@ -159,10 +159,6 @@ class _Finder:
             spread = owners.over([-1]) if z.ndim == status.ndim else owners.all()
             self.mode.set_owners(status, spread.expand(status.shape))
         return status
-
-
-def _size_free(code: int) -> int:
-    return code if is_size_free(code) else MIXED
 
 
 def _is_call_of(node: fx.Node, name: str) -> bool:

@@ -67,7 +67,7 @@ def earliest_faults(checked: RowStatuses, batch: Batch, most: int, mixes: bool) 
     """
     keys = _keys(checked.statuses, checked.rows, batch)
     if mixes:
-        worst = keys.amax() if batch.size else keys.new_zeros(())
+        worst = keys.flatten().amax(0) if batch.size else keys.new_zeros(())
         keys = torch.cat([keys, torch.where((keys > 0).any(0, keepdim=True), 0, worst)])
     times = (keys > 0).sum(0)
     if most == 1:
@@ -96,13 +96,16 @@ def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
         keys = torch.cat(parts)
         parts = [torch.where(keys == 0, 0, keys | _order_bits(len(statuses), numbers, keys))]
     if unbatched:
+        # `flatten`, since the ONNX exporter has no `amax` over all dims.
         # A fault of an unbatched tensor counts for all samples, unless one went bad before and may be its cause. One of
         # a tensor that has rows but mixes samples counts for all that were good before.
-        faults = torch.stack([faults_of(statuses[i]).amax().to(batch.device, torch.int64) for i in unbatched])
+        faults = torch.stack(
+            [faults_of(statuses[i]).flatten().amax(0).to(batch.device, torch.int64) for i in unbatched]
+        )
         faults = faults.unsqueeze(-1)
         first = _order_bits(len(statuses), unbatched, faults) | (_MAX_POSITION << _POSITION_SHIFT) | faults
         keys = torch.where(faults == OK, 0, first)
-        earlier = torch.cat(parts).amax() if parts else torch.zeros_like(keys)
+        earlier = torch.cat(parts).flatten().amax(0) if parts else torch.zeros_like(keys)
         has_rows = [rows[i] == MIXED and not batch.is_unbatched(statuses[i].shape) for i in unbatched]
         if any(has_rows):
             earlier = torch.where(torch.tensor(has_rows, device=keys.device).unsqueeze(-1), 0, earlier)

@@ -7,8 +7,8 @@ the model: an attribute, a random number or a value may lead to another. So each
 mixing samples from there on, and the next one is followed again. Parts of a model that are compiled on their own would
 not run compiled under any dispatch mode. A model that has some goes without this comparison.
 
-A batch of one sample needs no plan. Nor is there one under `torch.func` transforms and in exports, where sizes decide.
-In a graph, `graph_plan.py` finds the plan while Dynamo traces.
+A batch of one sample needs no plan. Nor is there one under `torch.func` transforms, where sizes decide. For an export,
+`export.py` finds one before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
 """
 
 import gc
@@ -201,10 +201,19 @@ class Plans:
 
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
-    modes = tuple([module.training for module in model.modules()])
+    # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
+    modes = (torch.is_grad_enabled(), *[module.training for module in model.modules()])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
+    plain += tuple([_cached_length(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
     return modes, plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
+
+
+def _cached_length(value: Any) -> int | None:
+    """How many tokens a key-value cache of transformers holds, if its shapes tell: a decoding step depends on it."""
+    length = getattr(value, "get_seq_length", None)
+    found = length() if callable(length) else None
+    return found if isinstance(found, int) else None
 
 
 def _is_plain(value: Any) -> bool:
@@ -232,7 +241,8 @@ def warn_of_sizes(model: str) -> None:
     warnings.warn(
         f"watch: {model} is called under a transform of torch.func, in an export or under another dispatch mode, where "
         "operations are not followed. Sizes decide which rows belong to which sample: right where each sample keeps "
-        "its rows, in order, and it is not noticed where that does not hold. torchguard.Retry is exact on any model.",
+        "its rows, in order, and it is not noticed where that does not hold. "
+        "torchguard.export follows them before it exports. torchguard.Retry is exact on any model.",
         MixedRowsWarning,
         stacklevel=2,
     )

@@ -34,9 +34,18 @@ from torch import Tensor
 
 from torchguard._operators import define, use_operators
 from torchguard._torch.tensors import mutation_count
-from torchguard._torch.tracing import in_transform, is_shape_only, is_traced
+from torchguard._torch.tracing import in_transform, is_exporting, is_shape_only, is_traced
 from torchguard._watch.batch import Batch
-from torchguard._watch.detect import REVISION, empty_status, inf_from, is_finite, row_status, skipped_status
+from torchguard._watch.detect import (
+    REVISION,
+    empty_status,
+    exported_status,
+    inf_from,
+    is_finite,
+    row_status,
+    skipped_status,
+    without_neg_inf,
+)
 from torchguard._watch.gradient_mask import masked_gradient
 from torchguard._watch.gradient_probes import ProbeTable, call_probes
 from torchguard._watch.zeros import can_zero_in_place, zero_in_place, zero_vectors
@@ -148,7 +157,9 @@ def replace_nonfinite(
         )
     if torch.compiler.is_compiling():  # an export or a transform, where there are no probes and no notes on tensors
         status = _status(z, _limit(z.dtype, num_squares), keep_neg_inf)
-        if in_transform():  # Dynamo traces no autograd.Function there; what is replaced has no gradient all the same
+        # Dynamo traces no autograd.Function there; what is replaced has no gradient all the same. An exported program
+        # has no autograd.Function either.
+        if in_transform() or is_exporting():
             return zero_vectors(is_finite(status), z), status
         return _Replace.apply(z, status, None, mask_gradient, None, None, None, location), status  # pyright: ignore[reportReturnType]
     return _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
@@ -192,6 +203,8 @@ def _replace(
 
 
 def _status(z: Tensor, limit: float, keep_neg_inf: bool = False) -> Tensor:
+    if limit < math.inf and is_exporting():
+        return exported_status(without_neg_inf(z) if keep_neg_inf else z, limit)
     status = row_status(z, keep_neg_inf=keep_neg_inf)
     return status if limit == math.inf else inf_from(status, limit, z.dtype)
 

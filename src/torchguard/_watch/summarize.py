@@ -165,7 +165,9 @@ def _warning_slots(warnings: Tensor, location_ids: Tensor) -> Tensor:
 
 
 def _empty_last(slots: Tensor) -> Tensor:
-    order = (slots == 0).to(torch.int8).sort(dim=0, stable=True).indices
+    # Keys that differ, not a stable sort: ONNX has none.
+    order = torch.where(slots == 0, len(slots), 0) + torch.arange(len(slots), device=slots.device).unsqueeze(-1)
+    order = order.sort(dim=0).indices
     return slots.gather(0, order)
 
 

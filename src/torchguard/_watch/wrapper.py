@@ -16,13 +16,13 @@ from torchguard._operators import use_operators
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
 from torchguard._torch.modules import compiled_call_at, without_compiled_call
 from torchguard._torch.tensors import register_tuple
-from torchguard._torch.tracing import in_transform, is_plain, is_surely
+from torchguard._torch.tracing import in_transform, is_exporting, is_plain, is_surely
 from torchguard._watch.batch import MIXED, Batch, batch_of
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
 from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
 from torchguard._watch.hooks import checked_arguments, checked_output, holds_floats
-from torchguard._watch.plan import can_follow, form_of, warn_of_mixing, warn_of_sizes
+from torchguard._watch.plan import PlannedCall, can_follow, form_of, warn_of_mixing, warn_of_sizes
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
 from torchguard._watch.state import IDS, MAX_PROBED_BATCH, WatchState
@@ -49,6 +49,8 @@ class WatchedModel:
         batch = batch_of(args, kwargs, watch.batch_dim)
         if can_follow() and batch.size > 1:
             output, call_record, codes = self._call_with_plan(forward, args, kwargs, batch)
+        elif is_exporting():
+            output, call_record, codes = self._call_in_export(forward, args, kwargs, batch)
         else:
             call_record = watch.new_record(batch)
             output, codes = self.forward_of_model(forward, args, kwargs, call_record), None
@@ -58,8 +60,10 @@ class WatchedModel:
                 warn_of_sizes(type(watch.model).__name__)
         mixes = watch.quarantine and codes is not None and MIXED in codes
         ids = None if ids is None else _ids(ids, batch)
-        summary = watch.history.record(call_record.summarize(watch.location_ids, mixes), ids)
-        watch.save(summary)
+        summary = call_record.summarize(watch.location_ids, mixes)
+        if not is_exporting():  # nothing of the call outlives the trace
+            summary = watch.history.record(summary, ids)
+            watch.save(summary)
         if watch.quarantine:
             output = _without_bad_samples(summary.origins[0], output, call_record, codes)
         return output if watch.returns == "output" else returned(output, summary.flags)
@@ -97,6 +101,18 @@ class WatchedModel:
             watch.warned = True
             warn_of_mixing(type(watch.model).__name__, plan.problem)
         return output, call_record, plan.outputs
+
+    def _call_in_export(
+        self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
+    ) -> tuple[Any, CallRecord, Sequence[int] | None]:
+        """The same in an export, with the plan that was found for it. Without one, sizes decide."""
+        watch = self._watch
+        planned = None if watch.export_plan is None else PlannedCall(watch.export_plan, compares=False)
+        if planned is None:
+            warn_of_sizes(type(watch.model).__name__)
+        call_record = watch.new_record(batch, planned)
+        output = self.forward_of_model(forward, args, kwargs, call_record)
+        return output, call_record, None if planned is None else planned.finish(output).outputs
 
     @property
     def flags(self) -> Tensor | None:

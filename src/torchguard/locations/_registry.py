@@ -133,6 +133,11 @@ class _Registry:
             self._shown.add(found)
             return found
 
+    def named(self) -> list[int]:
+        """The ids of names that were registered by hand, and belong to no model."""
+        with self._lock:
+            return [*self._by_hand.values()]
+
     def entry(self, location: int) -> _Entry | None:
         return self._entries.get(location)
 
