@@ -68,6 +68,24 @@ def test_a_mixture_that_comes_later_is_noticed():
     assert bad_samples(f) == ALL
 
 
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_model_that_takes_another_way_again_and_again_is_followed_in_each_call(is_compiled):
+    compiled = torch.compile(lambda z: z**2 + 1, backend="eager")
+
+    def step(self, z):
+        self.flag = not self.flag
+        if is_compiled:
+            return self.inner(compiled(z))
+        return self.inner(z**2) if self.flag else self.inner(z.transpose(0, 1) ** 2).transpose(0, 1)
+
+    guarded = watch(Steps(step), quarantine=True)
+    for _ in range(6):
+        guarded(batch(4, 3, 5))
+    for _ in range(2):
+        assert bad_samples(guarded(batch(4, 3, 5, bad=2))[1]) == [2]
+
+
 def test_each_size_is_followed():
     def step(self, z):
         z = z**2

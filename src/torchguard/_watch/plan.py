@@ -4,8 +4,9 @@ In eager mode the first call of a form (`form_of`: shapes, dtypes, modes) is fol
 is an `OwnerPlan`, which later calls of that form use. A plan holds only for the way that the followed call took through
 the model: an attribute, a random number or a value may lead to another. So each call that uses a plan runs under a
 `PathMode`, and every check compares the operations so far with those of the plan. Where they differ, the call counts as
-mixing samples from there on, and the next one is followed again. Parts of a model that are compiled on their own would
-not run compiled under any dispatch mode. A model that has some goes without this comparison.
+mixing samples from there on, and the next one is followed again; after two such calls of a form, all are followed.
+Parts of a model that are compiled on their own would not run compiled under any dispatch mode. A model that has some
+goes without this comparison.
 
 A batch of one sample needs no plan. Nor is there one under `torch.func` transforms, where sizes decide. For an export,
 `export.py` finds one before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
@@ -26,6 +27,7 @@ from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.host_data import listening
 from torchguard._torch.modules import has_compiled_parts
 from torchguard._torch.tracing import constant_in_graphs, is_in_backward, is_plain
+from torchguard._torch.training import sharding_of
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call_path import PathMode
 from torchguard._watch.owner_storages import rows_of
@@ -35,6 +37,8 @@ from torchguard.exceptions import MixedRowsWarning
 _PLAIN = torch.empty(0)
 # How many plans a watched model keeps.
 _MOST_PLANS = 256
+# After how many calls that take another way than their plan all calls of that form are followed.
+_MOST_MISFITS = 2
 _WARNED_OF_SIZES: set[str] = set()
 
 
@@ -175,13 +179,14 @@ class Plans:
 
     def __init__(self) -> None:
         self._by_form: dict[Any, OwnerPlan] = {}
+        self._misfits: dict[Any, int] = {}  # how many calls of a form took another way than its plan
 
     def start(
         self, form: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch
     ) -> Call:
         """Start a call: with a plan, or followed."""
         plan = self._by_form.get(form)
-        if plan is None:
+        if plan is None or self._misfits.get(form, 0) >= _MOST_MISFITS:
             return follow(model, args, kwargs, batch)
         # In backward, a checkpoint repeats a call with other tensors, and may leave it early.
         return PlannedCall(plan, not has_compiled_parts(model) and not is_in_backward())
@@ -192,21 +197,24 @@ class Plans:
         if isinstance(call, PlannedCall):
             if not call.fits:
                 self._by_form.pop(form, None)
+                self._misfits[form] = self._misfits.get(form, 0) + 1
         elif not call.mode.is_lost:
             if len(self._by_form) >= _MOST_PLANS:
                 self._by_form.clear()
+                self._misfits.clear()
             self._by_form[form] = plan
         return plan
 
 
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
+    modules = [*model.modules()]
     # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
-    modes = (torch.is_grad_enabled(), *[module.training for module in model.modules()])
+    modes = (torch.is_grad_enabled(), *[module.training for module in modules])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
     plain += tuple([_cached_length(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
-    return modes, plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
+    return modes, sharding_of(modules), plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
 
 
 def _cached_length(value: Any) -> int | None:
