@@ -64,6 +64,8 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/captured.py
 	@echo "bench: compiling for a simulated device"
 	@$(BIN)/python benchmarks/device.py
+	@echo "bench: a report of 10,000 steps and 1,000 modules in a browser"
+	@$(BIN)/python benchmarks/report_page.py
 	@echo "bench: compiled functions against torch.compile and autograd"
 	@$(BIN)/python benchmarks/compiled.py
 
