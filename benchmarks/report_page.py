@@ -53,10 +53,12 @@ class Stopwatch:
 def measure(path: Path) -> dict[str, tuple[float, float]]:
     """What it takes until the page is ready and its heat map drawn, and until each filter has been applied."""
     with browser() as chromium:
-        chromium.new_page()  # starts the processes
-        watch, times = Stopwatch(chromium), {}
-        opened = Opened(chromium, path)
+        blank = Report("blank", (Section("blank"),)).save(path.with_name("blank.html"))
+        opened = Opened(chromium, blank)  # starts the processes of the browser
         page, figure = opened.page, opened.page.locator("figure.heatmap")
+        watch, times = Stopwatch(chromium), {}
+        page.goto(path.as_uri())
+        page.wait_for_selector("body[data-ready]")
         figure.scroll_into_view_if_needed()
         figure.locator("canvas").first.wait_for()
         times["open"] = watch.read()
