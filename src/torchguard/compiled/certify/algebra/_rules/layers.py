@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchguard.compiled.certify.algebra._field import UnsupportedError
-from torchguard.compiled.certify.algebra._rules.reductions import count_of, logsumexp, mean, softmax
+from torchguard.compiled.certify.algebra._rules.reductions import count_of, logsumexp, mean, safe_softmax
 from torchguard.compiled.certify.algebra._rules.shapes import concatenated
 from torchguard.compiled.certify.algebra._values import Value, integers
 
@@ -199,7 +199,7 @@ def _attention(
         raise UnsupportedError("attention with dropout")
     k, v = (_shared(x, q.shape[1]) for x in (k, v))
     scores = _scores(q, k, is_causal, attn_mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    return softmax(scores, -1).matmul(v), logsumexp(scores, -1)
+    return safe_softmax(scores, -1).matmul(v), logsumexp(scores, -1)
 
 
 def _attention_backward(
