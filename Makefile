@@ -1,24 +1,25 @@
-# make demo        train with broken samples; needs only Python, pip, make and gcc
+# make demo        a GPT with planted faults under torchguard run, and its report; needs only Python, pip and make
 # make test        lint, types, import layers and the short tests: a few minutes
 # make test-long   the long tests: Inductor, more Hypothesis examples, the installed wheel, the docs
+# make test TORCH=2.15.0 PYTHON=python3.13   all tests, short and long, on another torch or Python. The environment is
+#                  one of its own; torch from the registry brings several GB of CUDA.
 PYTHON ?= python3
-VENV   := .venv
+VENV   := .venv$(if $(TORCH),-torch-$(TORCH)-$(notdir $(PYTHON)))
+PINS   := $(VENV)/constraints.txt
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n 2
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c $(PINS)
 
 # One thread: with two test processes, OpenMP threads that spin while they wait slow everything down a hundredfold.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-long lint types layers unit bench docs clean
+.PHONY: demo test test-long lint types layers unit all-tests bench docs chromium clean
 
 demo: $(VENV)/.demo
-	@echo "demo: training with BatchNorm and a contrastive loss on batches with broken samples"
-	@$(BIN)/python examples/one_bad_sample.py
-	@echo "demo: training a small GPT with a broken sample in every batch, checked inside the graph"
-	@$(BIN)/python examples/train_with_a_bad_sample.py
+	@echo "demo: a small GPT with planted faults, unmodified, under torchguard run"
+	@$(BIN)/torchguard run --watch --device edge-npu --dir build/demo --html build/demo.html examples/gpt.py
 
-test: lint types layers unit
+test: $(if $(TORCH),all-tests,lint types layers unit)
 
 lint: $(VENV)/.dev
 	@echo "lint: ruff"
@@ -36,7 +37,11 @@ unit: $(VENV)/.dev
 	@echo "unit: pytest"
 	@$(PYTEST) -m "not long"
 
-test-long: $(VENV)/.dev docs
+all-tests: $(VENV)/.dev chromium
+	@echo "all tests: pytest"
+	@$(PYTEST)
+
+test-long: $(VENV)/.dev docs chromium
 	@echo "long: pytest"
 	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile=thorough
 	@echo "long: pytest, shapes in signatures checked"
@@ -64,12 +69,17 @@ docs: $(VENV)/.docs
 	@echo "docs: mkdocs"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would drop the warnings that --strict counts
 
+# Reports are tested in a real browser: Debian's, or the one that is installed.
+chromium:
+	@command -v chromium >/dev/null || { echo "setup: chromium"; apt-get -qq update && apt-get -qq install -y chromium >/dev/null; }
+
 clean:
 	rm -rf $(VENV) site dist build
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@echo "setup: virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(PINS)
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --upgrade "pip>=25.1"
 	@$(PIP) --editable .
 	@touch $@

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import sys
+import tempfile
 
 import pytest
 
@@ -30,7 +31,18 @@ if importlib.util.find_spec("sybil"):
     from sybil import Sybil
     from sybil.parsers.markdown import PythonCodeBlockParser
 
-    pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
+    def enter_directory(namespace):
+        """Let the examples of a page write their files to a directory of their own."""
+        namespace["_directory"], namespace["_before"] = tempfile.TemporaryDirectory(), os.getcwd()
+        os.chdir(namespace["_directory"].name)
+
+    def leave_directory(namespace):
+        os.chdir(namespace["_before"])
+        namespace["_directory"].cleanup()
+
+    pytest_collect_file = Sybil(
+        parsers=[PythonCodeBlockParser()], patterns=["*.md"], setup=enter_directory, teardown=leave_directory
+    ).pytest()
 
 # Collecting doctests imports a module, and this one needs Triton, which comes only with the GPU builds of torch.
 collect_ignore = [] if importlib.util.find_spec("triton") else ["src/torchguard/_watch/kernels.py"]

@@ -1,5 +1,8 @@
 """What `watch` costs an unmodified model: `python benchmarks/watched.py cpu`, `... gpu [RESULT.json]`.
 
+`... families cpu`, `... families cuda RESULT.json` measure transformers' models: see `family_costs.py`. The rest of
+this file measures models written here.
+
 Each figure is a ratio to the unwatched model. All variants are compiled, have the same weights, and alternate call by
 call in one process. CPU figures are minima on one thread; GPU figures are medians between CUDA events.
 
@@ -26,6 +29,7 @@ from typing import Any, NamedTuple
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
+import family_costs
 import torch
 from models import Gpt, Mlp
 from record import RESULTS, environment
@@ -337,10 +341,11 @@ def main() -> None:
     gpu.add_argument("--device", default="cuda")
     for name, default in {"blocks": 24, "width": 1024, "length": 1024, "batch": 8}.items():
         gpu.add_argument(f"--{name}", type=int, default=default)
+    family_costs.add_arguments(kinds.add_parser("families"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    {"cpu": on_cpu, "gpu": on_gpu}[options.kind](options)
+    {"cpu": on_cpu, "gpu": on_gpu, "families": family_costs.run}[options.kind](options)
 
 
 if __name__ == "__main__":

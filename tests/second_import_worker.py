@@ -407,7 +407,7 @@ def edit(file, old, new):
 
 @reloaded
 def one_module_can_be_reloaded():
-    for module in ("_operators", "_channel.config", "_channel.deferred", "_watch.backward", "_watch.wrapper"):
+    for module in ("_operators", "_channel.config", "_channel.deferred", "_watch.gradient_probes", "_watch.wrapper"):
         reload(f"torchguard.{module}")
         runs_checked(copy, compiled(checked(copy), "eager"))
     compiles_watched(copy)
@@ -423,7 +423,7 @@ def an_audit_survives_the_reload_of_its_events():
 
 @reloaded
 def an_inspection_and_a_capture_survive_the_reload_of_their_events():
-    modules = ("torchguard._torch.events", "torchguard.artifacts._capture")
+    modules = ("torchguard._torch.events", "torchguard._torch.compilations", "torchguard.artifacts._capture")
     for emptied in (False, True):
         with (
             tempfile.TemporaryDirectory() as folder,

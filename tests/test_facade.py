@@ -13,7 +13,7 @@ from torchguard import ErrorCode, ErrorDomain, Severity, err, experimental
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTED = """
-    err flags error_t has_err find push fix flag_nan flag_inf flag_nan_and_inf flag_oob_indices tracked
+    report err flags error_t has_err find push fix flag_nan flag_inf flag_nan_and_inf flag_oob_indices tracked
     ErrorCode ErrorDomain Severity ErrorFlags UnpackedError ErrorLocation
     ErrorConfig AccumulationConfig Priority Order Dedupe CONFIG get_config set_config
     SLOT_BITS SLOTS_PER_WORD SLOT_MASK SEVERITY_SHIFT SEVERITY_BITS SEVERITY_MASK CODE_SHIFT CODE_BITS CODE_MASK
@@ -23,7 +23,7 @@ DOCUMENTED = """
     watch unwatch Incident WatchError tensorcheck AnnotationError ValidationError
     DimensionMismatchError DTypeMismatchError DeviceMismatchError
     InvalidParameterError TypeMismatchError InvalidReturnTypeError
-    guards artifacts device compiled typing lint
+    guards artifacts device compiled typing lint distributed training testing export integrations
 """
 
 

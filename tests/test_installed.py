@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchguard.cli import app
 
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.long
 # Warnings of torch itself; the same list as in pyproject.toml.
 TORCH_WARNS = (
     "ignore:`torch.jit.script:DeprecationWarning",
+    "ignore:`torch.jit.script:FutureWarning",
     "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
 )
 STRICTLY = ["-W", "error", *(word for warning in TORCH_WARNS for word in ("-W", warning))]
@@ -111,12 +114,16 @@ def installed(tmp_path_factory):
     venv = [sys.executable, "-m", "venv", "--without-pip", str(environment)]
     succeeded(subprocess.run(venv, capture_output=True, text=True))
     bin = environment / "bin"
-    succeeded(pip("--python", str(bin / "python"), "install", "-c", str(ROOT / "constraints.txt"), str(wheel)))
+    # The torch that runs the tests. Without a constraint pip would take the newest, and several GB of CUDA with it.
+    pins = re.sub("(?m)^torch==.*", f"torch=={torch.__version__.split('+')[0]}", (ROOT / "constraints.txt").read_text())
+    (folder / "constraints.txt").write_text(pins)
+    succeeded(pip("--python", str(bin / "python"), "install", "-c", str(folder / "constraints.txt"), str(wheel)))
     foreign = re.compile("PYTHON|VIRTUAL_ENV|TORCH|COLUMNS$|FORCE_COLOR$")
     variables = {name: value for name, value in os.environ.items() if not foreign.match(name)}
     variables["PATH"] = f"{bin}{os.pathsep}{variables['PATH']}"
     variables["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # empty
-    return Installed(wheel, bin, variables)
+    yield Installed(wheel, bin, variables)
+    shutil.rmtree(environment)  # with CUDA, it has several GB
 
 
 def pip(*arguments):

@@ -11,7 +11,23 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchguard import artifacts, compiled, device, err, experimental, flags, guards, lint, typing
+    from torchguard import (
+        artifacts,
+        compiled,
+        device,
+        distributed,
+        err,
+        experimental,
+        export,
+        flags,
+        guards,
+        integrations,
+        lint,
+        report,
+        testing,
+        training,
+        typing,
+    )
     from torchguard._channel.codes import ErrorCode, ErrorDomain, Severity
     from torchguard._channel.config import (
         CONFIG,
@@ -23,7 +39,7 @@ if TYPE_CHECKING:
         get_config,
         set_config,
     )
-    from torchguard._channel.layout import (
+    from torchguard._channel.slot_bits import (
         CODE_BITS,
         CODE_MASK,
         CODE_SHIFT,
@@ -118,9 +134,11 @@ __all__ = [
     "check_params",
     "compiled",
     "device",
+    "distributed",
     "err",
     "error_t",
     "experimental",
+    "export",
     "find",
     "fix",
     "flag_inf",
@@ -131,12 +149,16 @@ __all__ = [
     "get_config",
     "guards",
     "has_err",
+    "integrations",
     "is_retrying",
     "lint",
     "push",
+    "report",
     "set_config",
     "tensorcheck",
+    "testing",
     "tracked",
+    "training",
     "typing",
     "unwatch",
     "unwrap",
@@ -144,13 +166,29 @@ __all__ = [
 ]
 
 
-_MODULES = ("artifacts", "compiled", "device", "err", "experimental", "flags", "guards", "lint", "typing")
+_MODULES = (
+    "artifacts",
+    "compiled",
+    "device",
+    "distributed",
+    "err",
+    "experimental",
+    "export",
+    "flags",
+    "guards",
+    "integrations",
+    "lint",
+    "report",
+    "testing",
+    "training",
+    "typing",
+)
 _HOMES = {
     "checks": "find fix flag_inf flag_nan flag_nan_and_inf flag_oob_indices has_err push",
     "control": "AND HAS IF IS NOT OR",
     "_channel.codes": "ErrorCode ErrorDomain Severity",
     "_channel.config": "AccumulationConfig Dedupe ErrorConfig Order Priority get_config set_config",
-    "_channel.layout": "CODE_BITS CODE_MASK CODE_SHIFT LOCATION_BITS LOCATION_MASK LOCATION_SHIFT SEVERITY_BITS "
+    "_channel.slot_bits": "CODE_BITS CODE_MASK CODE_SHIFT LOCATION_BITS LOCATION_MASK LOCATION_SHIFT SEVERITY_BITS "
     "SEVERITY_MASK SEVERITY_SHIFT SLOTS_PER_WORD SLOT_BITS SLOT_MASK",
     "exceptions": "AnnotationError DTypeMismatchError DeviceMismatchError DimensionMismatchError InvalidParameterError "
     "InvalidReturnTypeError RetryError TorchGuardError TypeMismatchError ValidationError WatchError",

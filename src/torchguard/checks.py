@@ -15,12 +15,12 @@ from torchguard._channel.combine import push_lost
 from torchguard._channel.config import ErrorConfig
 from torchguard._channel.fill import fallback_like
 from torchguard._channel.gradients import mask_nonfinite_gradients, over_rows
+from torchguard._channel.packing import Flags
 from torchguard._channel.policy import RowStatus, rows
 from torchguard._channel.record import push_findings
-from torchguard._channel.slots import Flags
 from torchguard._channel.validate import require_batch, require_flags, require_location, require_size
 from torchguard._renamed import renamed
-from torchguard._torch.tracing import can_read
+from torchguard._torch.tracing import can_read, is_exporting
 from torchguard.exceptions import NotFlagsError
 from torchguard.flags import require_boundary
 from torchguard.locations._tracked import LocationLike, location_id
@@ -162,6 +162,7 @@ def _prepared(who: str, z: Any, module: LocationLike, f: Flags | None, config: E
 
 
 # Detection. Rows are reduced over their last dimension only: the kernel that packs reduces the rest for all checks.
+# In an export no reduction relies on NaN: onnxruntime's `ReduceMax` drops it.
 
 
 def findings_in(z: Tensor, location: int, codes: Set[int]) -> list[tuple[int, int, RowStatus]]:
@@ -207,13 +208,13 @@ def _is_finite(z: Tensor) -> bool:
 
 def _nan(z: Tensor) -> RowStatus:
     """NaN where a row holds one: the maximum propagates NaN, in one pass and without a mask of the size of `z`."""
-    return z.amax(-1) if z.ndim > 1 and z.shape[-1] else _rows_where(torch.isnan(z))
+    return z.amax(-1) if z.ndim > 1 and z.shape[-1] and not is_exporting() else _rows_where(torch.isnan(z))
 
 
 def _inf(z: Tensor) -> RowStatus:
     """True, or NaN, where a row holds Inf."""
     found = z.abs() == math.inf  # not isinf, which Inductor does not vectorise
-    if z.is_cpu and z.ndim > 1 and z.shape[-1]:
+    if z.is_cpu and z.ndim > 1 and z.shape[-1] and not is_exporting():
         # Nor does Inductor vectorise `any` on the CPU. On a GPU `any` is faster.
         return torch.where(found, math.nan, torch.zeros((), dtype=z.dtype)).amax(-1)
     return _rows_where(found)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchguard import err
 from torchguard._channel.config import ErrorConfig
 from torchguard._channel.gradients import choose, over_rows
-from torchguard._channel.slots import Flags
+from torchguard._channel.packing import Flags
 from torchguard._renamed import renamed
 from torchguard.exceptions import BranchError
 

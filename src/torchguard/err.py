@@ -28,6 +28,7 @@ from torchguard._channel.combine import (
     take_ok_p,
 )
 from torchguard._channel.config import ErrorConfig
+from torchguard._channel.packing import Flags
 from torchguard._channel.query import (
     all_ok,
     any_err,
@@ -47,7 +48,6 @@ from torchguard._channel.query import (
     max_severity,
 )
 from torchguard._channel.record import Mask, clear, from_code, merge, new, new_t, push_many, push_scalar
-from torchguard._channel.slots import Flags
 from torchguard._renamed import renamed
 from torchguard.exceptions import GivenTwiceError
 from torchguard.locations._tracked import LocationLike, location_id

@@ -24,6 +24,9 @@ __all__ = [
     "DeviceMismatchError",
     "DeviceRejectionError",
     "DimensionMismatchError",
+    "DistributedError",
+    "ExportCheckError",
+    "ExportError",
     "FilterError",
     "GivenTwiceError",
     "GraphMismatchError",
@@ -36,13 +39,19 @@ __all__ = [
     "LeafTypeError",
     "LintError",
     "LocationWarning",
+    "LossCheckError",
     "LossyCastError",
+    "MissingExtraError",
     "MissingRuleError",
     "MixedRowsWarning",
     "NoSuchArtifactError",
+    "NonFiniteError",
     "NotFlagsError",
     "OutOfRangeError",
+    "RankFailedError",
+    "RankMismatchError",
     "RecompileError",
+    "ReportError",
     "RetryError",
     "RetryWarning",
     "ReturnsError",
@@ -52,6 +61,7 @@ __all__ = [
     "TorchGuardError",
     "TracingError",
     "TypeMismatchError",
+    "UntestedTorchWarning",
     "UnwrapError",
     "ValidationError",
     "ValidationWarning",
@@ -179,6 +189,41 @@ class RetryWarning(UserWarning):
     """A guarded step may not be restored completely."""
 
 
+class DistributedError(TorchGuardError, RuntimeError):
+    """Something cannot be done on several ranks as requested."""
+
+
+class RankMismatchError(DistributedError, ValueError):
+    """The ranks of a group called a function with values that do not go together. Every rank raises it."""
+
+
+class RankFailedError(DistributedError):
+    """A rank died, raised an exception or did not take part, and this one waited for it.
+
+    Attributes:
+        ranks: the ranks that caused it, with what is known of each.
+    """
+
+    def __init__(self, message: str, ranks: dict[int, str]) -> None:
+        super().__init__(message, ranks)
+        self.ranks = ranks
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class NonFiniteError(TorchGuardError, ValueError):
+    """A tensor holds NaN or Inf."""
+
+
+class LossCheckError(TorchGuardError, AssertionError):
+    """A loss function is not as `testing.check_loss` wants it."""
+
+
+class ExportCheckError(TorchGuardError, AssertionError):
+    """A model cannot be exported, or the exported program computes something else."""
+
+
 class GuardError(TorchGuardError, ValueError):
     """A request about guards cannot be fulfilled."""
 
@@ -268,6 +313,18 @@ class BoxError(TorchGuardError, ValueError):
     """The boxes to bound a graph over do not match its leaves."""
 
 
+class ExportError(TorchGuardError, ValueError):
+    """A model cannot be exported as requested, or a file is no export of torchguard's."""
+
+
+class MissingExtraError(TorchGuardError, ImportError):
+    """A library is not installed that an extra of torchguard installs; the message has the line that does."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The installed torch is newer than what torchguard was tested on, or lacks a private name that a part uses."""
+
+
 class ValidationWarning(UserWarning):
     """Something could not be validated; an error under `ErrorConfig(strict_validation=True)`."""
 
@@ -278,6 +335,10 @@ class MixedRowsWarning(UserWarning):
 
 class LintError(TorchGuardError, ValueError):
     """The linter cannot do what was asked: a path, a code or a setting is wrong."""
+
+
+class ReportError(TorchGuardError, ValueError):
+    """A report cannot be read or written: the file, its schema or its suffix is wrong."""
 
 
 class LocationWarning(UserWarning):

@@ -5,7 +5,7 @@ Each call copies the flags from device to host once, and loops over errors, neve
 Flags contain all else that is needed to read them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,10 @@ from torch import Tensor
 
 from torchguard._channel.codes import ErrorCode, Severity
 from torchguard._channel.config import ErrorConfig
-from torchguard._channel.layout import (
+from torchguard._channel.packing import Flags, readable
+from torchguard._channel.packing import unpack as flags_to_slots
+from torchguard._channel.record import merge
+from torchguard._channel.slot_bits import (
     CODE_BITS,
     CODE_MASK,
     CODE_SHIFT,
@@ -22,9 +25,6 @@ from torchguard._channel.layout import (
     slot_location,
     slot_severity,
 )
-from torchguard._channel.record import merge
-from torchguard._channel.slots import Flags, readable
-from torchguard._channel.slots import unpack as flags_to_slots
 from torchguard._channel.validate import require_flags, require_intact
 from torchguard._renamed import renamed
 from torchguard.exceptions import CorruptFlagsError, SampleIndexError, TracingError
@@ -172,21 +172,39 @@ def _host_slots(who: str, f: Flags, config: ErrorConfig | None) -> tuple[Tensor,
     return slots[:, :room], used[:, :room]
 
 
-def _unpacked(who: str, f: Flags, config: ErrorConfig | None) -> list[list[UnpackedError]]:
+def unpack_named(
+    who: str, f: Flags, locations: Mapping[int, str], codes: Mapping[int, str]
+) -> list[list[UnpackedError]]:
+    """The errors of every sample of flags that another process made, with the names that it had."""
+    require_boundary(who, "the flags")
+    require_flags(who, f)
+    return _unpacked(who, f, None, locations, codes)
+
+
+def _unpacked(
+    who: str,
+    f: Flags,
+    config: ErrorConfig | None,
+    locations: Mapping[int, str] | None = None,
+    codes: Mapping[int, str] | None = None,
+) -> list[list[UnpackedError]]:
     slots, used = _host_slots(who, f, config)
     rows = used.nonzero()[:, 0].tolist()
     held = (slots[used].to(torch.int32) & SLOT_MASK).tolist()
-    names = names_of({slot_location(slot) for slot in held})
-    made = {slot: _unpacked_error(slot, names) for slot in set(held)}
+    if locations is None:
+        locations = names_of({slot_location(slot) for slot in held})
+    made = {slot: _unpacked_error(slot, locations, codes or {}) for slot in set(held)}
     errors: list[list[UnpackedError]] = [[] for _ in range(f.shape[0])]
     for row, slot in zip(rows, held, strict=True):
         errors[row].append(made[slot])
     return errors
 
 
-def _unpacked_error(slot: int, names: dict[int, str]) -> UnpackedError:
+def _unpacked_error(slot: int, locations: Mapping[int, str], codes: Mapping[int, str]) -> UnpackedError:
     severity, code, location = slot_severity(slot), slot_code(slot), slot_location(slot)
-    return UnpackedError(severity, code, location, Severity.name(severity), ErrorCode.name(code), names[location])
+    code_name = codes.get(code) or ErrorCode.name(code)
+    name = locations.get(location) or (f"Location_{location}" if location else "Unknown")
+    return UnpackedError(severity, code, location, Severity.name(severity), code_name, name)
 
 
 def _counted(who: str, f: Flags, config: ErrorConfig | None) -> list[tuple[str, str, int]]:

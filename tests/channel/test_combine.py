@@ -101,7 +101,6 @@ def test_mapping_flags(run, f):
     assert err.count_errors(mapped).tolist() == [0, 2, 0]
 
 
-@pytest.mark.inductor
 def test_and_then_skips_bad_rows(run, f):
     def step(z):
         return z - 4, err.push(err.new(z), err.OVERFLOW, 7, where=z[:, 0] < 3)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchguard import ErrorConfig, err, flag_nan, flags
-from torchguard._channel.layout import pack_slot
+from torchguard._channel.slot_bits import pack_slot
 
 pytestmark = pytest.mark.compiled
 

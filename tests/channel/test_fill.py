@@ -169,7 +169,6 @@ def test_a_tensor_that_does_not_fit_raises_or_is_recorded(name, dtype, fallback)
     assert err.all_ok(f)
 
 
-@pytest.mark.inductor
 def test_only_rows_whose_own_fallback_does_not_fit_are_recorded(run):
     def fn(z, f, fallback):
         return fix(z, f, 2, fallback)

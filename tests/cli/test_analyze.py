@@ -10,7 +10,6 @@ import torch
 from tests.models import gpt2
 
 from torchguard import artifacts
-from torchguard.cli._analyze import chart
 from torchguard.cli._rebuild import pairs_in
 from torchguard.cli._targets import load_target
 from torchguard.cli._trace import GraphCollector, check
@@ -318,11 +317,3 @@ def test_ops_that_take_many_tensors_can_be_rebuilt(invoke, tmp_path, parts):
         torch.compile(joined, backend="aot_eager")(torch.randn(4))
     result = invoke("analyze", "-t", "memory", "--json", "--dir", tmp_path)
     assert result.exit_code == 0, result.stderr
-
-
-def test_a_chart_has_its_peak_at_the_top_and_its_width_is_limited():
-    rows = chart([0, 1024, 2048, 0], width=4, height=2)
-    assert rows == ["   2.0 KiB |  █", "       0 B | ██"]
-    assert all(len(row) <= 72 for row in chart(range(5000)))
-    assert chart([]) == ["(nothing)"]
-    assert chart([1024, 2048], width=2, height=1, ascii_only=True) == ["   2.0 KiB |##"]

@@ -1,11 +1,13 @@
 """`torchguard doctor`."""
 
+import importlib.metadata
 import json
 
 import pytest
 import torch
 
-from torchguard.cli._doctor import Finding, finding_lines
+from torchguard._torch import support
+from torchguard.cli._doctor import Finding, _private_names, _torch, finding_lines
 
 
 def test_doctor_finds_that_torchguard_works_here(command):
@@ -16,8 +18,7 @@ def test_doctor_finds_that_torchguard_works_here(command):
     assert output["is_fine"]
     assert torch.__version__.startswith(found["torch"]["found"])  # the metadata may lack the build
     assert {"python", "C++ compiler", "graphviz", "GPU", "triton"} <= found.keys()
-    assert found["hooks of guards"]["is_fine"]
-    assert found["hooks of artifacts"]["is_fine"]
+    assert all(found[f"torch for {part}"]["is_fine"] for part in support.PARTS)
     assert found["compile aot_eager"]["found"].endswith(" s")
     assert "compile inductor" in found
 
@@ -48,4 +49,31 @@ def test_doctor_exits_with_1_if_torch_is_too_old(invoke, tmp_path, monkeypatch):
     result = invoke("doctor")
     assert result.exit_code == 1
     assert "broken  torch                2.4.0" in result.stdout
-    assert "Install torch 2.11, 2.12 or 2.13" in result.stdout
+    assert "Install torch 2.11 to 2.15." in result.stdout
+
+
+def test_a_torch_that_was_not_tested_is_no_error(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.99.0")
+    found = _torch()
+    assert not found.is_broken
+    line, remedy = finding_lines(found)
+    assert str(line) == "newer   torch                2.99.0"
+    assert "torchguard was tested on torch 2.11 to 2.15." in str(remedy.renderable)
+
+
+def test_what_a_part_misses_is_shown_with_what_happens_without(monkeypatch):
+    monkeypatch.delattr("torch._dynamo.mark_static")
+    found = {one.name: finding_lines(one) for one in _private_names()}
+    line, remedy = found["torch for watch"]
+    without = "no torch._dynamo.mark_static (a watched model may recompile once)"
+    assert str(line) == f"missing torch for watch      {without}"
+    assert "Install torch 2.11 to 2.15." in str(remedy.renderable)
+    assert str(found["torch for guards"][0]) == "ok      torch for guards     complete"
+
+
+def test_what_a_part_needs_and_torch_lacks_is_broken(monkeypatch):
+    monkeypatch.delattr("torch._dynamo.guards.get_guard_fail_reason")
+    found = {one.name: one for one in _private_names()}
+    assert found["torch for guards"].is_broken
+    assert "torch._dynamo.guards.get_guard_fail_reason" in found["torch for guards"].found
+    assert found["torch for watch"].is_fine

@@ -13,6 +13,7 @@ from torchguard import guards
 from torchguard.cli import _views
 from torchguard.cli._terminal import console
 from torchguard.cli._watched import Watcher
+from torchguard.guards._section import inspection_data
 
 
 class Net(nn.Module):
@@ -274,7 +275,7 @@ def test_recompiles_of_watched_models_are_printed_without_those_of_torchguard(wa
         compiled(batch())
         torch.compile(other, backend="eager")(batch())
     output = io.StringIO()
-    console(output).print(*_views.compilation_views(_views.inspection_data(inspection)), sep="\n")
+    console(output).print(*_views.compilation_views(inspection_data(inspection)), sep="\n")
     lines = output.getvalue().splitlines()
     assert [line.split()[1:3] for line in lines if " watched " in line and " s" in line] == [
         ["Scaled", "watched"],

@@ -174,7 +174,7 @@ def test_a_gradient_that_torch_symmetrises_on_purpose_fails_with_the_reason():
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings.default.max_examples // 10)
 def test_torchs_derivatives_of_random_programs_pass(seed):
     rng = random.Random(seed)
     steps = [

@@ -13,6 +13,7 @@ from torch import func, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchguard._graphs.op_facts import facts_of
+from torchguard._torch.support import torch_is_at_least
 from torchguard.compiled import CompileError, LeafTypeError, MissingRuleError, compile_out, compile_scalar, state_of
 
 
@@ -176,7 +177,6 @@ def test_an_output_that_depends_on_nothing_has_no_tangent():
     assert moved.tolist() == [2.0, 2.0, 2.0]
 
 
-@pytest.mark.inductor
 def test_inputs_are_neither_changed_nor_shared(backend):
     c = compile_out(lambda x: (x, x, x.t(), x + 0.0), torch.ones(2, 3), backend=backend)
     x, w = torch.ones(2, 3), (torch.ones(2, 3), torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 3))
@@ -432,6 +432,57 @@ def test_rules_of_an_autograd_function_are_used(backend):
     assert c.jvp(torch.ones(3), torch.ones(3))[1].tolist() == [1.0] * 3
 
 
+class WithGradInside(torch.autograd.Function):
+    """Runs its forward with grad switched on, as functions that compute something again in backward do."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        with torch.enable_grad():
+            return torch.round(x)
+
+    setup_context, backward, jvp = StraightThrough.setup_context, StraightThrough.backward, StraightThrough.jvp
+
+
+def rounded(x):
+    return torch.round(x)
+
+
+class OfAFunction(StraightThrough):
+    forward = staticmethod(rounded)
+
+
+bound = StraightThrough.apply
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        pytest.param(WithGradInside.apply, id="grad is switched on inside"),
+        pytest.param(OfAFunction.apply, id="its forward is a function from elsewhere"),
+        pytest.param(lambda x: bound(x), id="apply was bound before"),
+        pytest.param(lambda x: StraightThrough.apply(StraightThrough.apply(x)), id="one after another"),
+        pytest.param(lambda x: StraightThrough.apply(x) + rounded(x.detach()) * 0, id="beside plain operations"),
+    ],
+)
+def test_rules_of_an_autograd_function_are_used_however_it_is_called(f):
+    c = compile_out(f, torch.ones(3), backend="eager")
+    assert c.vjp_with_seed(torch.ones(3), torch.ones(3)).tolist() == [1.0] * 3
+    assert c.jvp(torch.ones(3), torch.ones(3))[1].tolist() == [1.0] * 3
+
+
+def test_an_autograd_function_under_no_grad_is_a_constant():
+    def f(x):
+        with torch.no_grad():
+            constant = StraightThrough.apply(x)
+        return x * constant
+
+    c = compile_out(f, torch.full((3,), 2.0), backend="eager")
+    assert c.vjp_with_seed(torch.full((3,), 2.0), torch.ones(3)).tolist() == [2.0] * 3
+    assert c.jvp(torch.full((3,), 2.0), torch.ones(3))[1].tolist() == [2.0] * 3
+
+
 def test_values_computed_under_no_grad_are_constants():
     def f(x):
         with torch.no_grad():
@@ -601,6 +652,7 @@ def test_masks_that_are_leaves_are_smooth():
     assert not compile_out(f, *leaves, backend="eager").nonsmooth_points
 
 
+CLAMP_AT_END = 0.0 if torch_is_at_least(2, 14) else 1.0
 AT_NONSMOOTH_POINTS = {
     "relu": (torch.relu, 0.0, 0.0),
     "abs": (torch.abs, 0.0, 0.0),
@@ -608,9 +660,9 @@ AT_NONSMOOTH_POINTS = {
     "threshold": (lambda x: F.threshold(x, 1.0, 0.0), 1.0, 0.0),
     "hardtanh": (F.hardtanh, 1.0, 0.0),
     "hardsigmoid": (F.hardsigmoid, 3.0, 0.0),
-    "clamp": (lambda x: x.clamp(0.0, 1.0), 1.0, 1.0),
-    "clamp_min": (lambda x: x.clamp_min(0.0), 0.0, 1.0),
-    "clamp_max": (lambda x: x.clamp_max(0.0), 0.0, 1.0),
+    "clamp": (lambda x: x.clamp(0.0, 1.0), 1.0, CLAMP_AT_END),
+    "clamp_min": (lambda x: x.clamp_min(0.0), 0.0, CLAMP_AT_END),
+    "clamp_max": (lambda x: x.clamp_max(0.0), 0.0, CLAMP_AT_END),
     "sign": (torch.sign, 0.0, 0.0),
     "floor": (torch.floor, 1.0, 0.0),
     "ceil": (torch.ceil, 1.0, 0.0),

@@ -88,7 +88,13 @@ def hvp_by_differences(f, x, v, w, h=1e-5):
     return [(a - b) / (2 * h) for a, b in zip(gradients(h), gradients(-h), strict=True)]
 
 
-@pytest.mark.parametrize("name", SAVES_AUXILIARIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("slogdet", "solve", "layer_norm") else pytest.mark.long)
+        for name in SAVES_AUXILIARIES
+    ],
+)
 def test_it_is_the_derivative_of_the_gradients(name):
     f, *x = SAVES_AUXILIARIES[name]
     c = compile_out(f, *x, backend="eager")
@@ -108,6 +114,7 @@ def test_tangents_that_torch_gets_wrong_are_refused():
     assert c.vjp_with_seed(x, wide(3))[0].shape == (3,)
 
 
+@pytest.mark.long
 def test_it_uses_reverse_mode_alone_where_an_operation_has_no_tangents():
     x = wide(4, 3), torch.rand(3, dtype=torch.float64), wide(4, 2)
     c = compile_out(torch.ormqr, *x, backend="eager")
@@ -143,7 +150,13 @@ def test_the_probe_at_first_use_does_not_compare_the_graph_with_itself(monkeypat
         c.hvp(x, torch.randn_like(x))
 
 
-@pytest.mark.parametrize("name", ["det", "solve", "layer_norm", "cdist", "silu, mish and huber"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_norm",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("det", "solve", "cdist", "silu, mish and huber")),
+    ],
+)
 def test_a_right_hvp_is_certified(name):
     f, *x = SAVES_AUXILIARIES[name]
     claims = [claim for claim in compile_out(f, *x, backend="eager").certify().claims if claim.subject == "hvp"]

@@ -39,6 +39,7 @@ def test_the_gradient_that_torch_compile_gets_wrong_is_right(image):
     torch.testing.assert_close(c.vjp(image)[1](w), right, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long
 def test_code_with_the_gradient_of_torch_compile_is_caught_and_replaced(image, monkeypatch):
     w = torch.randn(1, 4, 8, 8)
     right = torch.func.vjp(conv_times_pool, *image)[1](w)

@@ -22,6 +22,7 @@ def train(mode):
     return losses, s.value(w), s.jvp(loss, w=torch.ones(3, 2)), s.backward(loss)
 
 
+@pytest.mark.long
 def test_both_modes_give_the_same():
     torch.testing.assert_close(train("compiled"), train("eager"))
 

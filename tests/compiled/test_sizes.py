@@ -58,7 +58,6 @@ def gradients(f, x, cotangent):
     return func.vjp(f, *x)[1](cotangent)
 
 
-@pytest.mark.inductor
 def test_one_symbolic_graph_serves_many_sizes(backend):
     f, calls = counted(mlp)
     c = compile_out(f, torch.randn(6, 8), W, B, dynamic=BATCH, backend=backend)
@@ -179,6 +178,7 @@ def test_a_derivative_that_needs_numbers_leaves_the_other_code_symbolic():
     assert len(calls) == 2
 
 
+@pytest.mark.long
 def test_the_listing_is_that_of_the_graph_that_runs():
     for f in FUNCTIONS:
         c, static = (
@@ -237,6 +237,7 @@ def test_threads_may_use_new_sizes_at_once():
     assert found == [True] * 24
 
 
+@pytest.mark.long
 def test_a_certificate_is_of_one_size():
     c = compile_out(mlp, torch.randn(6, 8), W, B, dynamic=BATCH, backend="aot_eager")
     c(torch.randn(9, 8), W, B)

@@ -87,6 +87,12 @@ PYTHON_NAMES = {
     "nn.BatchNorm1d": nn.BatchNorm1d(8),
     "torch.Tensor.mul": lambda x: x * 2,
     "torch.linalg.norm": torch.linalg.norm,
+    "linalg.vector_norm": torch.linalg.vector_norm,
+    "special.expit": torch.special.expit,
+    "fft.fft": lambda x: torch.fft.fft(x).abs(),
+    "torch.norm": torch.norm,
+    "nn.Unfold": lambda x: nn.Unfold(2)(x[None, None]),
+    "F.fold": lambda x: nn.functional.fold(x.T, (2, 2), (1, 1)),
     "F.cross_entropy": lambda x: nn.functional.cross_entropy(x, torch.arange(4)),
 }
 

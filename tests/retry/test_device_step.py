@@ -13,7 +13,7 @@ from tests.retry.training_loops import LOOPS, B
 from torch import nn
 
 from torchguard import Retry, RetryError
-from torchguard._retry import attempt, device_step, retry
+from torchguard._retry import device_step, guarded_step, retry
 from torchguard._retry.copies import Copies, elements_of
 
 nan = float("nan")
@@ -23,7 +23,7 @@ nan = float("nan")
 def ahead(monkeypatch):
     """Have the CPU treated as a device that the host does not wait for. Lists the flags that optimizers were given."""
     monkeypatch.setattr(retry, "runs_ahead", lambda devices: True)
-    for module in (attempt, device_step):
+    for module in (guarded_step, device_step):
         monkeypatch.setattr(module, "decides_on_host", lambda flag: False)
     flags, update = [], device_step.update
 
@@ -119,8 +119,8 @@ def test_an_interrupt_after_the_launch_leaves_a_whole_step_or_none(is_bad, ahead
     x = torch.full((B, 4), nan) if is_bad else torch.randn(B, 4)
     monkeypatch.setattr(guard.tensors, "learn", _interrupt)
     monkeypatch.setattr(guard.tensors, "newly_non_finite", _interrupt)
-    monkeypatch.setattr(attempt, "all_finite", lambda gradients: _interrupt())
-    monkeypatch.setattr(attempt.Attempt, "_exactly", lambda *_: _interrupt())
+    monkeypatch.setattr(guarded_step, "all_finite", lambda gradients: _interrupt())
+    monkeypatch.setattr(guarded_step.GuardedStep, "_exactly", lambda *_: _interrupt())
     with pytest.raises(KeyboardInterrupt):
         guard.step(lambda x: model(x)[:, 0], x)
     if is_bad:

@@ -191,6 +191,42 @@ def test_samples_that_raise_in_small_parts_are_not_accused():
     assert backward(model, closure, x).bad == [5]
 
 
+class NeedsMany(torch.autograd.Function):
+    """A derivative that needs six samples."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        if len(gradients[0]) < 6:
+            raise ValueError("fewer than six samples")
+        return gradients[0]
+
+
+def test_a_backward_pass_that_raises_in_small_parts_accuses_nobody_else():
+    x, weight = torch.randn(8, 4), torch.nn.Parameter(torch.randn(4))
+    x[3] = 0  # the square root of zero has no derivative
+    model = torch.nn.ParameterList([weight])
+    report = Retry(model).backward(lambda b: NeedsMany.apply(b * weight).square().sum(1).sqrt(), x)
+    assert report.bad == [3]
+
+
+def test_a_number_of_a_model_that_becomes_nan_is_bad():
+    model = torch.nn.Linear(4, 1)
+    model.mean = 0.0
+    x = torch.randn(6, 4)
+    x[2] = float("nan")
+
+    def closure(b):
+        model.mean = 0.9 * model.mean + 0.1 * float(b.mean())
+        return model(b.nan_to_num()).squeeze(1).square()
+
+    assert Retry(model).backward(closure, x).bad == [2]
+    assert model.mean == pytest.approx(0.1 * x[[0, 1, 3, 4, 5]].mean().item())
+
+
 def test_a_closure_that_takes_only_whole_batches_accuses_nobody():
     model, x = nn.Linear(4, 1), torch.randn(B, 4)
     x[5] = nan

@@ -181,6 +181,61 @@ def test_a_table_of_as_many_rows_is_shared_where_it_is_named(model):
     assert Retry(model, shared="table").backward(closure, batch).bad == [2]
 
 
+class Graph:
+    """A batch that is no pytree."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("batch", ["select", "numpy"])
+def test_what_a_closure_does_to_its_batch_is_undone_before_it_is_run_again(model, batch):
+    x = bad_batch(3)
+    if batch == "select":
+        given, options = Graph(x), {"select": lambda b, rows: Graph(b.x[rows]), "size": lambda b: len(b.x)}
+    else:
+        given, options = {"x": x, "scale": np.ones(len(x))}, {}
+
+    def closure(b):
+        if batch == "select":
+            b.x = b.x * 2
+            return losses(model, b.x)
+        b["scale"] *= 2
+        return losses(model, b["x"] * torch.from_numpy(b["scale"]).to(x.dtype)[:, None])
+
+    report = Retry(model, **options).backward(closure, given)
+    wanted = losses(model, 2 * x[[row for row in range(len(x)) if row not in report.bad]]).mean()
+    assert report.bad
+    assert report.loss == pytest.approx(wanted.item())
+
+
+def test_one_loss_for_a_batch_whose_samples_are_not_clear_is_refused(model):
+    ragged = {"x": [torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 4)]}
+    two_sizes = {"table": torch.randn(3, 4), "x": torch.randn(8, 4)}
+
+    def of_list(b):
+        return torch.stack([losses(model, one).mean() for one in b["x"]]).mean()
+
+    with pytest.raises(RetryError, match="do not tell which are samples"):
+        Retry(model).backward(of_list, ragged)
+    with pytest.raises(RetryError, match="do not tell which are samples"):
+        Retry(model).backward(lambda b: losses(model, b["x"]).mean() + b["table"].sum(), two_sizes)
+    ragged["x"][1][2] = nan
+    assert Retry(model, size=lambda b: len(b["x"])).backward(of_list, ragged).bad == [1]
+    two_sizes["x"][4] = nan
+    report = Retry(model, shared="table").backward(lambda b: losses(model, b["x"]).mean(), two_sizes)
+    assert report.bad == [4]
+
+
+@pytest.mark.parametrize("weight", [nan, float("inf")])
+def test_a_weight_that_is_not_finite_is_bad(model, weight):
+    weights = torch.ones(6)
+    weights[2] = weight
+    report = Retry(model).backward(lambda b: (losses(model, b["x"]), b["w"]), {"x": torch.randn(6, 4), "w": weights})
+    assert report.bad == [2]
+    assert report.runs == 3
+
+
 def test_tensors_of_one_kind_in_a_list_are_ambiguous(model):
     guard, batches = Retry(model), [bad_batch(), bad_batch(1)]
     with pytest.raises(RetryError, match="window=True"):

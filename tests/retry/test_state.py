@@ -1,12 +1,18 @@
 """What a retried step restores, and what is refused because it cannot be."""
 
 import argparse
+import array
 import collections
+import contextvars
 import copy
 import dataclasses
+import queue
 import random
+import sys
 import types
 import weakref
+from collections import ChainMap
+from threading import local as Local
 
 import numpy as np
 import pytest
@@ -17,6 +23,8 @@ from torchguard import Retry, RetryError
 
 B = 6
 COUNT = 0
+counted_module = types.ModuleType("counted_module")  # a module of the user's own
+sys.modules["counted_module"] = counted_module
 LOG = []
 STATE = torch.zeros(2)
 
@@ -276,13 +284,115 @@ def in_bound_method(model):
     return trainer.closure, lambda: trainer.calls
 
 
+def in_function_attribute(model):
+    def closure(x):
+        closure.calls += 1
+        return losses(model, x)
+
+    closure.calls = 0
+    return closure, lambda: closure.calls
+
+
+def in_imported_module(model):
+    counted_module.calls = 0
+
+    def closure(x):
+        counted_module.calls += 1
+        return losses(model, x)
+
+    return closure, lambda: counted_module.calls
+
+
+def in_private_slot(model):
+    class Counter:
+        __slots__ = ("__calls",)
+
+        def __init__(self):
+            self.__calls = 0
+
+        def count(self):
+            self.__calls += 1
+
+        def read(self):
+            return self.__calls
+
+    counter = Counter()
+
+    def closure(x):
+        counter.count()
+        return losses(model, x)
+
+    return closure, counter.read
+
+
+def in_arrays_of_the_standard_library(model):
+    one, other = array.array("i", [0]), bytearray(1)
+
+    def closure(x):
+        one[0] += 1
+        other[0] += 1
+        return losses(model, x)
+
+    return closure, lambda: (one[0] + other[0]) / 2
+
+
+def in_classes_of_the_standard_library(model):
+    waiting, weak, chained, of_thread = queue.Queue(), weakref.WeakKeyDictionary(), ChainMap({"calls": 0}), Local()
+    weak[model], of_thread.calls = 0, 0
+
+    def closure(x):
+        waiting.put(1)
+        weak[model] += 1
+        chained["calls"] += 1
+        of_thread.calls += 1
+        return losses(model, x)
+
+    return closure, lambda: (waiting.qsize() + weak[model] + chained["calls"] + of_thread.calls) / 4
+
+
+def in_context_variable(model):
+    variable = contextvars.ContextVar("calls")
+    variable.set(0)
+
+    def closure(x):
+        variable.set(variable.get() + 1)
+        return losses(model, x)
+
+    return closure, variable.get
+
+
+def in_optimizer_of_the_closure(model):
+    """Of a critic that is trained inside of the closure, with a scheduler."""
+    critic = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(critic.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def closure(x):
+        critic(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        return losses(model, x)
+
+    return (
+        closure,
+        lambda: ((optimizer.state[critic.weight]["step"].item() if optimizer.state else 0) + schedule.last_epoch) / 2,
+    )
+
+
 PLACES = [
     in_attribute, in_buffer, in_buffer_by_data, in_replaced_buffer, in_lazy_buffer, in_frozen_parameter,
     in_module_of_closure, in_plain_tensor, in_expanded_tensor, in_cell, in_global, in_global_list, in_global_tensor,
     in_function_it_calls, in_long_containers, in_default, in_nested_containers, in_object, in_slots,
     behind_weak_reference,
-    in_namespaces, in_numpy_array, in_bound_method,
+    in_namespaces, in_numpy_array, in_bound_method, in_function_attribute, in_imported_module, in_private_slot,
+    in_arrays_of_the_standard_library, in_classes_of_the_standard_library, in_context_variable,
+    in_optimizer_of_the_closure,
 ]  # fmt: skip
+
+
+# Without an optimizer, all parameters count as trained, and must not change.
+NOT_IN_BACKWARD = [in_lazy_buffer, in_optimizer_of_the_closure]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -293,7 +403,7 @@ def test_a_retried_step_counts_once(place):
     assert count() == 1
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place is not in_lazy_buffer])
+@pytest.mark.parametrize("place", [place for place in PLACES if place not in NOT_IN_BACKWARD])
 def test_a_step_that_is_skipped_counts_nothing(place):
     model = nn.Linear(4, 1)
     closure, count = place(model)
@@ -570,6 +680,80 @@ def test_a_batch_that_the_closure_changes_in_place_is_refused():
     model = nn.Linear(4, 1)
     with pytest.raises(RetryError, match="changes a tensor of the batch in place"):
         Retry(model).backward(lambda x: losses(model, x.mul_(2)), torch.randn(B, 4))
+
+
+def a_large_list(model):
+    return [0] * 10_000, lambda value: value.__setitem__(5, value[5] + 1)
+
+
+def a_large_dict(model):
+    return dict.fromkeys(range(10_000), 0), lambda value: value.__setitem__(5, value[5] + 1)
+
+
+def a_large_set(model):
+    return {*range(10_000)}, lambda value: value.add(len(value))
+
+
+def a_large_array(model):
+    return np.zeros(2_000_000), lambda value: value.__setitem__(5, value[5] + 1)
+
+
+def an_array_of_objects(model):
+    return np.array([0, None], dtype=object), lambda value: value.__setitem__(0, value[0] + 1)
+
+
+def a_sparse_buffer(model):
+    model.register_buffer("value", torch.eye(3).to_sparse())
+    return model.value, lambda value: value.mul_(2)
+
+
+def values_of_a_sparse_tensor(model):
+    return torch.eye(3).to_sparse().coalesce(), lambda value: value.values().mul_(2)
+
+
+def an_attribute_of_a_tensor(model):
+    return torch.zeros(1), lambda value: setattr(value, "calls", getattr(value, "calls", 0) + 1)
+
+
+def an_iterator_of_an_object(model):
+    return types.SimpleNamespace(source=iter(range(100))), lambda value: next(value.source)
+
+
+def a_generator_of_an_object(model):
+    return types.SimpleNamespace(source=(number for number in range(100))), lambda value: next(value.source)
+
+
+UNSAVED = [
+    a_large_list, a_large_dict, a_large_set, a_large_array, an_array_of_objects, a_sparse_buffer,
+    values_of_a_sparse_tensor, an_attribute_of_a_tensor, an_iterator_of_an_object, a_generator_of_an_object,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNSAVED)
+def test_what_is_not_saved_and_changes_is_refused_by_name(kind):
+    model = nn.Linear(4, 1)
+    value, change = kind(model)
+
+    def closure(x):
+        change(value)
+        return losses(model, x)
+
+    guard = Retry(model)
+    with pytest.raises(RetryError, match=r"changes (model\.)?value"):
+        guard.backward(closure, bad_batch())
+
+
+@pytest.mark.parametrize("kind", UNSAVED)
+def test_what_is_not_saved_and_does_not_change_is_no_reason_to_refuse(kind):
+    model = nn.Linear(4, 1)
+    value, _ = kind(model)
+    assert Retry(model).backward(lambda x: (value, losses(model, x))[1], bad_batch()).bad == [2]
+
+
+def test_random_numbers_of_the_system_are_refused():
+    model, source = nn.Linear(4, 1), random.SystemRandom()
+    with pytest.raises(RetryError, match="source draws its random numbers from the system"):
+        Retry(model).backward(lambda x: losses(model, x) * source.random(), bad_batch())
 
 
 def test_an_optimizer_that_runs_a_closure_itself_is_refused():

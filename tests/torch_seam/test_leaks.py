@@ -20,6 +20,10 @@ EXCEPTIONS = {
         "nn.Module calls `_apply` for `to`, `cuda`, `half` and the like, and has no public hook for that: "
         "a class has to override it, which a seam cannot do for it"
     ),
+    ("torchguard/integrations/transformers.py", "_prepare_inputs"): (
+        "Hugging Face's, not torch's: `Trainer.training_step`, which the mixin replaces, calls it, and there is no "
+        "public name"
+    ),
 }
 PRIVATE_MODULE = re.compile(r"torch(\.\w+)*\._[a-z]\w*(\.\w+)*|torch\._C(\.\w+)*|torch\.fx\.experimental(\.\w+)*")
 # What the standard library calls private, and documents.

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchguard import err, flags
-from torchguard._watch import quarantine, unwatch, watch
-from torchguard._watch.backward import CallOrigins, CallProbes
+from torchguard._watch import replace, unwatch, watch
+from torchguard._watch.gradient_probes import CallOrigins, CallProbes
 from torchguard.exceptions import WatchError
 
 NAN = float("nan")
@@ -118,8 +118,8 @@ def test_blocks_that_are_alike_are_one_region(quarantine):
 @pytest.mark.long
 def test_more_blocks_are_not_traced_more_often(monkeypatch):
     traced = []
-    replace = quarantine._replace
-    monkeypatch.setattr(quarantine, "_replace", lambda *args: traced.append(1) or replace(*args))
+    original = replace._replace
+    monkeypatch.setattr(replace, "_replace", lambda *args: traced.append(1) or original(*args))
 
     def times(blocks):
         torch._dynamo.reset()

@@ -50,7 +50,7 @@ def store(request, monkeypatch):
 
 class TestHistory:
     @pytest.mark.inductor
-    @pytest.mark.parametrize("quarantine", [False, True])
+    @pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
     def test_it_has_the_faults_of_all_calls(self, run, store, quarantine):
         guarded = watch(Net(), quarantine=quarantine)
         call = run(guarded)

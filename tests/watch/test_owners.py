@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchguard._watch.batch import UNBATCHED, row_code
-from torchguard._watch.owners import OwnerMode, rows_of
+from torchguard._watch.owner_storages import rows_of
+from torchguard._watch.owners import OwnerMode
 
 BATCH = 3
 

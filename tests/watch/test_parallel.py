@@ -16,7 +16,7 @@ WORKER = Path(__file__).with_name("parallel_worker.py")
     ("kind", "backend"),
     [
         pytest.param("ddp", "plain", marks=pytest.mark.long),
-        ("ddp", "aot_eager"),
+        pytest.param("ddp", "aot_eager", marks=pytest.mark.long),
         pytest.param("ddp, once", "aot_eager", marks=pytest.mark.long),
         ("ddp, once", "inductor"),
         ("fsdp2", "plain"),

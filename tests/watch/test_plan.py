@@ -68,6 +68,24 @@ def test_a_mixture_that_comes_later_is_noticed():
     assert bad_samples(f) == ALL
 
 
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_model_that_takes_another_way_again_and_again_is_followed_in_each_call(is_compiled):
+    compiled = torch.compile(lambda z: z**2 + 1, backend="eager")
+
+    def step(self, z):
+        self.flag = not self.flag
+        if is_compiled:
+            return self.inner(compiled(z))
+        return self.inner(z**2) if self.flag else self.inner(z.transpose(0, 1) ** 2).transpose(0, 1)
+
+    guarded = watch(Steps(step), quarantine=True)
+    for _ in range(6):
+        guarded(batch(4, 3, 5))
+    for _ in range(2):
+        assert bad_samples(guarded(batch(4, 3, 5, bad=2))[1]) == [2]
+
+
 def test_each_size_is_followed():
     def step(self, z):
         z = z**2
@@ -153,3 +171,72 @@ def test_what_the_user_says_is_taken_as_true(run_light, quarantine):
     guarded = watch(Steps(chosen_by_value), quarantine=quarantine, sample_of={"inner": 0, "last": 0, "": 0})
     assert 1 in bad_samples(run_light(guarded)(x)[1])
     assert len(bad_samples(run_light(guarded)(x)[1])) < 4
+
+
+class Idiom(nn.Module):
+    """Two layers with a step of torch's own between them."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+        self.attention = nn.MultiheadAttention(6, 2).double()
+        self.step = step
+
+    def forward(self, x):
+        return self.last(self.step(self, self.first(x)))
+
+
+def ensemble(self, z):
+    both = {name: torch.stack([getattr(self.first, name), getattr(self.last, name)]) for name in ("weight", "bias")}
+    return torch.vmap(lambda weights: torch.func.functional_call(self.last, weights, (z,)))(both).mean(0)
+
+
+def assigned(self, z):
+    z, mask = z.clone(), torch.zeros(5, dtype=torch.bool)
+    z[:, 0], z[:, [1, 2]], mask[2] = 1.0, 0.5, True
+    return z * mask[:, None]
+
+
+def attention_over_time(self, z):
+    z = z.transpose(0, 1)
+    return self.attention(z, z, value=z)[0].transpose(0, 1)
+
+
+EXACT = {
+    "a module in vmap": lambda self, z: torch.vmap(lambda row: self.last(row).cumsum(0))(z),
+    "an ensemble": ensemble,
+    "torch.func.grad": lambda self, z: torch.func.grad(lambda x: self.last(x.tanh()).tanh().sum())(z),
+    "torch.func.jvp": lambda self, z: torch.func.jvp(lambda x: self.last(x.tanh()), (z,), (torch.ones_like(z),))[1],
+    "numbers assigned": assigned,
+    "one tensor as query, key and value": attention_over_time,
+    "a generator": lambda self, z: z * (torch.rand(5, 1, generator=torch.Generator().manual_seed(0)) > 0.3),
+}
+DECLARED = {
+    "a nested tensor": lambda self, z: self.last(torch.nested.nested_tensor([*z])).to_padded_tensor(0.0),
+    "a jagged tensor that has NaN": lambda self, z: self.last(
+        torch.nested.as_nested_tensor([*(z - 1).sqrt()], layout=torch.jagged)
+    ).to_padded_tensor(0.0),
+    "a derivative in vmap": lambda self, z: torch.vmap(torch.func.grad(lambda x: self.last(x.tanh()).sum()))(z),
+    "an index made of samples": lambda self, z: z[:, [0, 1, 2, 3, z[0].sum(-1).argmax()]],
+}
+
+
+@pytest.mark.parametrize("name", [*EXACT, *DECLARED])
+def test_idioms_of_torch_are_as_without_watch_and_exact_or_declared(name, recwarn):
+    torch.manual_seed(0)
+    model = Idiom({**EXACT, **DECLARED}[name])
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    want = model(x)
+    guarded = watch(model, quarantine=True)
+    assert want.isnan().any() or torch.equal(guarded(x)[0], want)
+    x[2] = NAN
+    out, f = guarded(x)
+    err.mean_ok(f, out.flatten(1).square().sum(-1)).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    is_declared = any(issubclass(one.category, MixedRowsWarning) for one in recwarn)
+    assert is_declared == (name in DECLARED)
+    if is_declared:
+        assert bad_samples(f) == ALL
+    else:
+        assert bad_samples(f) == [2]
+        torch.testing.assert_close(out[[0, 1, 3]], want[[0, 1, 3]], rtol=1e-9, atol=1e-12)

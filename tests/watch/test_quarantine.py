@@ -122,7 +122,7 @@ def assert_quarantined(guarded, model, good, bad, expected, why):
     assert_close(take_gradients(model), want, why)
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
 def dtype(request):
     return request.param
 

@@ -9,10 +9,11 @@ from torch.autograd.functional import hessian, jacobian
 
 from torchguard import err
 from torchguard._watch import watch
-from torchguard.exceptions import WatchError
+from torchguard.exceptions import MixedRowsWarning, WatchError
 
 NAN = float("nan")
 GOOD = [0, 1, 3]
+pytestmark = pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
 
 
 class Flattening(nn.Module):
@@ -162,3 +163,12 @@ def test_jacobians_of_convolutions_and_of_recurrent_layers():
     guarded = watch(copy.deepcopy(recurrent), level="modules", quarantine=True, returns="output", batch_dim=1)
     want = jacobian(lambda x: recurrent(x)[0].sum(0), steps)
     torch.testing.assert_close(jacobian(lambda x: guarded(x)[0].sum(0), steps, vectorize=True), want)
+
+
+def test_in_quarantine_it_is_said_that_sizes_decide(x):
+    class Unheard(Flattening):
+        pass
+
+    guarded = watch(Unheard(), quarantine=True)
+    with pytest.warns(MixedRowsWarning, match="Sizes decide which rows belong to which sample"):
+        func.grad(lambda z: guarded(z)[0].sum())(x)

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 from torchguard import err, flags
 from torchguard._watch import unwatch, watch
-from torchguard._watch.backward import CallOrigins, CallProbes
+from torchguard._watch.gradient_probes import CallOrigins, CallProbes
 from torchguard.exceptions import WatchError
 
 NAN = float("nan")

@@ -8,10 +8,10 @@ from torch._inductor.utils import run_and_get_code
 
 from torchguard import err, flags
 from torchguard._watch import watch
-from torchguard._watch.backward import masked_gradient
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import is_finite, scan
-from torchguard._watch.replace import zero_nonfinite_, zero_vectors
+from torchguard._watch.gradient_mask import masked_gradient
+from torchguard._watch.zeros import zero_nonfinite_, zero_vectors
 
 pytestmark = [
     pytest.mark.gpu,

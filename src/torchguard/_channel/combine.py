@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from torchguard._casts import Number
@@ -18,10 +18,10 @@ from torchguard._channel.codes import ErrorCode
 from torchguard._channel.config import ErrorConfig
 from torchguard._channel.fill import Lost, fallback_like, fill_like, matches
 from torchguard._channel.gradients import over_rows
+from torchguard._channel.packing import Flags
 from torchguard._channel.policy import rows
 from torchguard._channel.query import is_err, is_ok
 from torchguard._channel.record import merge, push
-from torchguard._channel.slots import Flags
 from torchguard._channel.validate import require_batch, require_mask
 from torchguard._renamed import renamed
 from torchguard.exceptions import BatchMismatchError, OutOfRangeError
@@ -284,9 +284,16 @@ def mean_ok(f: Flags, per_sample_loss: Float[Tensor, "batch *rest"]) -> Float[Te
     >>> err.mean_ok(f, torch.tensor([1.0, float("nan"), 3.0]))
     tensor(2.)
     """
-    require_batch("err.mean_ok", f, per_sample_loss, "per_sample_loss")
+    total, count = sum_ok("err.mean_ok", f, per_sample_loss)
+    return (total / count.clamp(min=1)).to(per_sample_loss.dtype)
+
+
+def sum_ok(
+    who: str, f: Flags, per_sample_loss: Float[Tensor, "batch *rest"]
+) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
+    """The sum of the losses of the good samples, and how many losses that are. Bad samples get no gradient."""
+    require_batch(who, f, per_sample_loss, "per_sample_loss")
     ok = over_rows(is_ok(f), per_sample_loss).expand_as(per_sample_loss)
     # Half precision is summed in float32, as torch's own mean does.
     wide = torch.float32 if per_sample_loss.element_size() < 4 else per_sample_loss.dtype
-    total = torch.where(ok, per_sample_loss, 0).sum(dtype=wide)
-    return (total / ok.sum().clamp(min=1)).to(per_sample_loss.dtype)
+    return torch.where(ok, per_sample_loss, 0).sum(dtype=wide), ok.sum()

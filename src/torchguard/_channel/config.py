@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchguard._channel.codes import Severity
-from torchguard._channel.layout import SLOT_BITS
+from torchguard._channel.slot_bits import SLOT_BITS
 from torchguard.exceptions import ConfigError
 
 MAX_SLOTS = 32_768

@@ -20,9 +20,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from torchguard._channel.config import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority
-from torchguard._channel.layout import SLOT_BITS, slot_code
-from torchguard._channel.policy import RowStatus, is_first_in, is_raised, rows, same_bits, write
-from torchguard._channel.slots import (
+from torchguard._channel.packing import (
     Flags,
     bits,
     capacity,
@@ -31,6 +29,8 @@ from torchguard._channel.slots import (
     words_to_flags,
     zero_flags,
 )
+from torchguard._channel.policy import RowStatus, is_first_in, is_raised, rows, same_bits, write
+from torchguard._channel.slot_bits import SLOT_BITS, slot_code
 from torchguard._channel.validate import is_intact
 from torchguard._operators import define, source_checksum, use_operators
 from torchguard._torch.tensors import mutation_count

@@ -23,7 +23,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from torchguard._channel.config import AccumulationConfig, Dedupe, Order, Priority
-from torchguard._channel.layout import (
+from torchguard._channel.packing import Flags, Slots, bits, constant, pack, unpack
+from torchguard._channel.slot_bits import (
     CODE_MASK,
     CODE_SHIFT,
     LOCATION_BITS,
@@ -36,7 +37,6 @@ from torchguard._channel.layout import (
     slot_location,
     slot_severity,
 )
-from torchguard._channel.slots import Flags, Slots, bits, constant, pack, unpack
 from torchguard._channel.validate import require_intact
 from torchguard._torch.tracing import can_read
 

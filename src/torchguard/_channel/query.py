@@ -11,8 +11,8 @@ from torch import Tensor
 from torchguard._channel.codes import ErrorCode, Severity
 from torchguard._channel.config import ErrorConfig
 from torchguard._channel.deferred import rows_with
-from torchguard._channel.layout import SLOT_MASK, slot_code, slot_location, slot_severity
-from torchguard._channel.slots import Flags, Slots, bits, readable, unpack
+from torchguard._channel.packing import Flags, Slots, bits, readable, unpack
+from torchguard._channel.slot_bits import SLOT_MASK, slot_code, slot_location, slot_severity
 from torchguard._channel.validate import require_domain, require_flags, require_in_range
 from torchguard._renamed import renamed
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torchguard._channel import deferred
 from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode
 from torchguard._channel.config import AccumulationConfig, ErrorConfig, config_of
-from torchguard._channel.layout import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_MASK, pack_slot, slot_code
+from torchguard._channel.packing import Flags, bits, capacity, pack, unpack
 from torchguard._channel.policy import RowStatus, add, arrival_order, leaves_others_alone, rows, write
-from torchguard._channel.slots import Flags, bits, capacity, pack, unpack
+from torchguard._channel.slot_bits import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_MASK, pack_slot, slot_code
 from torchguard._channel.validate import require_batch, require_flags, require_in_range, require_mask
 from torchguard._renamed import renamed
 from torchguard._torch.tracing import can_read

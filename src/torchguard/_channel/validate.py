@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from torchguard._channel.config import CARRIERS
-from torchguard._channel.layout import CODE_MASK, LOCATION_MASK, SEVERITY_MASK, slot_code
+from torchguard._channel.slot_bits import CODE_MASK, LOCATION_MASK, SEVERITY_MASK, slot_code
 from torchguard._torch.tracing import can_read
 from torchguard.exceptions import BatchMismatchError, CorruptFlagsError, NotFlagsError, OutOfRangeError
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchguard._torch.support import torch_is_at_least
+
 
 @dataclass(frozen=True)
 class OpFacts:
@@ -60,6 +62,7 @@ _JOINS = "smooth, and the second derivative jumps where the parts meet"
 _TIES = "at ties the derivative is shared evenly"
 _FIRST = "at ties one of the largest is taken, by index"
 _ENDS = "0 at both ends"
+_CLAMP = "0 at an end that is a number, 1/2 at one that is a tensor" if torch_is_at_least(2, 14) else "1 at both ends"
 _STEP_OR_TIES = f"over a dim: {_FIRST}; over all: {_TIES}"
 
 _UNARY, _UNARY_FLOAT = OpFacts(pointwise=1), OpFacts(pointwise=1, result="float")
@@ -106,8 +109,7 @@ FACTS: dict[str, OpFacts] = {
     **dict.fromkeys(("signbit", "argmax", "argmin", "argsort", "bucketize", "searchsorted", "_to_copy"), _SWITCH),
     "where": OpFacts(nonsmooth="the derivative of the branch that is taken", is_switch=True, condition=0),
     "masked_fill": OpFacts(nonsmooth="the derivative of what is taken", is_switch=True, condition=1),
-    "clamp": OpFacts(compares=True, nonsmooth="1 at both ends"),
-    **dict.fromkeys(("clamp_min", "clamp_max"), OpFacts(compares=True, nonsmooth="1 at the end")),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), OpFacts(compares=True, nonsmooth=_CLAMP)),
     **dict.fromkeys(("maximum", "minimum"), OpFacts(pointwise=2, nonsmooth=_TIES)),
     # Activations
     **dict.fromkeys(("celu", "silu", "mish", "gelu"), _UNARY),
@@ -184,7 +186,7 @@ SHAPE_ONLY = frozenset(name for name, facts in FACTS.items() if facts.creates ==
 UNINITIALIZED = frozenset(name for name, facts in FACTS.items() if facts.creates == "uninitialized")
 
 
-# The operators whose rule for tangents is wrong in torch 2.11 to 2.13, each with the argument for which it is. Their
+# The operators whose rule for tangents is wrong in torch 2.11 to 2.15, each with the argument for which it is. Their
 # gradients are right.
 _WRONG_JVP = {"scatter_reduce": "prod"}
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from torchguard._pytrees import children, replace_children
+from torchguard._retry.python_state import PythonState
+from torchguard._retry.reach import reach
 from torchguard._torch.tensors import mutation_count
 from torchguard.exceptions import RetryError
 
@@ -34,12 +36,35 @@ class Batch:
     ) -> None:
         self.value, self.shared, self._select = value, shared, select
         self.tensors = tensors_of(value)
+        self._state: PythonState | None = None
+        if select is not None:  # a batch of any class: its attributes are put back before each run
+            reached = reach({"the batch": value})
+            self.tensors = [tensor for _, tensor in reached.tensors]
+            self._state = PythonState(reached)
         counted = tensors_of(value, shared) if shared else self.tensors
+        self._has_given_size = size is not None or select is not None
         self.size = _count(value, counted, select) if size is None else size
+        if not self.size:
+            raise RetryError(f"Retry: the batch ({type(value).__name__}) has no samples.")
+
+    def is_clear(self) -> bool:
+        """Whether it is clear which dim has the samples, without a loss for each of them.
+
+        It is not where two sizes are equally frequent, and where a list has tensors of one kind but of different
+        lengths: these may be the samples.
+        """
+        tensors = tensors_of(self.value, self.shared)
+        sizes = collections.Counter(tensor.size(0) for tensor in tensors if tensor.ndim and not tensor.is_nested)
+        counts = [count for _, count in sizes.most_common(2)]
+        has_most = len(counts) < 2 or (counts[0] > counts[1] and not _is_ragged(self.value, self.shared))
+        return self._has_given_size or has_most
 
     def whole(self) -> Any:
         """The batch in containers of its own: a closure may take things out of them (`batch.pop("labels")`)."""
-        return self.value if self._select is not None else _copied(self.value)
+        if self._state is None:
+            return _copied(self.value)
+        self._state.restore()
+        return self.value
 
     def versions(self) -> list[int]:
         """How often each of its tensors was changed in place."""
@@ -47,7 +72,7 @@ class Batch:
 
     def part(self, rows: Sequence[int]) -> Any:
         if self._select is not None:
-            return self._select(self.value, [*rows])
+            return self._select(self.whole(), [*rows])
         return self._part(self.value, list(rows))
 
     def _part(self, value: Any, rows: list[int]) -> Any:
@@ -55,10 +80,8 @@ class Batch:
             return self._rows_of(value, rows)
         if isinstance(value, np.ndarray):
             return value[rows] if value.ndim and len(value) == self.size else value
-        if type(value) is list and len(value) == self.size and not any(map(self._has_rows, value)):
-            return [value[row] for row in rows]  # one item per sample: names, images of different sizes
-        if type(value) is tuple and len(value) == self.size and all(isinstance(one, str) for one in value):
-            return tuple(value[row] for row in rows)
+        if type(value) in (list, tuple) and len(value) == self.size and not any(map(self._has_rows, value)):
+            return type(value)(value[row] for row in rows)  # one item per sample: names, images of different sizes
         return replace_children(
             value, {key: self._part(child, rows) for key, child in children(value) if key not in self.shared}
         )
@@ -127,11 +150,23 @@ def _count(value: Any, tensors: Sequence[Tensor], select: Select | None) -> int:
     return sizes[0] if len({*sizes}) == 1 else collections.Counter(sizes).most_common(1)[0][0]
 
 
+def _is_ragged(value: Any, shared: Collection[Any]) -> bool:
+    items = [child for key, child in children(value) if key not in shared]
+    tensors = [one for one in items if isinstance(one, Tensor) and one.ndim]
+    if type(value) in (list, tuple) and len(tensors) == len(items):
+        kinds = {(one.dtype, one.shape[1:]) for one in tensors}
+        if len(kinds) == 1 and len({*map(len, tensors)}) > 1:
+            return True
+    return any(_is_ragged(child, shared) for child in items)
+
+
 def _holds_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence) or any(_holds_packed(child) for _, child in children(value))
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, np.ndarray):  # there is no telling whether a closure changed it in place
+        return value.copy()
     return replace_children(value, {key: _copied(child) for key, child in children(value)})
 
 

@@ -1,10 +1,13 @@
 """The Python state that a step may change: attributes, containers, cells, globals, NumPy arrays."""
 
+import array
 import functools
 import itertools
+import math
 import operator
-from collections.abc import Callable, Collection
-from types import CellType
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from types import CellType, GeneratorType
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,11 @@ from torch import nn
 
 from torchguard._pytrees import tensors_in
 from torchguard._retry.reach import SIMPLE, Names, Reached, is_filled
-from torchguard._retry.tensor_state import Replaced
+from torchguard._retry.tensor_state import Replaced, can_be_saved, checksum
+from torchguard._torch.tensors import mutation_count
 from torchguard._torch.training import module_dicts, names_of_unsaved_buffers
 
+_ARRAYS = (np.ndarray, array.array, bytearray)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -37,7 +42,7 @@ class PythonState:
             implied.add(id(names_of_unsaved_buffers(module)))
         of_modules = len(self._states)
         self._states += reached.states
-        self._arrays = [number for number, (_, state) in enumerate(self._states) if isinstance(state, np.ndarray)]
+        self._arrays = [number for number, (_, state) in enumerate(self._states) if isinstance(state, _ARRAYS)]
         self._globals = reached.globals
         self._saved = [_copy(state) for _, state in self._states]
         self._watch(attributes, of_modules, implied)
@@ -65,7 +70,7 @@ class PythonState:
                 elif names:
                     views.append(dict.values(state))
                     viewed.append(number)
-            elif not isinstance(state, np.ndarray) and id(state) not in implied:
+            elif not isinstance(state, _ARRAYS) and id(state) not in implied:
                 of_state: list[Any] = [dict.values(state)] if isinstance(state, dict) else [state]
                 if isinstance(state, dict) and number >= of_modules:
                     of_state.append(state)  # other keys may have the same values
@@ -139,7 +144,7 @@ class PythonState:
         return [self._states[number][0] for number in numbers]
 
     def replaced(self) -> list[Replaced]:
-        """The tensors that were put in the place of others, or where there was none.
+        """The tensors that were put in the place of others, or where there was none; and numbers that became NaN.
 
         Those that require a gradient are activations that somebody keeps, not state: nothing can be computed from them
         in the next step.
@@ -153,6 +158,8 @@ class PythonState:
                     old = before.get(key) if isinstance(before, dict) else before[key] if key < len(before) else None
                     if now[key] is not old:
                         olds = dict(tensors_in(old))
+                        if _is_nan(now[key]) and not _is_nan(old):
+                            found.append(Replaced(f"{name}.{key}", None, torch.tensor(now[key]), False))
                         found += [
                             Replaced(f"{name}.{key}", olds.get(keys), tensor.detach(), id(state) in self._buffers)
                             for keys, tensor in tensors_in(now[key])
@@ -163,9 +170,92 @@ class PythonState:
         return found
 
 
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+class Unsaved:
+    """What a step must not change, because saving it before every step would take too long, or cannot be done.
+
+    Large containers and arrays, arrays of objects, iterators, tensors that are not dense, and attributes of tensors.
+    They are looked at when a step was not finite: what the next run changes, the first one has changed as well.
+    """
+
+    def __init__(self, reached: Reached) -> None:
+        tensors = [(name, one) for name, one in reached.tensors if not can_be_saved(one)]
+        named = [(f"{path}.{name}", one) for path, module in reached.modules for name, one in _tensors_of(module)]
+        tensors += [(name, one) for name, one in named if not can_be_saved(one)]
+        self._values: list[tuple[str, Callable[[], Any]]] = [
+            *((name, _reader(value)) for name, value in [*reached.unsaved, *tensors]),
+            *((name, functools.partial(_attributes, one)) for name, one in [*reached.tensors, *named]),
+        ]
+        self._before = [read() for _, read in self._values]
+
+    def changed(self) -> list[str]:
+        """The names of what is not as it was."""
+        pairs = zip(self._values, self._before, strict=True)
+        return [name for (name, read), before in pairs if not _same(read(), before)]
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    parameters, buffers, _ = module_dicts(module)
+    return [(name, one) for name, one in (*parameters.items(), *buffers.items()) if one is not None]
+
+
+def _attributes(tensor: torch.Tensor) -> list[Any]:
+    """The attributes that somebody gave a tensor, but torch's own."""
+    return [item for pair in vars(tensor).items() if not pair[0].startswith("_") for item in pair]
+
+
+def _reader(value: Any) -> Callable[[], Any]:
+    if isinstance(value, (dict, list)):  # what is added to them is taken away again
+        return functools.partial(_first, value, len(value))
+    return functools.partial(_fingerprint, value)
+
+
+def _first(value: Any, count: int) -> list[Any]:
+    items = value.items() if isinstance(value, dict) else ((one,) for one in value)
+    return [*itertools.chain.from_iterable(itertools.islice(items, count))]
+
+
+def _fingerprint(value: Any) -> Any:
+    """Something that is the same as long as a value is."""
+    if isinstance(value, torch.Tensor):
+        return _tensor_fingerprint(value)
+    if isinstance(value, np.ndarray):
+        return [*value.flat] if value.dtype.hasobject else zlib.crc32(value.tobytes())
+    if isinstance(value, (array.array, bytearray)):
+        return zlib.crc32(value)
+    if isinstance(value, GeneratorType):
+        return value.gi_frame and [value.gi_frame.f_lasti, *value.gi_frame.f_locals.values()]
+    if isinstance(value, Iterator):
+        return [*vars(value).values()] if hasattr(value, "__dict__") else repr(value.__reduce__())
+    return [*value]
+
+
+def _tensor_fingerprint(tensor: torch.Tensor) -> Any:
+    if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
+        return mutation_count(tensor)
+    if tensor.layout is torch.strided:
+        return checksum(tensor).tolist()
+    joined = tensor.detach().coalesce()
+    return [*joined.shape, *checksum(joined.values()).tolist(), *checksum(joined.indices()).tolist()]
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether two fingerprints are equal: lists hold the same objects."""
+    if not isinstance(now, list) or not isinstance(before, list):
+        return now == before
+    return len(now) == len(before) and all(
+        one is other or (isinstance(one, int) and one == other) for one, other in zip(now, before, strict=True)
+    )
+
+
 def _copy(state: Any) -> Any:
     if isinstance(state, (dict, np.ndarray)):
         return state.copy()
+    if isinstance(state, (array.array, bytearray)):
+        return state[:]
     if isinstance(state, Names):
         return state.read()
     return _contents(state) if isinstance(state, CellType) else [*state]
@@ -183,6 +273,8 @@ def _is_same(state: Any, before: Any) -> bool:
     """Whether a state holds the same objects as its copy."""
     if isinstance(state, np.ndarray):
         return state.shape == before.shape and state.tobytes() == before.tobytes()
+    if isinstance(state, (array.array, bytearray)):
+        return bytes(state) == bytes(before)
     now = state if isinstance(state, (dict, list)) else _copy(state)
     if len(now) != len(before):
         return False
@@ -195,6 +287,8 @@ def _put_back(state: Any, before: Any) -> None:
     if isinstance(state, np.ndarray):
         state.resize(before.shape, refcheck=False)
         state[...] = before
+    elif isinstance(state, (array.array, bytearray)):
+        state[:] = before
     elif isinstance(state, Names):
         now = state.read()
         for name in now.keys() - before.keys():

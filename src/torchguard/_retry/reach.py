@@ -10,16 +10,20 @@ are followed one behind the other: a trainer leads to everything.
 
 import abc
 import argparse
+import array
 import collections
+import contextvars
 import functools
 import io
 import itertools
+import queue
 import random
 import sys
 import sysconfig
+import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,20 +33,26 @@ from torch import Tensor, nn
 
 from torchguard._torch.modules import wrapped_function
 from torchguard._torch.training import module_dicts
+from torchguard.exceptions import RetryError
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic)
 _FOREIGN = ("torch", "numpy", "builtins", "torchguard", *sys.stdlib_module_names)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONTAINERS = (dict, list, set, collections.deque)
-_PLAIN = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)  # entered as a user's
+_PLAIN = (  # of torch and the standard library, entered as a user's
+    *(types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, queue.Queue, threading.local),
+    *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler),
+)
+_BUFFERS = (np.ndarray, array.array, bytearray)
 _ENTERED = (
-    *(Tensor, nn.Module, type, np.ndarray, types.FunctionType, types.MethodType, types.CellType, tuple, frozenset),
-    *(functools.partial, weakref.ref, *_CONTAINERS, *_GENERATORS),
+    *(Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.CellType, tuple, frozenset),
+    *(functools.partial, weakref.ref, contextvars.ContextVar, *_BUFFERS, *_CONTAINERS, *_GENERATORS),
 )
 _MAX_OBJECTS = 50_000  # that are followed, the nearest first
 _MAX_DEPTH = 3  # objects of installed packages that are followed one behind the other
 _MAX_ITEMS = 4096  # of a container that is entered; a larger one is data, not state
-_MAX_ARRAYS = 2**22  # bytes of all NumPy arrays that are state, the nearest first; more are data
+_MAX_ARRAYS = 2**22  # bytes of all arrays that are state, the nearest first; more are data
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _HOOKS = frozenset(
     name for name in vars(nn.Module()) if "hooks" in name or name in ("_parameters", "_buffers", "_modules")
@@ -56,17 +66,19 @@ class Reached:
     Args:
         modules: every module.
         tensors: tensors that are neither parameters nor buffers of a module.
-        states: mutable containers, the `__dict__` of objects, NumPy arrays, the cells of functions, and `Names`.
+        states: mutable containers, the `__dict__` of objects, arrays, the cells of functions, and `Names`.
+        unsaved: what is too large or of a kind that cannot be saved. A closure must not change it.
         generators: generators of random numbers other than torch's, NumPy's and Python's own.
         iterators: those that a function names or a module has, which cannot be put back.
         globals: the globals that code reads, each as namespace, name and value.
         is_complete: whether there was nothing more to follow.
-        array_bytes: of the NumPy arrays in `states`.
+        array_bytes: of the arrays in `states`.
     """
 
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     states: list[tuple[str, Any]] = field(default_factory=list)
+    unsaved: list[tuple[str, Any]] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
     iterators: list[str] = field(default_factory=list)
     globals: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
@@ -129,6 +141,25 @@ class ClassNames(Names):
         delattr(self.owner, name)
 
 
+class Variable(Names):
+    """The value of a context variable."""
+
+    def __init__(self, owner: contextvars.ContextVar[Any]) -> None:
+        self.owner = owner
+
+    def read(self) -> dict[str, Any]:
+        return {"value": value} if (value := self.owner.get(self)) is not self else {}
+
+    def write(self, name: str, value: Any) -> None:
+        self.owner.set(value)
+
+    def delete(self, name: str) -> None:
+        raise RetryError(
+            f"Retry: the closure sets the context variable {self.owner.name}, which had no value before the step. That "
+            "cannot be undone. Set it before the first step."
+        )
+
+
 class Length(Names):
     """How many items a large list or dict has. What a step adds to it is taken away again."""
 
@@ -151,11 +182,19 @@ class Length(Names):
         raise AssertionError("A container always has a length.")
 
 
-def reach(roots: dict[str, Any]) -> Reached:
-    """Everything mutable that can be reached from these objects."""
+def reach(roots: dict[str, Any], stepped: Iterable[torch.optim.Optimizer] = ()) -> Reached:
+    """Everything mutable that can be reached from these objects.
+
+    Args:
+        roots: the models and the closure.
+        stepped: optimizers that step after the closure. Of these, only the options are followed.
+    """
     found = Reached()
-    seen: set[int] = set()
+    seen = {id(optimizer) for optimizer in stepped}
     waiting = collections.deque((name, value, 0) for name, value in roots.items())
+    for group in (group for optimizer in stepped for group in optimizer.param_groups):
+        found.states.append(("the options of the optimizer", group))
+        waiting += [(key, value, 0) for key, value in group.items() if key != "params"]
     while waiting and found.is_complete:
         name, value, depth = waiting.popleft()
         if isinstance(value, SIMPLE) or id(value) in seen:
@@ -184,22 +223,26 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
         return [(type(value).__name__, type(value)), *_enter_module(name, value, found)]
     if isinstance(value, type):
         return _enter_class(value, found) if _is_own(value.__module__) else []
-    if isinstance(value, np.ndarray):
-        if found.array_bytes + value.nbytes <= _MAX_ARRAYS and not value.dtype.hasobject and value.flags.writeable:
-            found.array_bytes += value.nbytes
-            found.states.append((name, value))
+    if isinstance(value, _BUFFERS):
+        _enter_array(name, value, found)
         return []
     if isinstance(value, _CONTAINERS):
         if len(value) > _MAX_ITEMS:
             found.states += [(name, Length(value))] if isinstance(value, (dict, list)) else []
+            found.unsaved.append((name, value))
             return []
         found.states.append((name, value))
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return [(f"{name}[{key!r}]", item) for key, item in items]
     if isinstance(value, (tuple, frozenset)):
         return [(f"{name}[{key}]", item) for key, item in enumerate(value)] if len(value) <= _MAX_ITEMS else []
+    if isinstance(value, random.SystemRandom):
+        raise RetryError(f"Retry: {name} draws its random numbers from the system, which cannot be put back.")
     if isinstance(value, _GENERATORS):
         found.generators.append((name, value))
+        return []
+    if isinstance(value, contextvars.ContextVar):
+        found.states.append((name, Variable(value)))
         return []
     if isinstance(value, types.MethodType):
         return [(name, value.__self__), (name, value.__func__)]
@@ -212,6 +255,8 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     if isinstance(value, types.CellType):
         found.states.append((name, value))
         return [(name, value.cell_contents)] if is_filled(value) else []
+    if isinstance(value, Iterator):
+        found.unsaved.append((name, value))
     if _is_foreign(type(value).__module__) and not isinstance(value, _PLAIN):
         return []
     held: dict[str, Any] = {}
@@ -223,6 +268,16 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
         found.states.append((name, slots))
         held |= slots.read()
     return [(type(value).__name__, type(value)), *((f"{name}.{key}", item) for key, item in held.items())]
+
+
+def _enter_array(name: str, value: Any, found: Reached) -> None:
+    size = memoryview(value).nbytes if isinstance(value, (array.array, bytearray)) else value.nbytes
+    is_object = isinstance(value, np.ndarray) and value.dtype.hasobject
+    if is_object or found.array_bytes + size > _MAX_ARRAYS:
+        found.unsaved.append((name, value))
+    elif not isinstance(value, np.ndarray) or value.flags.writeable:
+        found.array_bytes += size
+        found.states.append((name, value))
 
 
 def _enter_class(cls: type, found: Reached) -> list[tuple[str, Any]]:
@@ -257,19 +312,38 @@ def _enter_function(name: str, function: types.FunctionType, found: Reached) -> 
         return
     names = _names_of(function.__code__)
     namespace = function.__globals__
-    if assigned := tuple(sorted(names & _assigned_globals(function.__code__))):
+    if assigned := tuple(sorted(names & _assigned(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"))):
         found.states.append((", ".join(assigned), GlobalNames(namespace, assigned)))
+    if function.__dict__ or function.__name__ in names:
+        found.states.append((name, function.__dict__))
+        yield from ((f"{name}.{key}", value) for key, value in function.__dict__.items())
+    attributes = _assigned(function.__code__, "STORE_ATTR", "DELETE_ATTR")
     for variable in names & namespace.keys():
         value = namespace[variable]
         found.globals.append((namespace, variable, value))
-        if not isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType):
+            yield from _enter_namespace(variable, value, names, attributes, found)
+        else:
             _note_iterator(variable, value, found)
             yield variable, value
-        elif not _is_foreign(value.__name__):
-            members = vars(value)
-            for member in names & members.keys():
-                found.globals.append((members, member, members[member]))
-                yield f"{variable}.{member}", members[member]
+
+
+def _enter_namespace(
+    name: str, module: types.ModuleType, names: frozenset[str], attributes: frozenset[str], found: Reached
+) -> Iterator[tuple[str, Any]]:
+    """What code names of one of the user's own Python modules, and of those in it."""
+    if _is_foreign(module.__name__):
+        return
+    members = vars(module)
+    if assigned := tuple(sorted(attributes & members.keys())):
+        found.states.append((name, GlobalNames(members, assigned)))
+    for member in names & members.keys():
+        value = members[member]
+        found.globals += [] if member in attributes else [(members, member, value)]
+        if not isinstance(value, types.ModuleType):
+            yield f"{name}.{member}", value
+        elif value.__name__.startswith(f"{module.__name__}."):
+            yield from _enter_namespace(f"{name}.{member}", value, names, attributes, found)
 
 
 def _note_iterator(name: str, value: Any, found: Reached) -> None:
@@ -285,11 +359,12 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _assigned_globals(code: types.CodeType) -> frozenset[str]:
+def _assigned(code: types.CodeType, *operations: str) -> frozenset[str]:
+    """The names that these operations assign in code and in the functions that it defines."""
     import dis
 
-    own = {one.argval for one in dis.get_instructions(code) if one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
-    inner = (_assigned_globals(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    own = {one.argval for one in dis.get_instructions(code) if one.opname in operations}
+    inner = (_assigned(const, *operations) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(own).union(*inner)
 
 
@@ -310,7 +385,9 @@ def _slots_of(cls: type) -> tuple[str, ...]:
     found: list[str] = []
     for one in cls.__mro__:
         slots = vars(one).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
+        for name in [slots] if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")  # Python has the class in its name
+            found.append(f"_{one.__name__.lstrip('_')}{name}" if is_private else name)
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 

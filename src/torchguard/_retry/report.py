@@ -1,12 +1,17 @@
-"""The report of one guarded step."""
+"""The report of one guarded step, and of many."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchguard.report import LineChart, Section, Series, Shown, Status, Table, Verdict
+
+# Called with the report of each step when it is concluded: `torchguard run` observes them.
+OBSERVERS: list[Callable[["RetryReport"], None]] = []
+
 
 @dataclass
-class RetryReport:
+class RetryReport(Shown):
     """What `Retry` found in one step, and what it did.
 
     Attributes:
@@ -44,10 +49,14 @@ class RetryReport:
     def ok(self) -> bool:
         return not (self.bad or self.skipped or self.note or self.elsewhere)
 
+    def section(self) -> Section:
+        """What was found and done, as a section of a report."""
+        return retry_section([self])
+
     def __str__(self) -> str:
         if self.ok:
             return f"step {self.step}: loss {self.loss:.4g}"
-        lines = [f"step {self.step}, {self.runs} runs: {self._what()}"]
+        lines = [f"step {self.step}, {self.runs} runs: {self.outcome}"]
         for place, sample in enumerate(self.bad):
             name = f" (id {self.ids[place]})" if self.ids else ""
             lines.append(f"  sample {sample}{name}: {self.because.get(sample, 'not finite')}")
@@ -59,7 +68,9 @@ class RetryReport:
             lines.append(f"  {self.note}")
         return "\n".join(lines)
 
-    def _what(self) -> str:
+    @property
+    def outcome(self) -> str:
+        """What was done, in one line."""
         if self.skipped:
             return "no gradients; model, gradients and random numbers are as before"
         if self.bad or self.elsewhere:
@@ -78,3 +89,57 @@ class PendingReport(RetryReport):
         if name in RetryReport.__dataclass_fields__:
             return getattr(object.__getattribute__(self, "_resolve")(), name)
         return object.__getattribute__(self, name)
+
+
+def retry_section(reports: Sequence[RetryReport]) -> Section:
+    """The steps of a run: how many were bad, what was done about them, and loss and gradient norm over steps."""
+    bad = [one for one in reports if not one.ok]
+    verdict = Verdict(*_verdict(reports, bad))
+    if not reports:
+        return Section("Retry", (verdict,))
+    columns = ("step", "runs", "bad samples", "dataset ids", "what was done", "where the faults show", "note")
+    rows = tuple(
+        (
+            one.step,
+            one.runs,
+            ", ".join(map(str, one.bad)),
+            ", ".join(map(str, one.ids)),
+            one.outcome,
+            "\n".join(f"{sample}: {why}" for sample, why in one.because.items()),
+            one.note,
+        )
+        for one in bad
+    )
+    tables = (Table(columns, rows, "Steps that were not finite as they were given"),) if bad else ()
+    return Section("Retry", (verdict, *tables, *_curves(reports)))
+
+
+def _verdict(reports: Sequence[RetryReport], bad: Sequence[RetryReport]) -> tuple[Status, str]:
+    steps = f"{len(reports):,} step{'' if len(reports) == 1 else 's'}"
+    if not reports:
+        return "ok", "No step was taken."
+    if not bad:
+        return "ok", f"{steps}, all of them finite as they were given."
+    skipped = sum(one.skipped for one in bad)
+    without = sum(bool(one.bad or one.elsewhere) and not one.skipped for one in bad)
+    counts = {
+        "trained without their bad samples": without,
+        "trained on the whole batch": len(bad) - skipped - without,
+        "not trained": skipped,
+    }
+    parts = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    status: Status = "warning" if without == len(bad) else "bad"
+    return status, f"{len(bad):,} of {steps} {'was' if len(bad) == 1 else 'were'} not finite: {parts}."
+
+
+def _curves(reports: Sequence[RetryReport]) -> tuple[LineChart, ...]:
+    if len(reports) < 2:
+        return ()
+    steps = tuple(one.step for one in reports)
+    loss = LineChart("Loss over the samples that were trained", "step", "loss", steps, (_series("loss", reports),))
+    norm = LineChart("Norm of all gradients", "step", "norm", steps, (_series("grad_norm", reports),))
+    return loss, norm
+
+
+def _series(name: str, reports: Sequence[RetryReport]) -> Series:
+    return Series(name, tuple(getattr(one, name) for one in reports))

@@ -9,21 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchguard._retry.bad_step import RecoverableStep
 from torchguard._retry.batch import Batch, Select, micro_batches
+from torchguard._retry.closure import Closure
 from torchguard._retry.device_step import DeviceStep, has_state, update, why_not
-from torchguard._retry.plan import Plan
-from torchguard._retry.recover import Recovery
-from torchguard._retry.report import PendingReport, RetryReport
-from torchguard._retry.run import Closure
+from torchguard._retry.report import OBSERVERS, PendingReport, RetryReport, retry_section
+from torchguard._retry.scope import Scope
 from torchguard._retry.tensor_state import TensorState
+from torchguard._torch.support import warn_of_missing
 from torchguard.exceptions import RetryError
+from torchguard.report import Section, Shown
 
 _NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-class Retry:
+class Retry(Shown):
     """Guards training steps: one bad sample costs one sample, whatever the model does with its rows.
 
     A step whose losses and gradients are finite costs one check of what it computed anyway. A step that is not is
@@ -73,6 +75,7 @@ class Retry:
         on_bad: Callable[[RetryReport], object] | None = None,
         history: int = 1000,
     ) -> None:
+        warn_of_missing("Retry")
         self.models = [model] if isinstance(model, nn.Module) else [*model]
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
         for one in self.models:
@@ -92,7 +95,7 @@ class Retry:
         self.tensors = TensorState()
         self._steps = 0
         self._pending: Pending | None = None
-        self._plan: Plan | None = None
+        self._scope: Scope | None = None
 
     def backward(self, closure: Closure, batch: Any, *, window: bool | None = None, scaler: Any = None) -> RetryReport:
         """Add the gradients of the batch without its bad samples to those that the parameters have.
@@ -104,7 +107,7 @@ class Retry:
             window: whether the batch is a list of micro-batches, where that is not clear.
             scaler: a `GradScaler`: the gradients are scaled, and an overflow that the scale causes is left to it.
         """
-        report = self._report(self._attempt(closure, batch, window, scaler))
+        report = self._report(self._guarded(closure, batch, window, scaler))
         self._conclude(report)
         return report
 
@@ -146,28 +149,28 @@ class Retry:
     ) -> RetryReport:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        attempt = self._attempt(closure, batch, window, scaler)
-        ahead = None if attempt.scaler is not None or late is not None else self._step_ahead(attempt, clip)
-        report = self._report(attempt, late, ahead)
+        step = self._guarded(closure, batch, window, scaler)
+        ahead = None if step.scaler is not None or late is not None else self._step_ahead(step, clip)
+        report = self._report(step, late, ahead)
         if not report.skipped and (ahead is None or not ahead.is_done()):
-            self._update(attempt, clip, scaler)
+            self._update(step, clip, scaler)
         self._conclude(report, is_late=late is not None)
         return report
 
-    def _step_ahead(self, attempt: Recovery, clip: float | None) -> DeviceStep | None:
+    def _step_ahead(self, step: RecoverableStep, clip: float | None) -> DeviceStep | None:
         """The step of the optimizers, if it can be launched before the outcome of the first run is known."""
-        plan = attempt.plan
+        scope = step.scope
         is_possible = (
-            runs_ahead(plan.devices)
-            and not plan.wrappers.is_sharded
+            runs_ahead(scope.devices)
+            and not scope.wrappers.is_sharded
             and all(has_state(optimizer) and not why_not(optimizer) for optimizer in self.optimizers)
         )
         return DeviceStep(self.optimizers, clip) if is_possible else None
 
-    def _update(self, attempt: Recovery, clip: float | None, scaler: Any) -> None:
+    def _update(self, step: RecoverableStep, clip: float | None, scaler: Any) -> None:
         if scaler is None:
-            is_known = attempt.plan.is_all_trained and not attempt.plan.wrappers.is_sharded
-            update(self.optimizers, clip, attempt.device_norm if is_known else None)
+            is_known = step.scope.is_all_trained and not step.scope.wrappers.is_sharded
+            update(self.optimizers, clip, step.device_norm if is_known else None)
             return
         for optimizer in self.optimizers:
             scaler.unscale_(optimizer)
@@ -176,6 +179,11 @@ class Retry:
         for optimizer in self.optimizers:
             scaler.step(optimizer)
         scaler.update()
+
+    def section(self) -> Section:
+        """The steps in `history` as a section of a report. Waits for the last one."""
+        self.finish()
+        return retry_section([*self.history])
 
     # wait=False: the optimizer skips a bad step by itself, and its samples are trained one step later.
 
@@ -202,10 +210,10 @@ class Retry:
     ) -> RetryReport:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        attempt = self._attempt(closure, batch, window, None)
-        step = DeviceStep(self.optimizers, clip)
-        attempt.start(step)
-        previous, self._pending = self._pending, Pending(self, attempt, step, (closure, batch, clip, None, window))
+        step = self._guarded(closure, batch, window, None)
+        update = DeviceStep(self.optimizers, clip)
+        step.start(update)
+        previous, self._pending = self._pending, Pending(self, step, update, (closure, batch, clip, None, window))
         self.history.append(self._pending.report)
         newest = self._pending.report
         if previous is not None:
@@ -218,26 +226,28 @@ class Retry:
     def _conclude(self, report: RetryReport, is_late: bool = False) -> None:
         if not is_late:  # a late one is in the history since its step
             self.history.append(report)
+        for observe in OBSERVERS:
+            observe(report)
         if self.on_bad is not None and not report.ok:
             self.on_bad(report)
 
-    def _report(self, attempt: Recovery, late: int | None = None, ahead: DeviceStep | None = None) -> RetryReport:
+    def _report(self, step: RecoverableStep, late: int | None = None, ahead: DeviceStep | None = None) -> RetryReport:
         """Run a step. `late` is the number of one that was run before without waiting for its outcome."""
         if late is None:
-            return attempt.report(ahead)
-        self._steps, attempt.number = self._steps - 1, late
-        report = attempt.report()
+            return step.report(ahead)
+        self._steps, step.number = self._steps - 1, late
+        report = step.report()
         report.runs += 1
         return report
 
-    def _attempt(self, closure: Closure, batch: Any, window: bool | None, scaler: Any) -> Recovery:
+    def _guarded(self, closure: Closure, batch: Any, window: bool | None, scaler: Any) -> RecoverableStep:
         batches = [
             Batch(one, self.shared, self.select, None if self.size is None else self.size(one))
             for one in micro_batches(batch, window)
         ]
-        if self._plan is None or not self._plan.update(closure):
-            self._plan = Plan(self.models, self.optimizers, self.process_group, closure)
-        return Recovery(self, self._plan, closure, batches, scaler)
+        if self._scope is None or not self._scope.update(closure):
+            self._scope = Scope(self.models, self.optimizers, self.process_group, closure)
+        return RecoverableStep(self, self._scope, closure, batches, scaler)
 
     def next_number(self) -> int:
         self._steps += 1
@@ -247,8 +257,8 @@ class Retry:
 class Pending:
     """A step whose outcome is on its way to the host."""
 
-    def __init__(self, guard: Retry, attempt: Recovery, update: DeviceStep, step: tuple[Any, ...]) -> None:
-        self.guard, self.attempt, self.update, self.step = guard, attempt, update, step
+    def __init__(self, guard: Retry, step: RecoverableStep, update: DeviceStep, arguments: tuple[Any, ...]) -> None:
+        self.guard, self.step, self.update, self.arguments = guard, step, update, arguments
         self.report = PendingReport(self._resolved)
         self._found: RetryReport | None = None
 
@@ -256,16 +266,16 @@ class Pending:
         """Wait for the outcome of this step, not of later ones; train its good samples if it was bad."""
         if self._found is None:
             loss, norm, is_skipped = self.update.outcome()
-            number = self.attempt.number
+            number = self.step.number
             if not is_skipped:
                 self._found = RetryReport(number, 1, loss, norm)
             else:
-                self._found = self.guard._step(*self.step, late=number)
-            del self.attempt, self.update, self.step
+                self._found = self.guard._step(*self.arguments, late=number)
+            del self.step, self.update, self.arguments
         return self._found
 
     def _resolved(self) -> RetryReport:
-        if self._found is None and self.attempt.run.ranks.size > 1:
+        if self._found is None and self.step.closure.ranks.size > 1:
             raise RetryError(
                 "Retry: the outcome of this step is not known yet. Call guard.finish() on every rank first."
             )

@@ -2,7 +2,7 @@
 
 A run evaluates a part of the batch and is finite, non-finite, or unknown: a part that raised, because it is too small
 for a norm or has no positive pair, says nothing about its samples. The search accuses a sample only if a finite part
-became non-finite when the sample was added. It works in four steps:
+became non-finite when the sample was added. It works in five steps:
 
 1. The whole batch again. If that is finite, the fault was not reproduced, and nobody is accused.
 2. A finite part: the batch without the suspects of one stage (those that show in input and loss, then in the loss, then
@@ -11,6 +11,8 @@ became non-finite when the sample was added. It works in four steps:
 4. Where samples influence each other or random numbers were drawn, an accused sample has to be bad in other company,
    with other random numbers, and beside a copy of itself. If it is not, its partner is searched for, or it is not
    accused.
+5. Where the losses do not show the accused, batch and good samples are run twice more: a fault that comes and goes with
+   the time, and not with the samples, accuses nobody.
 
 A loss may need a partner for each sample: another one of its class, say. Then a part is non-finite because it lacks the
 partner of an innocent sample. A copy of the sample is a partner, too, which tells the lonely from the bad. Where no
@@ -30,6 +32,7 @@ _MAX_PARTS = 6  # parts of one size that are tried while no finite part is known
 _MAX_DOUBLED = 2  # the same, with each sample beside a copy
 _MAX_CHOICES = 16  # samples that are tried as the only bad one
 _MAX_PAIRS = 64  # pairs of samples that are tried as each other's partner
+_REPEATS = 2  # of the batch, and of its good samples, where the losses do not show the bad ones
 _STREAMS = (1, 2, 3)  # of random numbers other than those of the step, with which an accused sample is tried
 _MAX_GROUP = 4  # samples that are reported as bad only together
 
@@ -44,6 +47,7 @@ class Reason(enum.Enum):
     """Why no sample is accused although the step was not finite."""
 
     NOT_REPRODUCED = "the fault was not reproduced when the step was run again unchanged"
+    MOVED = "the fault shows in other samples when the step is run again unchanged"
     RANDOM = "the fault depends on the random numbers that the step draws"
     RAISED = "the step raised an exception when it was run again unchanged"
     NO_FINITE_PART = (
@@ -89,6 +93,8 @@ class Search:
         rows: all samples.
         stages: samples under suspicion, most suspicious first.
         certain: samples whose input and loss both show the fault: they are accused without step 4. Asked late.
+        shown: samples whose losses show the fault, if not all do: these are accused without being tried once more.
+        is_moved: whether the fault showed in other samples when the batch was run again.
         is_random: whether the step draws random numbers; known once the batch was run again.
         is_coupled: whether samples influence each other; asked after a finite run of the batch without the accused.
         min_batch: the smallest part to run.
@@ -98,6 +104,8 @@ class Search:
     rows: Rows
     stages: Sequence[Collection[int]] = ()
     certain: Callable[[], Collection[int]] = tuple
+    shown: Collection[int] = ()
+    is_moved: Callable[[], bool] = lambda: False
     is_random: Callable[[], bool] = lambda: False
     is_coupled: Callable[[Rows], bool] = lambda good: True
     min_batch: int = 1
@@ -106,7 +114,10 @@ class Search:
 
     def find(self) -> Finding:
         try:
-            return self._find()
+            finding = self._find()
+            if {*finding.bad} <= {*self.shown, *self.certain()} or self._is_stable(finding.good):
+                return finding
+            return Finding(self.rows, reason=Reason.NOT_REPRODUCED)
         except RunLimitError:
             return Finding(self.rows, reason=Reason.LIMIT)
 
@@ -115,6 +126,8 @@ class Search:
         if again is not Outcome.NON_FINITE:
             reason = Reason.NOT_REPRODUCED if again is Outcome.FINITE else Reason.RAISED
             return Finding(self.rows, reason=reason)
+        if self.is_moved():
+            return Finding(self.rows, reason=Reason.MOVED)
         base = self._finite_part()
         if base is None and self.is_random() and any(self._is_finite(self.rows, stream) for stream in _STREAMS):
             return Finding(self.rows, reason=Reason.RANDOM)
@@ -129,6 +142,13 @@ class Search:
         if not uncertain or not (self.is_random() or self.is_coupled(_sorted(good))):
             return Finding(_sorted(good), _sorted(bad)) if self._is_finite(good) else self._no_finite_part()
         return self._verified(bad)
+
+    def _is_stable(self, good: Rows) -> bool:
+        """Whether the batch stays non-finite, and the good samples finite, each time that they are run."""
+        return all(
+            self.run(self.rows, 0) is Outcome.NON_FINITE and self.run(good, 0) is Outcome.FINITE
+            for _ in range(_REPEATS)
+        )
 
     def _beside_copies(self) -> Finding:
         """Search with each sample beside a copy of itself, its partner where a loss needs one.

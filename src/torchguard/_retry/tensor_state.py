@@ -266,12 +266,12 @@ def tensors_of(reached: Reached, parameters: Iterable[Tensor]) -> tuple[Named, N
         others.update({id(one): (f"{path}.{name}", one) for name, one in of_module.items() if one is not None})
     others.update({id(tensor): (name, tensor) for name, tensor in reached.tensors if id(tensor) not in others})
     return (
-        {key: named for key, named in buffers.items() if _can_be_saved(named[1])},
-        {key: named for key, named in others.items() if key not in buffers and _can_be_saved(named[1])},
+        {key: named for key, named in buffers.items() if can_be_saved(named[1])},
+        {key: named for key, named in others.items() if key not in buffers and can_be_saved(named[1])},
     )
 
 
-def _can_be_saved(tensor: Tensor) -> bool:
+def can_be_saved(tensor: Tensor) -> bool:
     """A tensor with values of its own. A result of autograd is made anew by whoever holds it, not written to."""
     return tensor.layout is torch.strided and not tensor.is_nested and (tensor.is_leaf or not tensor.requires_grad)
 

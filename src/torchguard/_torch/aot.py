@@ -1,7 +1,7 @@
 """AOTAutograd: decompositions, partitions, backends.
 
 A backend needs `aot_autograd`, `boxed_nop` and `TracingContext`, none of which is public, and a trace needs `make_fx`
-of `torch.fx.experimental`. They are the same in torch 2.11 to 2.13 and required by `device`: the call raises
+of `torch.fx.experimental`. They are the same in torch 2.11 to 2.15 and required by `device`: the call raises
 ImportError where one is missing. Only `replace_registered_backend` has a degraded mode.
 """
 

@@ -1,7 +1,7 @@
 """Operations as they are dispatched: a mode that sees each of them, what an operation writes to, and storages.
 
 `TorchDispatchMode` and operator schemas are how torch's own tools see ATen operations, and have no public name. All of
-this is required, and the same in torch 2.11 to 2.13.
+this is required, and the same in torch 2.11 to 2.15.
 """
 
 import contextlib
@@ -48,9 +48,15 @@ def positional_names(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
 
 
+# Operations whose schemas do not say what they write to.
+_WRITTEN = {"fsdp::all_gather_copy_in": ["all_gather_output"]}
+
+
 def written_arguments(op: Any) -> list[str]:
     """The names of the arguments that an operation writes to."""
-    return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _WRITTEN.get(op._schema.name) or [
+        a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
 
 
 def makes_view(op: Any) -> bool:
@@ -59,8 +65,11 @@ def makes_view(op: Any) -> bool:
 
 @functools.cache
 def is_composite(op: Any) -> bool:
-    """Whether an operation is made of others for every device."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    """Whether an operation is made of others for every device. Some have no entry in the dispatcher: `sym_size`."""
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    except RuntimeError:
+        return False
 
 
 def is_query(op: Any) -> bool:

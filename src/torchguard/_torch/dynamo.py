@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchguard._torch.guards import Guards, guards_of
 from torchguard._torch.modules import compiled_function
+from torchguard._torch.support import warn_of_missing
 
 
 def keep_static(tensor: Tensor) -> Tensor:
@@ -153,6 +154,7 @@ class Frame(NamedTuple):
 
 def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
     """The frame that Dynamo would look up for a call; None if `compiled` is not compiled."""
+    warn_of_missing("guards")
     found = _function_and_cache(compiled)
     if found is None:
         return None

@@ -2,7 +2,7 @@
 
 While Dynamo traces, functions that are constant in graphs (`tracing.constant_in_graphs`) run as plain Python. They find
 the graph so far at the translator that is at work, `InstructionTranslator.current_tx()`. All of it is required and the
-same in torch 2.11 to 2.13; what cannot be run raises `CannotRunError`, which callers have to expect.
+same in torch 2.11 to 2.15; what cannot be run raises `CannotRunError`, which callers have to expect.
 """
 
 from collections.abc import Callable

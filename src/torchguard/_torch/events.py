@@ -1,7 +1,7 @@
-"""Compilations as they happen: guards that were built or failed, graph breaks, graphs, and generated code.
+"""Guards that were built or failed, and graph breaks, as they happen.
 
 torch has no public callback for any of this. Its structured trace log carries most of it as text, but a handler on that
-log makes Dynamo write out every graph and guard in full. So seven functions of torch are patched, each when the first
+log makes Dynamo write out every graph and guard in full. So four functions of torch are patched, each when the first
 listener for it is added, and for the rest of the process (`patch_function`); without a listener, a patch calls the
 original and nothing else:
 
@@ -11,11 +11,8 @@ original and nothing else:
 | `get_guard_fail_reason` | `GuardFailureEvent` | `require_guard_events` raises GuardError |
 | `ConvertFrameAssert.__call__` | raises for `refuse_to_compile` | `require_guard_events` raises GuardError |
 | `InstructionTranslatorBase.log_graph_break` | `GraphBreakEvent` | `add_listener` raises GuardError |
-| `OutputGraph._call_user_compiler` | `CompilationListener.compiling` | named by `missing_for_capture` |
-| `aot_stage2_compile` | `CompilationListener.lowering` | named by `missing_for_capture` |
-| `GraphLowering.save_output_code` | `CompilationListener.wrote_code` | named by `missing_for_capture` |
 
-All of them exist in torch 2.11 to 2.13. The patches can go when torch has callbacks for compilations.
+All of them exist in torch 2.11 to 2.15. The patches can go when torch has callbacks for compilations.
 """
 
 import contextlib
@@ -23,16 +20,16 @@ import inspect
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import fx
 
-from torchguard._torch.dynamo import FunctionName, backend_name, current_compile_id, function_name, innermost_backend
+from torchguard._torch.dynamo import FunctionName, current_compile_id, function_name, innermost_backend
 from torchguard._torch.guards import Guards, Stack, guards_of
 from torchguard._torch.process import module_state, patch_function
-from torchguard._torch.settings import call_with_compilers, takes_compilers, without_graph_caches
+from torchguard._torch.support import missing, warn_of_missing
 from torchguard.exceptions import GuardError
 
 
@@ -75,63 +72,24 @@ class GraphBreakEvent(NamedTuple):
     compile_id: str
 
 
-class CompilationStart(NamedTuple):
-    """A frame whose graph is about to be passed to a backend."""
-
-    compile_id: str
-    function: str
-    file: str
-    line: int
-    backend: str
-
-
-class CompilationListener(Protocol):
-    """Receives the graphs and the code of compilations. Its methods must not raise."""
-
-    def compiling(self, start: CompilationStart, graph: fx.GraphModule, /) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager to enter around the call of a backend."""
-        ...
-
-    def lowering(self) -> Callable[[str, fx.GraphModule], contextlib.AbstractContextManager[object]] | None:
-        """Called when AOTAutograd is about to compile, in the thread of `compiling`.
-
-        Returns a function of ("forward" | "backward" | "inference", graph) whose context manager is entered around
-        that compiler. The backward compiler may run much later, in another thread.
-        """
-        ...
-
-    def wrote_code(self, code: str, /) -> None:
-        """Called with the code that Inductor generated, in the thread that compiles."""
-        ...
-
-
 Event = TypeVar("Event", GuardsBuiltEvent, GuardFailureEvent, GraphBreakEvent)
 # By the name of the event's class, which a reload of this module replaces.
 _listeners: dict[str, list[Callable[[Any], None]]] = module_state(globals(), "listeners", dict)
-_compilation_listener: list[CompilationListener] = module_state(globals(), "compilation listener", list)  # none or one
 _thread = module_state(globals(), "thread", threading.local)
+_NOTHING = (None, None, None)
+_rechecks = module_state(globals(), "rechecks", weakref.WeakKeyDictionary)
 # Identifies this copy of the package: where there are two, both patch torch, and each reports to its own audits.
 THIS_COPY = module_state(globals(), "copy", object)
 
 
 def missing_for_guards() -> str | None:
     """The name that torch lacks and that all of `guards` but filters needs; None if it has all of them."""
-    import torch._dynamo.guards as dynamo
-    from torch._dynamo import convert_frame
-
-    manager = getattr(dynamo, "CheckFunctionManager", None)
-    names = {
-        "ConvertFrameAssert": getattr(convert_frame, "ConvertFrameAssert", None),
-        "CheckFunctionManager.build_guards": getattr(manager, "build_guards", None),
-        "CheckFunctionManager.compile_check_fn": getattr(manager, "compile_check_fn", None),
-        "get_guard_fail_reason": getattr(dynamo, "get_guard_fail_reason", None),
-        "_get_closure_vars": getattr(dynamo, "_get_closure_vars", None),
-    }
-    return next((name for name, found in names.items() if found is None), None)
+    return next((one.name for one in missing("guards") if one.is_required), None)
 
 
 def require_guard_events(who: str) -> None:
     """Patch torch to report what Dynamo guards; raises GuardError where torch lacks a name that this needs."""
+    warn_of_missing("guards")
     if (name := missing_for_guards()) is not None:
         raise GuardError(f"{who}: torch {torch.__version__} has no {name}, which it needs. Filters work without.")
     _patch_guards()
@@ -196,7 +154,7 @@ def _build(
     original(self, f_code, output_graph, *args, **kwargs)
     event = GuardsBuiltEvent(
         f_code,
-        function_name(f_code, _locals_of(output_graph)),
+        function_name(f_code, locals_of(output_graph)),
         current_compile_id(),
         guards_of(self.guard_manager),
         unfiltered() if unfiltered is not None else None,
@@ -209,7 +167,7 @@ def _build(
         listener(event)
 
 
-def _locals_of(output_graph: Any) -> Any:
+def locals_of(output_graph: Any) -> Any:
     """The locals of the frame that a graph was made of. Degraded where torch does not have them: None."""
     return getattr(output_graph, "local_scope", None)
 
@@ -290,11 +248,23 @@ def refuse_to_compile(code: types.CodeType, error: Exception, applies: Callable[
     _thread.refused = (code, error, applies)
 
 
+def recheck_before_compiling(code: types.CodeType, recheck: Callable[[dict[str, Any]], None]) -> None:
+    """Have Dynamo call this with the locals before it compiles this code for a call that nothing has refused yet.
+
+    With several threads, Dynamo now and then fails a cached entry although all its guards hold, without calling the
+    callback of an audit (once in some thousand calls, torch 2.13). `recheck` can refuse the call in its place.
+    """
+    _rechecks.setdefault(code, []).append(recheck)
+
+
 def _convert(original: Callable[..., Any], self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces `ConvertFrameAssert.__call__`, with which Dynamo compiles a frame that no cached entry matches."""
-    code, error, applies = getattr(_thread, "refused", (None, None, None))
+    if getattr(_thread, "refused", _NOTHING)[0] is not frame.f_code:
+        for recheck in tuple(_rechecks.get(frame.f_code, ())):
+            recheck(frame.f_locals)
+    code, error, applies = getattr(_thread, "refused", _NOTHING)
     if code is frame.f_code:
-        _thread.refused = (None, None, None)
+        _thread.refused = _NOTHING
         if applies is not None and error is not None and applies(frame.f_locals):
             raise error
     return original(self, frame, *args, **kwargs)
@@ -315,92 +285,3 @@ def _break(original: Callable[..., None], self: Any, code_options: Any, reason: 
 
 
 # Graphs and generated code.
-
-
-def missing_for_capture() -> tuple[str, ...]:
-    """Which parts of a compilation cannot be captured on this torch, one sentence each."""
-    absent = [(what, name) for what, owner, name, _ in _capture_patches() if not hasattr(owner, name)]
-    if not absent and not takes_compilers(_aot_owner().aot_stage2_compile):
-        signature = "aot_stage2_compile(fw_compiler=, bw_compiler=, inference_compiler=)"
-        absent = [("forward and backward graphs", signature)]
-    return tuple(f"{what}: torch {torch.__version__} has no {name}" for what, name in absent)
-
-
-def _capture_patches() -> tuple[tuple[str, Any, str, str], ...]:
-    from torch._dynamo.output_graph import OutputGraph  # here, because loading it takes seconds
-    from torch._inductor.graph import GraphLowering
-
-    return (
-        ("graphs of Dynamo", OutputGraph, "_call_user_compiler", "_compile_frame"),
-        ("forward and backward graphs", _aot_owner(), "aot_stage2_compile", "_compile_graphs"),
-        ("output code", GraphLowering, "save_output_code", "_save_code"),
-    )
-
-
-def _aot_owner() -> Any:
-    import torch._functorch.aot_autograd as owner  # every caller of the function looks it up here
-
-    return owner
-
-
-def set_compilation_listener(listener: CompilationListener | None) -> None:
-    """Call a listener for everything that is compiled from now on; None removes it."""
-    _compilation_listener[:] = [] if listener is None else [listener]
-    if listener is not None:
-        for _, owner, name, replacement in _capture_patches():
-            patch_function(owner, name, globals(), replacement)
-
-
-def _listener() -> CompilationListener | None:
-    return next(iter(_compilation_listener), None)
-
-
-def _compile_frame(original: Callable[..., Any], self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `OutputGraph._call_user_compiler`."""
-    if (listener := _listener()) is None:
-        return original(self, gm, *args, **kwargs)
-    code = getattr(getattr(self, "root_tx", None), "f_code", None)
-    start = CompilationStart(
-        current_compile_id(),
-        *(function_name(code, _locals_of(self)) if code is not None else ("", "", 0)),
-        backend_name(getattr(self, "compiler_fn", None)),
-    )
-    with listener.compiling(start, gm), without_graph_caches():
-        return original(self, gm, *args, **kwargs)
-
-
-def _compile_graphs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces `aot_stage2_compile`."""
-    listener = _listener()
-    lowering = listener.lowering() if listener is not None and takes_compilers(original) else None
-    if lowering is None:
-        return original(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def around(kind: str, graph: fx.GraphModule) -> Iterator[None]:
-        with lowering(kind, graph), without_graph_caches():
-            yield
-
-    return call_with_compilers(original, args, kwargs, around)
-
-
-def _save_code(original: Callable[[str], None] | None, code: str) -> None:
-    """Replaces `GraphLowering.save_output_code`, which torch's own tests set and which is None otherwise."""
-    if original is not None:
-        original(code)
-    if (listener := _listener()) is not None:
-        listener.wrote_code(code)
-
-
-def on_compile_start_and_end(start: Callable[[str], None], end: Callable[[], None]) -> bool:
-    """Call `start` with the compile id when a compilation begins, and `end` when none is under way any more.
-
-    Degraded where torch lacks `callback_handler`: returns False, and `torchguard run` shows no progress line.
-    """
-    try:
-        from torch._dynamo.callback import callback_handler
-    except ImportError:
-        return False
-    callback_handler.register_start_callback(lambda args: start(str(getattr(args, "compile_id", ""))))
-    callback_handler.register_end_callback(lambda args: end())
-    return True

@@ -2,7 +2,7 @@
 
 Fake tensors (`torch._subclasses`), `make_fx` and symbolic shapes (`torch.fx.experimental`) have no public names. All of
 it is required: `compiled` and `torchguard analyze` cannot do without, and importing this module or the call raises
-ImportError where a name is missing. Importing it loads sympy. The names are the same in torch 2.11 to 2.13.
+ImportError where a name is missing. Importing it loads sympy. The names are the same in torch 2.11 to 2.15.
 """
 
 import contextlib

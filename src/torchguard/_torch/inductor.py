@@ -1,6 +1,6 @@
 """Inductor: the options of a mode, its decompositions, and its compilers.
 
-None of these has a public name; they are the same in torch 2.11 to 2.13. All but `mode_options` are required: the call
+None of these has a public name; they are the same in torch 2.11 to 2.15. All but `mode_options` are required: the call
 raises ImportError where a name is missing. Every function imports Inductor itself: loading it takes seconds.
 """
 
@@ -63,3 +63,19 @@ def compile_dynamo_graph(dynamo: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(dynamo, list(inputs))
+
+
+def compile_package(program: torch.export.ExportedProgram, path: str) -> None:
+    """Compile a program ahead of time into a package. Documented under this private name."""
+    from torch._inductor import aoti_compile_and_package
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Inductor's warnings about its own code are of no use to the caller
+        aoti_compile_and_package(program, package_path=path)
+
+
+def load_package(path: str) -> Any:
+    """A package that `compile_package` wrote, as a function."""
+    from torch._inductor import aoti_load_package
+
+    return aoti_load_package(path)

@@ -1,7 +1,7 @@
 """nn.Module: its hooks and children, and what `torch.compile` leaves on a module or function.
 
 The attributes used here (`_modules`, `_forward_hooks`, `_orig_mod`, `_compiled_call_impl`,
-`_torchdynamo_orig_callable`) exist in torch 2.11 to 2.13.
+`_torchdynamo_orig_callable`) exist in torch 2.11 to 2.15.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,7 @@
 """FX nodes: where Dynamo and AOTAutograd note the source, the position and the size of an input.
 
 Dynamo puts a `_dynamo_source` on a placeholder, AOTAutograd a descriptor under `meta["desc"]`, and sizes are symbols
-with a `node`. None of it is public; all of it is in torch 2.11 to 2.13. What is read degrades to "unknown" where it is
+with a `node`. None of it is public; all of it is in torch 2.11 to 2.15. What is read degrades to "unknown" where it is
 missing; what is written is required by the command that writes it.
 """
 

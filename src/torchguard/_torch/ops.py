@@ -1,7 +1,7 @@
 """ATen operators: names, schemas, kernels.
 
 The class of operators (`torch._ops.OpOverload`), its `_schema` and the dispatcher's tables have no public names. They
-are the same in torch 2.11 to 2.13, and required: without a schema nothing can be said of an operator.
+are the same in torch 2.11 to 2.15, and required: without a schema nothing can be said of an operator.
 """
 
 import functools

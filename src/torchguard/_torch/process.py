@@ -41,17 +41,6 @@ def module_state(scope: dict[str, Any], name: str, make: Callable[[], T]) -> T:
     return state[name]
 
 
-def require_names(owner_name: str, owner: Any, *names: str) -> None:
-    """Raise ImportError if torch lacks a private name without which torchguard would be wrong, not just slower."""
-    for name in names:
-        if not hasattr(owner, name):
-            version = sys.modules["torch"].__version__
-            raise ImportError(
-                f"torchguard needs {owner_name}.{name}, which torch {version} does not have. "
-                "Install a torch that this version of torchguard supports: 2.11 to 2.13."
-            )
-
-
 def patch_function(owner: Any, name: str, scope: dict[str, Any], replacement: str) -> bool:
     """Replace a function of torch for good, once per module; returns whether torch has that function.
 

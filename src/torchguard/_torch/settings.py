@@ -204,7 +204,7 @@ def _gen_schema(original: Callable[..., Any], subgraph: Any, identifier: str | N
 
 
 def takes_compilers(aot_stage2_compile: Callable[..., Any] | None) -> bool:
-    """Whether AOTAutograd's second stage is passed its three compilers by the names that torch 2.11 to 2.13 have."""
+    """Whether AOTAutograd's second stage is passed its three compilers by the names that torch 2.11 to 2.15 have."""
     return aot_stage2_compile is not None and {*_COMPILERS.values()} <= {
         *inspect.signature(aot_stage2_compile).parameters
     }

@@ -83,6 +83,21 @@ def storage_bytes(tensor: Tensor) -> int | torch.SymInt:
     return tensor.untyped_storage().nbytes()
 
 
+def map_nested(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """A nested tensor whose parts a function, which keeps their shapes, was applied to; itself if it changed none."""
+    nested: Any = tensor
+    if tensor.layout == torch.jagged:
+        before = nested.values()
+        values = function(before)
+        if values is before:
+            return tensor
+        # The same offsets: sizes of two jagged tensors are equal only if these are.
+        return torch.nested.nested_tensor_from_jagged(values, nested.offsets(), nested.lengths())
+    parts = tensor.unbind()
+    new = [function(one) for one in parts]
+    return tensor if all(map(operator.is_, new, parts)) else torch.nested.as_nested_tensor(new)
+
+
 # Pytrees. The public `torch.utils.pytree` came after torch 2.11.
 
 

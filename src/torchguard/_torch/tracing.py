@@ -5,16 +5,24 @@ This module is loaded with `import torchguard` and runs in every eager check: it
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from torchguard._torch.process import require_names
+from torchguard._torch.support import require_names, warn_if_untested, warn_of_missing
 
+warn_if_untested()  # here, because every part that uses torch imports this module
 require_names("torch._C", torch._C, "_current_graph_task_id", "_get_tracing_state", "_len_torch_dispatch_stack")
 _functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-require_names("torch._C._functorch", _functorch, "is_legacy_batchedtensor", "maybe_current_level")
+require_names(
+    "torch._C._functorch",
+    _functorch,
+    *("is_legacy_batchedtensor", "maybe_current_level", "is_batchedtensor", "is_functorch_wrapped_tensor"),
+    *("get_unwrapped", "maybe_get_bdim", "maybe_get_level", "_add_batch_dim"),
+)
+warn_of_missing("err")
 
 F = TypeVar("F", bound=Callable)
 
@@ -130,3 +138,27 @@ def backward_number() -> int:
 def is_in_backward() -> bool:
     """Whether an eager backward pass is under way: a forward that runs then is a checkpoint's second one."""
     return not torch.compiler.is_compiling() and backward_number() != -1
+
+
+def is_in_vmap(tensor: Tensor) -> bool:
+    """Whether `vmap` hides a dim of a tensor. Required, as are the two functions below."""
+    return _functorch.is_batchedtensor(tensor)
+
+
+def outside_vmap(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function, which keeps the shape, to a tensor with the dim that `vmap` hides, as if outside of `vmap`."""
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+    dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
+    with ExitStack() as left:
+        while (_functorch.maybe_current_level() or 0) >= level:
+            left.enter_context(temporarily_pop_interpreter_stack())
+        result = function(_functorch.get_unwrapped(tensor))
+    return _functorch._add_batch_dim(result, dim, level)
+
+
+def outside_transforms(tensor: Tensor) -> Tensor:
+    """The tensor that `torch.func` transforms wrap."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor

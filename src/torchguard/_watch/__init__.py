@@ -3,12 +3,13 @@
 State that is not visible in signatures, here and in the rest of torchguard, and why it is there:
 
 - On tensors, since traced values have no other carrier. `_torchguard_clean` on a tensor that quarantine replaced, so
-  that it is not checked again (`quarantine.py`). `_torchguard_source` on a row status whose scan is deferred
-  (`detect.py`). `_torchguard_call` on a call's gradient probes: the parts they were split into, once (`backward.py`).
-  And of the error channel, `_torchguard_note` on flags: what was pushed since they were empty (`_channel/deferred.py`).
+  that it is not checked again (`replace.py`). `_torchguard_source` on a row status whose scan is deferred
+  (`detect.py`). `_torchguard_call` on a call's gradient probes: the parts they were split into, once
+  (`gradient_probes.py`). And of the error channel, `_torchguard_note` on flags: what was pushed since they were empty
+  (`_channel/deferred.py`).
 - Between forward and backward, since a backward pass returns gradients and nothing else: the cells
   `CallOrigins.origins` and `ProbeTable.opened`, and a hook on the leaf of the gradient probes that saves their gradient
-  (`backward.py`, `state.py`).
+  (`gradient_probes.py`, `state.py`).
 - For one call: `WatchState.begin` notes the call record before the model's own `forward`, and `end` removes it, since
   module hooks get no argument from the call. In eager mode each thread has its own (`state.Running`; `parts.py` has it
   by the key of the model). `CallRecord.enter_region` swaps five fields of the record, since tensors leave a region by
@@ -41,6 +42,7 @@ from torchguard._torch.modules import (
     skip_frame,
 )
 from torchguard._torch.settings import allow_side_effects_under_checkpoint, release_settings
+from torchguard._torch.support import warn_of_missing
 from torchguard._watch import hooks, regions, state, wrapper  # classes are looked up there: they may be reloaded
 from torchguard._watch.report import Incident
 from torchguard._watch.select import (
@@ -101,6 +103,7 @@ def watch(
     >>> flags.repr(f)
     'ErrorFlags(2 samples, 1 errors: 1xNAN @ input)'
     """
+    warn_of_missing("watch")
     _require_model(model)
     if returns not in ("both", "output"):
         raise WatchError(f"watch: returns is {returns!r}. Give 'both' or 'output'.")

@@ -33,9 +33,10 @@ def row_code_of_sample(number: int) -> int:
     return _ONE_SAMPLE + number
 
 
-def is_size_free(code: int) -> bool:
-    """Whether a row code holds for other sizes as well."""
-    return code < _ONE_SAMPLE and not (code >= 0 and code >> _OUTER_SHIFT & _MASK and code >> _INNER_SHIFT & _MASK)
+def size_free(code: int) -> int:
+    """A row code that holds for other sizes as well; `MIXED` in place of one that does not."""
+    is_sized = code >= 0 and bool(code >> _OUTER_SHIFT & _MASK and code >> _INNER_SHIFT & _MASK)
+    return MIXED if code >= _ONE_SAMPLE or is_sized else code
 
 
 class Layout(NamedTuple):

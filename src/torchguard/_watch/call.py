@@ -8,12 +8,14 @@ from torch import Tensor
 
 from torchguard._channel.config import get_config
 from torchguard._operators import use_operators
-from torchguard._watch.batch import Batch, row_code
+from torchguard._torch.tensors import map_nested
+from torchguard._torch.tracing import in_transform, is_in_vmap, outside_transforms, outside_vmap
+from torchguard._watch.batch import MIXED, Batch, row_code
 from torchguard._watch.detect import INF, NAN, call_row_status, only_fault, row_status
 from torchguard._watch.graph_plan import mark_samples
 from torchguard._watch.origins import BY_SIZE, RowStatuses
 from torchguard._watch.plan import FollowedCall, PlannedCall
-from torchguard._watch.quarantine import call_replace_nonfinite, replace_nonfinite
+from torchguard._watch.replace import call_replace_nonfinite, replace_nonfinite
 from torchguard._watch.select import Checks
 from torchguard._watch.summarize import CallSummary, first_warnings, summarize
 from torchguard.checks import can_be_checked
@@ -68,6 +70,8 @@ class CallRecord:
         self.rows: list[int] = []
         self.warnings: list[tuple[int, int, Tensor]] = []
         self.in_graph = torch.compiler.is_compiling()  # the call began in the graph that is traced
+        self.in_transform = in_transform()  # the call is made under a transform of torch.func
+        self.is_lost = False  # whether a graph calls modules under a transform of its own
         self.region: range | None = None  # the locations of the region that is being run
         self.region_probes: list[Tensor] = []  # for each region
 
@@ -97,6 +101,9 @@ class CallRecord:
         """
         if self.sample_of:
             self.say_samples(z, location)
+        if self.in_graph and not self.in_transform and in_transform():
+            self.is_lost = True
+            return z
         # Dynamo traces this method once per check, and each Python call in it slowly. So operators do most of the work.
         if (
             self._calls_operators
@@ -141,11 +148,21 @@ class CallRecord:
         in_place: bool,
         keep_neg_inf: bool,
     ) -> Tensor:
+        if self.quarantine and self.owners is not None and z.is_nested and z.is_floating_point():
+            how = (location, mask_gradient, is_argument, num_squares, MIXED, in_place, keep_neg_inf)
+            return map_nested(z, lambda one: one if bool(one.isfinite().all()) else self._check(one, *how))
         if not self.checks_values or not can_be_checked(z):
             return z
+        if self._has_transforms() and is_in_vmap(z):  # the model itself uses `vmap`: operations are followed below it
+            how = (location, mask_gradient, is_argument, num_squares, rows, in_place, keep_neg_inf)
+            return outside_vmap(z, lambda inner: self._check(inner, *how))
         if self.owners is not None:
-            rows = self.owners.rows(z, location)
-            keep_neg_inf = keep_neg_inf or self.owners.may_have_neg_inf(z)
+            values = outside_transforms(z)
+            if values.shape != z.shape:  # a transform within `vmap`
+                self.owners.lose("a module is called under a transform of torch.func within vmap")
+                return z
+            rows = MIXED if rows == MIXED else self.owners.rows(values, location)
+            keep_neg_inf = keep_neg_inf or self.owners.may_have_neg_inf(values)
         if is_argument and self.batch is not None and self.batch.is_unbatched(z.shape, rows):
             return z
         how = (is_argument, mask_gradient, num_squares, rows, in_place, keep_neg_inf)
@@ -153,7 +170,7 @@ class CallRecord:
             return self._check_rows(z, location, *how)
         with self.owners.paused():
             new = self._check_rows(z, location, *how)
-        self.owners.replaced(z, new)
+        self.owners.replaced(outside_transforms(z), outside_transforms(new))
         return new
 
     def _check_rows(
@@ -171,7 +188,7 @@ class CallRecord:
         vectors = z.unsqueeze(-1) if self.batch is not None and self.batch.is_last(z.shape, rows) else z
         code, number = BY_SIZE if rows is None else rows, self._number(location) if is_argument else location
         if not self.quarantine:
-            status = row_status(vectors, location in self.ends, keep_neg_inf)
+            status = self._outside(row_status(vectors, location in self.ends, keep_neg_inf))
             self.record(number, status if self.only_fault is None else only_fault(status, self.only_fault), code)
             return z
         probes, index = self._probes_at(location)
@@ -179,8 +196,16 @@ class CallRecord:
             vectors, self.batch, probes, index, rows, mask_gradient, num_squares, in_place, keep_neg_inf
         )
         if status is not None:
-            self.record(number, status, code)
+            self.record(number, self._outside(status), code)
         return replaced if vectors is z else replaced.squeeze(-1)
+
+    def _outside(self, status: Tensor) -> Tensor:
+        """A status that outlives transforms within the model."""
+        return outside_transforms(status) if self._has_transforms() else status
+
+    def _has_transforms(self) -> bool:
+        """Whether transforms that are active are the model's own, in eager mode."""
+        return not self.in_graph and not self.in_transform
 
     def _number(self, location: int) -> int:
         """The number that stands for an argument at a location."""
@@ -246,7 +271,12 @@ class CallRecord:
 
     def samples_of(self, z: Tensor, location: int) -> Tensor | None:
         """A tensor with one row per sample as its first dim; None if it has none."""
-        return self.batch.samples_first(z, None if self.owners is None else self.owners.rows(z, location))
+        if self.owners is None:
+            return self.batch.samples_first(z)
+        if is_in_vmap(z):
+            return None
+        values = outside_transforms(z)
+        return self.batch.samples_first(values, self.owners.rows(values, location))
 
     def summarize(self, location_ids: Tensor, mixes: bool) -> CallSummary:
         """The summary of the call. `location_ids` has the id of each location, followed by 0."""

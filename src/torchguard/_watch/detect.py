@@ -5,7 +5,7 @@ magnitudes and NaN counts as larger than Inf, so one number tells "finite", "Inf
 have an int8 status instead: the fault itself.) The statuses have the shape of the tensor, with the pieces of a vector
 as their last dim: one piece, or on a GPU several of a long vector.
 
-Checking must cost next to nothing in compiled code, so this file works around four properties of torch:
+Checking must cost next to nothing in compiled code, so this file works around five properties of torch and onnxruntime:
 
 - **Bits on a GPU.** The CPU vectorises `amax` over magnitudes. A GPU is faster with their bits, read as integers:
   without the sign bit they are ordered as the magnitudes are, and the bits of NaN come after those of Inf. float16 is
@@ -16,7 +16,11 @@ Checking must cost next to nothing in compiled code, so this file works around f
   fuses a reduction with the kernel that made its input, wherever the result is used.
 - **Deferred scans.** Compiled for the CPU, a scan that can be fused with nothing (the model's input and output) takes
   longer to compile than it ever saves. The tensor is therefore saved on its status as `_torchguard_source`, and the
-  summary of the call, which is not compiled, scans the tensor itself. The status is then dead code.
+  summary of the call, which is not compiled, scans the tensor itself. The status is then dead code. On a GPU the same
+  is done with all small tensors: a kernel for each check would take longer to launch than to run, so the summary copies
+  tensors of one shape together and scans them with one kernel.
+- **No NaN in a reduction of an export.** onnxruntime's `ReduceMax` drops NaN. In an export, every element becomes a
+  fault, an int8, before anything is reduced.
 - **An operator.** Dynamo traces each Python call slowly, and a large model has hundreds of checks. It sees one call
   of the operator `row_status`; AOTAutograd runs the body. The checksum of this package's source is an argument, since
   torch's caches of compiled graphs know an operator by its name and arguments alone.
@@ -32,7 +36,7 @@ from torch import Tensor
 from torchguard._channel.codes import ErrorCode
 from torchguard._operators import define, source_checksum, use_operators
 from torchguard._torch.tensors import mutation_count
-from torchguard._torch.tracing import is_shape_only, is_surely, is_traced
+from torchguard._torch.tracing import is_exporting, is_shape_only, is_surely, is_traced
 from torchguard.checks import floats_of
 
 # Faults in order of rank: where a vector has several, the last one counts.
@@ -45,6 +49,9 @@ _INF_BITS = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF000
 _SOURCE = "_torchguard_source"
 # A GPU holds a piece of this many numbers in registers, and need not read it again to replace it.
 _LONGEST_PIECE, _SHORTEST_PIECE = 1_024, 256
+# Tensors of up to this many numbers are scanned together at the end of a call on a GPU. Until then their memory is
+# kept: half a megabyte each.
+_MAX_SMALL = 2**18
 REVISION = source_checksum(Path(__file__).parent)
 # What a gradient probe receives for a sample. Gradients may be added up: one NaN outweighs any number of Infs.
 PROBE_INF, PROBE_NAN = 1.0, 2.0**20
@@ -59,10 +66,10 @@ def row_status(z: Tensor, alone: bool = False, keep_neg_inf: bool = False) -> Te
     """
     if use_operators():
         return call_row_status(z, alone, keep_neg_inf)
-    return scan(_without_neg_inf(z) if keep_neg_inf else z)
+    return scan(without_neg_inf(z) if keep_neg_inf else z)
 
 
-def _without_neg_inf(z: Tensor) -> Tensor:
+def without_neg_inf(z: Tensor) -> Tensor:
     return z if z.is_complex() else torch.where(z.detach() == -math.inf, 0, z.detach())
 
 
@@ -75,11 +82,24 @@ def _row_status_op(z: Tensor, alone: bool, keep_neg_inf: bool, revision: int) ->
     if is_shape_only(z):
         return empty_status(z)
     if keep_neg_inf:
-        return scan(_without_neg_inf(z))
+        return scan(without_neg_inf(z))
     status = scan(z)
-    if alone and z.is_cpu and is_traced(z) and not z.is_inference():  # inference tensors do not count their changes
+    defers = is_small(z) if compiles_summary(z.device) else alone
+    if defers and is_traced(z) and not z.is_inference():  # inference tensors do not count their changes
         setattr(status, _SOURCE, (z.detach(), mutation_count(z)))
     return status
+
+
+def compiles_summary(device: torch.device) -> bool:
+    """Whether the summary of a call is compiled as part of a graph. On the CPU it is not."""
+    return device.type != "cpu"
+
+
+def is_small(z: Tensor) -> bool:
+    """Whether a kernel that scans this tensor alone would take longer to launch than to run."""
+    if z.ndim < 2 or not z.is_floating_point() or z.element_size() == 1:
+        return False
+    return all(isinstance(size, int) for size in z.shape) and 0 < z.numel() <= _MAX_SMALL
 
 
 _ROW_STATUS = define("row_status(Tensor z, bool alone, bool keep_neg_inf, int revision) -> Tensor", _row_status_op)
@@ -99,10 +119,18 @@ def scan(z: Tensor) -> Tensor:
         z = z.reshape(-1)
     elif z.ndim == 1 or z.shape[-1] == 0:
         z = z.unsqueeze(-1)
+    if is_exporting():
+        return exported_status(z)
     if z.is_cpu:
         return _largest(z.abs())
     pieces = _pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
     return largest_bits(z.unflatten(-1, (pieces, -1))).squeeze(-1) if pieces > 1 else largest_bits(z)
+
+
+def exported_status(z: Tensor, limit: float = math.inf) -> Tensor:
+    """The row status of floats in an export, as faults. Magnitudes from `limit` on count as Inf."""
+    faults = torch.where(z != z, NAN, torch.where(z.abs() < limit, OK, INF)).to(torch.int8)
+    return faults.amax(-1, keepdim=True)
 
 
 def has_bit_status(dtype: torch.dtype) -> bool:
@@ -161,6 +189,8 @@ def faults_of(status: Tensor) -> Tensor:
 
 def is_finite(status: Tensor) -> Tensor:
     """Whether each vector is finite. One operation, since it runs at every module."""
+    if status.dtype == torch.int8:
+        return status == OK
     return status < (math.inf if status.is_floating_point() else _INF_BITS[status.dtype])
 
 

@@ -16,9 +16,10 @@ from torch import Tensor, fx
 from torchguard._operators import define
 from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, run
 from torchguard._torch.tracing import constant_in_graphs
-from torchguard._watch.batch import MIXED, UNBATCHED, Batch, is_size_free
+from torchguard._watch.batch import MIXED, UNBATCHED, Batch, size_free
 from torchguard._watch.detect import empty_status
-from torchguard._watch.owners import OwnerMode, rows_of
+from torchguard._watch.owner_storages import rows_of
+from torchguard._watch.owners import OwnerMode
 from torchguard._watch.plan import set_arguments, warn_of_mixing
 
 # Positions among the arguments of `replace_nonfinite`, and of `row_status`.
@@ -45,12 +46,13 @@ _MARK_CALL = define("mark_call(Tensor[] tensors, str role, SymInt size, int dim)
 
 
 @constant_in_graphs
-def codes_in_graph(model: str, warns: bool) -> tuple[int, ...]:
+def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
     """Row codes of the marked statuses, then of the outputs. The marks are erased.
 
     Args:
         model: its name, for a warning that it mixes samples.
         warns: whether such a warning is due.
+        is_lost: whether the model calls modules under a transform.
     """
     traced = TracedGraph()
     finder = _Finder()
@@ -58,7 +60,9 @@ def codes_in_graph(model: str, warns: bool) -> tuple[int, ...]:
         with finder.mode:
             run(traced.graph, traced.attribute, finder)
         problem = finder.mode.problem if finder.has_arguments else "the graph breaks inside the model"
-        finder.failed = finder.mode.is_lost
+        if is_lost:
+            problem = "a module is called under a transform of torch.func"
+        finder.failed = finder.mode.is_lost or is_lost
     except CannotRunError as error:
         problem, finder.failed = str(error), True
     except Exception as error:  # whatever an operation raises that fake tensors do not support
@@ -122,8 +126,8 @@ class _Finder:
 
     def drop_sizes(self) -> None:
         """Give up row codes that hold for the sizes of this trace alone."""
-        self.codes = {role: [*map(_size_free, codes)] for role, codes in self.codes.items()}
-        self._found = {node: _size_free(code) for node, code in self._found.items()}
+        self.codes = {role: [*map(size_free, codes)] for role, codes in self.codes.items()}
+        self._found = {node: size_free(code) for node, code in self._found.items()}
 
     def set_all(self, graph: fx.Graph, code: int) -> None:
         """Have all replacements use one row code."""
@@ -155,10 +159,6 @@ class _Finder:
             spread = owners.over([-1]) if z.ndim == status.ndim else owners.all()
             self.mode.set_owners(status, spread.expand(status.shape))
         return status
-
-
-def _size_free(code: int) -> int:
-    return code if is_size_free(code) else MIXED
 
 
 def _is_call_of(node: fx.Node, name: str) -> bool:

@@ -5,8 +5,8 @@ A call must not wait for its device, break a graph or cause a recompile to recor
 - **On the CPU** the origins of a call can be read at once, and mostly there are none. In a graph, reading is the body
   of an opaque operator, `record_call`. It gets the number of the history in a tensor, because values of tensors are not
   guarded on, and returns the flags, which the call returns in turn: so it is not removed as dead code.
-- **On other devices** the entries are written to a table on the device, by a few operations on small tensors that
-  compiled code fuses. Rows of good samples go to one more row of the table, which is never read. Reading the history
+- **On other devices** the entries are written to a table on the device, with the counts in its last row, so that one
+  kernel writes both. Rows of good samples go to one more row of the table, which is never read. Reading the history
   waits for the device, and empties the table.
 
 Of a run with more entries than there is room for, the first half and the last half are kept.
@@ -19,16 +19,21 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from torchguard._channel.layout import slot_code
-from torchguard._channel.slots import unpack
+from torchguard._channel.packing import unpack
+from torchguard._channel.slot_bits import slot_code
 from torchguard._operators import define_opaque, use_operators
 from torchguard._torch.dynamo import keep_in_place
-from torchguard._torch.tracing import backward_number, is_plain
+from torchguard._torch.tracing import backward_number, is_plain, is_surely
 from torchguard._watch.summarize import CallSummary
 
 HALF = 512
+# Rows of the table: where entries of good samples go, and the numbers of calls and of entries so far.
+_UNREAD, _COUNTS = 2 * HALF, 2 * HALF + 1
+# For more samples, comparing all pairs of them takes longer than a further kernel.
+_MAX_COMPARED = 256
 # In place of the id of a sample that has none.
 NO_ID = -(2**63)
 
@@ -61,18 +66,16 @@ class History:
         self._first: list[Entry] = []
         self._last: deque[Entry] = deque(maxlen=HALF)
         self.table: Tensor | None = None
-        self.counts: Tensor | None = None  # of calls, and of entries in the table
 
     def allocate(self, device: torch.device, on_device: bool | None = None) -> None:
         """Make the table that a device needs. What the table of another device has is read before."""
         self._read_table()
-        self.table = self.counts = None
+        self.table = None
         if device.type != "cpu" if on_device is None else on_device:
             with torch.inference_mode(False):
-                self.table = keep_in_place(
-                    torch.zeros(2 * HALF + 1, len(Entry._fields), dtype=torch.int64, device=device)
-                )
-                self.counts = keep_in_place(torch.tensor([self.calls, 0], device=device))
+                table = torch.zeros(_COUNTS + 1, len(Entry._fields), dtype=torch.int64, device=device)
+                table[_COUNTS, 0] = self.calls
+                self.table = keep_in_place(table)
 
     def record(self, summary: CallSummary, ids: Tensor | None) -> CallSummary:
         """Record a call, unless it cannot be told what it found: under transforms and in exports.
@@ -84,8 +87,8 @@ class History:
         in_graph = use_operators()
         if not in_graph and (not is_plain(f) or backward_number() != -1):  # in backward, a checkpoint repeats a call
             return summary
-        if self.table is not None and self.counts is not None and self.table.device == f.device:
-            _write(self.table, self.counts, summary)
+        if self.table is not None and self.table.device == f.device:
+            _write(self.table, summary)
         elif in_graph:
             return CallSummary(_RECORD_CALL(f, origins, ids, self.handle), origins, warnings, ids)
         else:
@@ -125,17 +128,17 @@ class History:
 
     def _read_table(self) -> None:
         """Add what the table has, and empty it. Waits for the device."""
-        if self.table is None or self.counts is None:
+        if self.table is None:
             return
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            self.calls, count = self.counts.tolist()
+            self.calls, count = self.table[_COUNTS, :2].tolist()
             rows = self.table.tolist() if count else []
             for rank in range(count):
                 if rank < HALF or rank >= count - HALF:
                     self._add(Entry(*rows[_slot(rank)]))
                 else:
                     self.total += 1
-            self.counts[1:].zero_()
+            self.table[_COUNTS, 1] = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -157,20 +160,33 @@ def _columns(summary: CallSummary) -> Tensor:
     return torch.stack([torch.full_like(samples, batch), samples, ids, *origins, code])
 
 
-def _write(table: Tensor, counts: Tensor, summary: CallSummary) -> None:
+def _write(table: Tensor, summary: CallSummary) -> None:
     """Write the entries of a call to the table, without waiting for its device."""
     with torch.no_grad():
         columns = _columns(summary)
+        step, before = table[_COUNTS, 0], table[_COUNTS, 1]
         is_bad = columns[3] >= 0
-        rank = is_bad.cumsum(0) + (counts[1] - 1)
-        after = counts[1] + is_bad.sum()
-        # Of a call with more entries than the second half has room for, the last ones are kept.
-        is_kept = is_bad & ((rank < HALF) | (rank >= after - HALF))
+        so_far = _counted(is_bad, columns[1])
+        rank = so_far + (before - 1)
         slot = torch.where(rank < HALF, rank, HALF + (rank - HALF) % HALF)
-        slot = torch.where(is_kept, slot, 2 * HALF)
-        step = counts[0].expand(columns.shape[1])
-        table.index_copy_(0, slot, torch.cat([step.unsqueeze(0), columns]).t())
-        counts.copy_(torch.stack([counts[0] + 1, after]))
+        if not is_surely(columns.shape[1] <= HALF):
+            # Of a call with more entries than the second half has room for, the last ones are kept.
+            is_bad = is_bad & ((rank < HALF) | (so_far > so_far[-1] - HALF))
+        slot = torch.where(is_bad, slot, _UNREAD)
+        entries = torch.cat([step.expand(1, columns.shape[1]), columns]).t()
+        count = before + so_far[-1:].sum()  # of no samples, 0
+        counts = F.pad(torch.stack([step + 1, count]), (0, len(columns) - 1))
+        table.index_copy_(0, F.pad(slot, (0, 1), value=_COUNTS), torch.cat([entries, counts.unsqueeze(0)]))
+
+
+def _counted(is_bad: Tensor, samples: Tensor) -> Tensor:
+    """How many are bad up to each sample.
+
+    In a graph, `cumsum` is a kernel of its own. For few samples, comparing all pairs is a sum that fuses.
+    """
+    if use_operators() and is_surely(samples.shape[0] <= _MAX_COMPARED):
+        return (is_bad & (samples <= samples.unsqueeze(1))).sum(1)
+    return is_bad.cumsum(0)
 
 
 def _record_call_op(flags: Tensor, origins: Tensor, ids: Tensor | None, handle: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -123,17 +124,29 @@ def checked_arguments(
     """The arguments of a module, checked, and in quarantine replaced.
 
     Masks are left as they are. All floating-point arguments but the first may be masks under another name: -Inf stays
-    in them. `first` is the number of floating-point arguments before these.
+    in them. `first` is the number of floating-point arguments before these. A tensor that is given several times stays
+    one: `nn.MultiheadAttention` asks whether query, key and value are the same.
     """
     how = (call_record, location, mask_gradient, True, num_squares, None)
-    checked, named, count = [], {}, first
+    checked, count = [], first
     for i, value in enumerate(args):
-        checked.append(value if i in masks else _checked(value, *how, count > 0))
+        checked.append(value if i in masks else _checked_once(value, args[:i], checked, *how, count > 0))
         count += holds_floats(value)
-    for name, value in kwargs.items():
-        named[name] = value if is_mask(name) else _checked(value, *how, count > 0)
+    before, named = (*args, *kwargs.values()), {}
+    for i, (name, value) in enumerate(kwargs.items(), start=len(args)):
+        checked.append(value if is_mask(name) else _checked_once(value, before[:i], checked, *how, count > 0))
+        named[name] = checked[-1]
         count += holds_floats(value)
-    return tuple(checked), named
+    return tuple(checked[: len(args)]), named
+
+
+def _checked_once(value: Any, before: Sequence[Any], checked: list[Any], *how: Any) -> Any:
+    """An argument, checked: the one that was made of it before, if it was."""
+    if isinstance(value, Tensor):
+        for one, new in zip(before, checked, strict=True):
+            if one is value and new is not value:
+                return new
+    return _checked(value, *how)
 
 
 def holds_floats(value: Any) -> bool:

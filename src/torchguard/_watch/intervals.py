@@ -26,7 +26,7 @@ class Owners(NamedTuple):
 
     def compact(self) -> "Owners":
         """With the size 1 along all dims where the owners are stored once."""
-        return Owners(_compact(self.low), _compact(self.high))
+        return Owners(compact(self.low), compact(self.high))
 
     def expand(self, shape: Sequence[int]) -> "Owners":
         return Owners(self.low.expand(shape), self.high.expand(shape))
@@ -55,7 +55,14 @@ class Owners(NamedTuple):
         return self.low.numel() == 0
 
 
-def _compact(z: Tensor) -> Tensor:
+def nobody(shape: Sequence[int]) -> Owners:
+    """The owners of a tensor that depends on no sample."""
+    low, high = (torch.tensor(number, dtype=torch.int32) for number in (NO_LOW, NO_HIGH))
+    return Owners(low, high).expand(shape)
+
+
+def compact(z: Tensor) -> Tensor:
+    """With the size 1 along all dims where a tensor stores its elements once."""
     for dim, (size, stride) in enumerate(zip(z.shape, z.stride(), strict=True)):
         if size > 1 and stride == 0:
             z = z.narrow(dim, 0, 1)

@@ -59,7 +59,7 @@ def mask_gradient(grad: Tensor, table: Tensor, location: int, samples: int) -> N
     """Write zeros into each non-finite sample of `grad`, and record it in the table of probe gradients.
 
     The samples of `grad` have the same size, lie one behind another in memory, and have fewer than
-    `backward.MAX_SAMPLE_SIZE` numbers each.
+    `gradient_mask.MAX_SAMPLE_SIZE` numbers each.
 
     Args:
         table: `(2, locations, samples)`: the gradients of the probes, and counters, which are zero before and after.

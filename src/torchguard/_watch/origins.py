@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchguard._operators import define_opaque
 from torchguard._torch.tracing import in_transform, is_surely, is_traced, surely_equal
-from torchguard._watch.batch import MIXED, Batch
-from torchguard._watch.detect import OK, faults_of
+from torchguard._watch.batch import MIXED, Batch, row_code
+from torchguard._watch.detect import OK, compiles_summary, deferred_source, faults_of, scan
 
 # In place of a row code: sizes decide.
 BY_SIZE = -1
@@ -67,7 +67,7 @@ def earliest_faults(checked: RowStatuses, batch: Batch, most: int, mixes: bool) 
     """
     keys = _keys(checked.statuses, checked.rows, batch)
     if mixes:
-        worst = keys.amax() if batch.size else keys.new_zeros(())
+        worst = keys.flatten().amax(0) if batch.size else keys.new_zeros(())
         keys = torch.cat([keys, torch.where((keys > 0).any(0, keepdim=True), 0, worst)])
     times = (keys > 0).sum(0)
     if most == 1:
@@ -96,13 +96,16 @@ def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
         keys = torch.cat(parts)
         parts = [torch.where(keys == 0, 0, keys | _order_bits(len(statuses), numbers, keys))]
     if unbatched:
+        # `flatten`, since the ONNX exporter has no `amax` over all dims.
         # A fault of an unbatched tensor counts for all samples, unless one went bad before and may be its cause. One of
         # a tensor that has rows but mixes samples counts for all that were good before.
-        faults = torch.stack([faults_of(statuses[i]).amax().to(batch.device, torch.int64) for i in unbatched])
+        faults = torch.stack(
+            [faults_of(statuses[i]).flatten().amax(0).to(batch.device, torch.int64) for i in unbatched]
+        )
         faults = faults.unsqueeze(-1)
         first = _order_bits(len(statuses), unbatched, faults) | (_MAX_POSITION << _POSITION_SHIFT) | faults
         keys = torch.where(faults == OK, 0, first)
-        earlier = torch.cat(parts).amax() if parts else torch.zeros_like(keys)
+        earlier = torch.cat(parts).flatten().amax(0) if parts else torch.zeros_like(keys)
         has_rows = [rows[i] == MIXED and not batch.is_unbatched(statuses[i].shape) for i in unbatched]
         if any(has_rows):
             earlier = torch.where(torch.tensor(has_rows, device=keys.device).unsqueeze(-1), 0, earlier)
@@ -116,24 +119,42 @@ def _order_bits(checks: int, numbers: list[int], like: Tensor) -> Tensor:
 
 
 def grouped(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> tuple[list[StatusGroup], list[int]]:
-    """The statuses in groups, and the numbers of those of unbatched tensors."""
-    groups: list[dict[int, Tensor]] = []
+    """The statuses in groups, and the numbers of those of unbatched tensors.
+
+    Tensors whose scan was deferred, of one shape, are scanned together.
+    """
+    groups: list[tuple[bool, dict[int, Tensor]]] = []
     unbatched = []
     for i, (status, code) in enumerate(zip(statuses, rows, strict=True)):
-        by_sample = batch.status_by_sample(status, None if code == BY_SIZE else code)
+        source = _source(status, code, batch)
+        by_sample = batch.status_by_sample(status, None if code == BY_SIZE else code) if source is None else source
         if any(is_surely(size == 0) for size in (status.shape if by_sample is None else by_sample.shape[1:])):
             continue  # the tensor that was checked is empty
         if by_sample is None:
             unbatched.append(i)
             continue
-        for group in groups:
+        for are_sources, group in groups:
             first = next(iter(group.values()))
-            if first.dtype == by_sample.dtype and surely_equal(first.shape, by_sample.shape):
+            is_like = first.dtype == by_sample.dtype and surely_equal(first.shape, by_sample.shape)
+            if is_like and are_sources == (source is not None):
                 group[i] = by_sample
                 break
         else:
-            groups.append({i: by_sample})
-    return [StatusGroup(_stacked([*group.values()]), [*group]) for group in groups], unbatched
+            groups.append((source is not None, {i: by_sample}))
+    return [_status_group(*group) for group in groups], unbatched
+
+
+def _source(status: Tensor, code: int, batch: Batch) -> Tensor | None:
+    """The tensor to scan instead of using its status, if it has one row for each sample."""
+    source = deferred_source(status) if code == row_code(0) and compiles_summary(batch.device) else None
+    if source is None or source.device != batch.device or not is_surely(source.shape[0] == batch.size):
+        return None
+    return source
+
+
+def _status_group(are_sources: bool, group: dict[int, Tensor]) -> StatusGroup:
+    stacked = _stacked([*group.values()])
+    return StatusGroup(scan(stacked) if are_sources else stacked, [*group])
 
 
 def _stacked(statuses: list[Tensor]) -> Tensor:
@@ -145,7 +166,7 @@ def _stacked(statuses: list[Tensor]) -> Tensor:
     """
     if not is_traced(statuses[0]):
         return torch.stack(statuses)
-    if statuses[0].is_cpu:
+    if not compiles_summary(statuses[0].device):
         return torch.cat(statuses, -1).movedim(-1, 0).unsqueeze(-1)
     return _call_stack_statuses(statuses)
 

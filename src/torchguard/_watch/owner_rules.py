@@ -5,14 +5,13 @@ shape of the output. Operations without a rule mix all that they are given. A ne
 a name in one of the tables of names.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchguard._torch.dispatch import positional_names
-from torchguard._watch.intervals import NO_HIGH, NO_LOW, Call, Owners, everything, union
+from torchguard._watch.intervals import NO_HIGH, NO_LOW, Call, Owners, Rule, compact, everything, nobody, union
 from torchguard._watch.owner_indices import (
     embedding,
     gather,
@@ -22,8 +21,19 @@ from torchguard._watch.owner_indices import (
     index_select,
     scatter,
 )
-
-Rule = Callable[[Call], Any]
+from torchguard._watch.owner_layers import (
+    attention,
+    batch_norm,
+    convolution,
+    distances,
+    group_norm,
+    grouped_product,
+    layer_norm,
+    linear,
+    loss_by_class,
+    product,
+    recurrent,
+)
 
 
 def pointwise(call: Call) -> Owners | None:
@@ -76,6 +86,27 @@ def _on_owners(call: Call, which: str, default: int) -> Any:
     if call.name == "constant_pad_nd":
         arguments["value"] = default
     return call.op(*[arguments[name] for name in positional_names(call.op)])
+
+
+def joined(call: Call) -> Any:
+    """`cat`: what the parts store once along a dim is stored once of the whole, and is not copied out."""
+    parts = [z for z in call.tensors() if z.numel()]
+    if not parts:
+        return moved(call)
+    owners = [call.owner(z) or nobody(z.shape) for z in parts]
+    dim, shape = call.arguments.get("dim", 0) % parts[0].ndim, call.outputs[0].shape
+    return Owners(*[_joined([getattr(one, which) for one in owners], dim, shape) for which in Owners._fields])
+
+
+def _joined(parts: list[Tensor], dim: int, shape: torch.Size) -> Tensor:
+    small = [compact(one) for one in parts]
+    if all(one.shape[dim] == 1 and torch.equal(one, small[0]) for one in small):
+        return small[0].expand(shape)
+    sizes = torch.broadcast_shapes(*[one.narrow(dim, 0, 1).shape for one in small])
+    spread = [
+        one.expand([*sizes[:dim], part.shape[dim], *sizes[dim + 1 :]]) for one, part in zip(small, parts, strict=True)
+    ]
+    return torch.cat(spread, dim).expand(shape)
 
 
 def reshaped(call: Call) -> Owners | None:
@@ -173,164 +204,6 @@ def batch_of_matrices(call: Call) -> Any:
     return [batch.reshape([*batch.shape, *[1] * (output.ndim - count)]) for output in call.outputs]
 
 
-# Products.
-
-
-def product(*names: str) -> Rule:
-    """A matrix product of two arguments, perhaps added to a third."""
-    *added, left, right = names
-
-    def rule(call: Call) -> Owners | None:
-        a, b = call.of(left), call.of(right)
-        rows = None if a is None else a.over([-1])
-        if b is None or len(b.shape) < 2:
-            columns = None if b is None else b.all()
-            if a is not None and len(call.arguments[right].shape) < 2:
-                rows = a.over([-1]).apply(lambda z: z.squeeze(-1))
-        else:
-            columns = b.over([-2])
-        return union([rows, columns, *map(call.of, added)])
-
-    return rule
-
-
-def linear(call: Call) -> Owners | None:
-    x, weight = call.of("input"), call.of("weight")
-    rows = None if x is None else x.over([-1])
-    return union([rows, None if weight is None else weight.over([-1]).apply(lambda z: z.squeeze(-1)), call.of("bias")])
-
-
-def convolution(call: Call) -> Owners | None:
-    """An output depends on the channels of its group, everywhere in the image; samples may be groups."""
-    a = call.arguments
-    x, out, groups = a["input"], call.outputs[0], a.get("groups", 1)
-    found = []
-    owners = call.owner(x)
-    if owners is not None:
-        if x.ndim != out.ndim or x.ndim < 3:
-            return everything(call)
-        spread = owners.over(range(2, x.ndim)).expand([*x.shape[:2], *[1] * (x.ndim - 2)])
-        of_groups = spread.reshape([x.shape[0], groups, -1]).over([2]).expand([x.shape[0], groups, 1])
-        channels = of_groups.expand([x.shape[0], groups, out.shape[1] // groups]).reshape([x.shape[0], -1])
-        found.append(channels.reshape([*channels.shape, *[1] * (x.ndim - 2)]))
-    weight = call.of("weight")
-    if weight is not None:
-        if a.get("transposed"):
-            found.append(weight.all())
-        else:
-            found.append(weight.over(range(1, len(weight.shape))).reshape([1, -1, *[1] * (out.ndim - 2)]))
-    bias = call.of("bias")
-    found.append(None if bias is None else bias.reshape([1, -1, *[1] * (out.ndim - 2)]))
-    return union(found)
-
-
-def attention(call: Call) -> Any:
-    """A query's output depends on the query, and on all keys and values of its sample and head."""
-    query, key, value = (call.of(name) for name in ("query", "key", "value"))
-    heads = {call.arguments[name].shape[1] for name in ("query", "key", "value")}
-    dims = [2, 3] if len(heads) == 1 else [1, 2, 3]
-    found = [None if query is None else query.over([3])]
-    found += [None if one is None else one.over(dims) for one in (key, value)]
-    for name in ("attn_mask", "attn_bias"):
-        mask = call.of(name)
-        found.append(None if mask is None else mask.over([-1]))
-    row, out = union(found), call.outputs[0]
-    if row is None:
-        return None
-    row = row.expand([*out.shape[:3], 1])
-    others = [row.reshape(out.shape[:3]) if z.shape == out.shape[:3] else row.all() for z in call.outputs[1:]]
-    return [row, *others]
-
-
-def grouped_product(call: Call) -> Owners | None:
-    x, offsets = call.of("self"), call.of("offs")
-    if len(call.arguments["self"].shape) != 2:
-        return everything(call)
-    mat = call.of("mat2")
-    return union([None if x is None else x.over([1]), *(None if one is None else one.all() for one in (offsets, mat))])
-
-
-def distances(call: Call) -> Owners | None:
-    one, two = call.of("x1"), call.of("x2")
-    columns = None if two is None else two.over([-1]).apply(lambda z: z.transpose(-1, -2))
-    return union([None if one is None else one.over([-1]), columns])
-
-
-# Norms.
-
-
-def layer_norm(call: Call) -> Any:
-    x = call.arguments["input"]
-    count = len(call.arguments["normalized_shape"])
-    owners = call.of("input")
-    kept = None if owners is None else owners.over(range(x.ndim - count, x.ndim))
-    return union([kept, call.of("weight"), call.of("bias")])
-
-
-def group_norm(call: Call) -> Any:
-    x = call.arguments["input"]
-    owners = union([call.of("input"), *(o.all() for n in ("weight", "bias") if (o := call.of(n)) is not None)])
-    if owners is None:
-        return None
-    row = owners.expand(x.shape).over(range(1, x.ndim))
-    return [row, *(row.reshape([x.shape[0], 1]) for _ in call.outputs[1:])]
-
-
-def batch_norm(call: Call) -> Any:
-    """While training, a channel depends on all samples in it. Instance norms give each sample channels of its own."""
-    x = call.arguments["input"]
-    owners = call.of("input")
-    is_training = call.arguments.get("training", call.arguments.get("train", call.name != "_batch_norm_no_update"))
-    others = [o for n in ("weight", "bias", "running_mean", "running_var") if (o := call.of(n)) is not None]
-    shaped = [o.reshape([1, -1, *[1] * (x.ndim - 2)]) for o in others]
-    if owners is not None and is_training:
-        owners = owners.over([i for i in range(x.ndim) if i != 1])
-    owners = union([owners, *shaped])
-    if owners is None:
-        return None
-    channel = owners.expand([owners.shape[0], x.shape[1], *owners.shape[2:]])
-    channel = channel.over([i for i in range(x.ndim) if i != 1]).reshape([x.shape[1]])
-    return [owners, *(channel if out.shape == (x.shape[1],) else channel.all() for out in call.outputs[1:])]
-
-
-# Recurrent layers, `(time, batch, width)`.
-
-
-def recurrent(call: Call) -> Any:
-    x = call.tensors()[0]
-    if x.ndim != 3 or call.arguments.get("batch_sizes"):
-        return everything(call)
-    # oneDNN's operator gets its input time first in either case.
-    dim = 0 if call.arguments.get("batch_first") and call.name != "mkldnn_rnn_layer" else 1
-    found = []
-    for z in call.tensors():
-        owners = call.owner(z)
-        if owners is None:
-            continue
-        its = dim if z is x else z.ndim - 2
-        if z.ndim < 2 or z.shape[its] != x.shape[dim]:
-            return everything(call)
-        found.append(owners.over([i for i in range(z.ndim) if i != its]).reshape([-1]))
-    owners = union(found)
-    if owners is None:
-        return None
-    results = []
-    for i, out in enumerate(call.outputs):
-        its = dim if i == 0 else out.ndim - 2
-        fits = out.ndim >= 2 and out.shape[its] == x.shape[dim]
-        results.append(owners.reshape([-1 if j == its else 1 for j in range(out.ndim)]) if fits else owners.all())
-    return results
-
-
-def loss_by_class(call: Call) -> Any:
-    x, target, owners = call.arguments["self"], call.of("target"), call.of("self")
-    if call.arguments["reduction"] != 0 or x.ndim < 2:
-        return everything(call)
-    kept = None if owners is None else owners.over([1]).apply(lambda z: z.squeeze(1))
-    both = union([kept, target, (w := call.of("weight")) and w.all()])
-    return both and [both, both.all()]
-
-
 def _table(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
@@ -344,11 +217,12 @@ RULES: dict[str, Rule] = {
     ),
     **_table(
         moved,
-        "cat stack roll flip repeat constant_pad_nd pixel_shuffle pixel_unshuffle channel_shuffle slice_scatter "
+        "stack roll flip repeat constant_pad_nd pixel_shuffle pixel_unshuffle channel_shuffle slice_scatter "
         "select_scatter diagonal_scatter unsafe_split unsafe_chunk unsafe_split_with_sizes split_with_sizes_copy "
         "split_copy unbind_copy permute_copy transpose_copy expand_copy slice_copy select_copy diag_embed rot90 "
         "_stack hstack vstack block_diag",
     ),
+    "cat": joined,
     **_table(reshaped, "view _unsafe_view reshape _reshape_alias _reshape_copy view_copy"),
     **_table(
         along,

@@ -15,7 +15,7 @@ expanded tensors: along most dims all elements have the same owners. Such a dim 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,8 @@ import torch
 from torch import Tensor
 
 from torchguard._torch.dispatch import (
-    DispatchMode,
     StorageWeakRef,
     has_tag,
-    is_composite,
-    is_query,
     makes_view,
     named_arguments,
     overload_of,
@@ -35,13 +32,13 @@ from torchguard._torch.dispatch import (
     weak_storage,
     written_arguments,
 )
-from torchguard._torch.tensors import flatten, storage_of
+from torchguard._torch.tensors import flatten, mutation_count, storage_of
 from torchguard._watch import owner_rules
-from torchguard._watch.batch import UNBATCHED, row_code, row_code_of_sample
-from torchguard._watch.intervals import NO_HIGH, NO_LOW, Call, Owners, everything, union
+from torchguard._watch.call_path import PathMode
+from torchguard._watch.intervals import Call, Owners, everything, nobody, union
 from torchguard._watch.owner_rules import Rule
+from torchguard._watch.owner_storages import StorageOwners, geometry_of
 
-Geometry = tuple[int, tuple[int, ...], tuple[int, ...], int]
 # Operations that hand a value to Python, which may then decide by it what the model does.
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 # Operations whose result has -Inf where an argument has it.
@@ -64,119 +61,15 @@ _KEEP_NEG_INF = {
     *("_unsafe_view", "fill", "_log_softmax"),
 }
 _NEW = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
 
 
-class _StorageOwners:
-    """The owners of one storage: of the tensor that it was made for (`base`), and of views as far as they are known."""
+class _Changes:
+    """How often a storage was changed: before it was met first, and by operations of the call since."""
 
-    def __init__(self, z: Tensor, owners: Owners) -> None:
-        self.reference: StorageWeakRef = weak_storage(z)
-        self.base: Geometry = _geometry(z)
-        self.views: dict[Geometry, Owners] = {self.base: owners}
-        if z.numel() * z.element_size() < z.untyped_storage().nbytes():  # a view of a tensor that belongs to nobody
-            self.base = (0, (_count(z),), (1,), z.element_size())
-            self.views = {self.base: _nobody(self.base[1])}
-            self.write(z, owners)
-
-    def read(self, z: Tensor) -> Owners:
-        geometry = _geometry(z)
-        if geometry not in self.views:
-            flat = self._flat(z)
-            self.views[geometry] = self.views[self.base].all().expand(z.shape) if flat is None else _part(flat, z)
-        return self.views[geometry]
-
-    def write(self, z: Tensor, owners: Owners) -> None:
-        """Set the owners of a view, and with that of all tensors that overlap it."""
-        if _geometry(z) == self.base:
-            self.views = {self.base: owners}
-            return
-        flat = self._flat(z)
-        if flat is None or _overlaps_itself(z):
-            merged = union([owners.all(), self.views[self.base].all()])
-            assert merged is not None
-            self.views = {self.base: merged.expand(self.base[1])}
-            return
-        for one, new in zip(_part(flat, z), owners, strict=True):
-            one.copy_(new)
-        self.base = (0, (_count(z),), (1,), z.element_size())
-        self.views = {self.base: flat}
-
-    def _flat(self, z: Tensor) -> Owners | None:
-        """A copy of the owners in the order of the storage; None if that cannot be told."""
-        offset, shape, stride, size = self.base
-        if size != z.element_size() or any(a == 0 and b > 1 for a, b in zip(stride, shape, strict=True)):
-            return None
-        flat = _nobody((_count(z),)).apply(Tensor.clone)
-        for one, known in zip(flat, self.views[self.base], strict=True):
-            one.as_strided(shape, stride, offset).copy_(known)
-        return flat
-
-
-def _part(flat: Owners, z: Tensor) -> Owners:
-    return flat.apply(lambda one: one.as_strided(z.shape, z.stride(), z.storage_offset()))
-
-
-def _count(z: Tensor) -> int:
-    return int(z.untyped_storage().nbytes()) // z.element_size()
-
-
-def _geometry(z: Tensor) -> Geometry:
-    return int(z.storage_offset()), tuple(z.shape), z.stride(), z.element_size()
-
-
-def _overlaps_itself(z: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(z.shape, z.stride(), strict=True))
-
-
-class PathMode(DispatchMode):
-    """Identifies the way that a call takes through a model: `path` is a hash of all operations so far.
-
-    It has the order of operations, the shapes of their tensors and all other arguments.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.path = 0
-        self._is_paused = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Have Dynamo compile all the same. It would never compile again what it meets under another mode."""
-        return True
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Operations in it do not count."""
-        self._is_paused, before = True, self._is_paused
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._is_paused or is_query(op):
-            return op(*args, **kwargs)
-        if is_composite(op):  # in inference mode, they arrive whole
-            with self:
-                return op.decompose(*args, **kwargs)
-        result = op(*args, **kwargs)
-        self.path = hash((self.path, op, _outline(args), _outline([*kwargs.items()])))
-        self._follow(op, args, kwargs, result)
-        return result
-
-    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Do more with an operation."""
-
-
-def _outline(value: Any) -> Any:
-    """A value that can be hashed: of tensors the shape, of what cannot be hashed the type."""
-    if isinstance(value, Tensor):
-        return value.shape if _has_storage(value) else type(value)
-    if isinstance(value, (list, tuple)):
-        return tuple([_outline(one) for one in value])
-    return value if isinstance(value, (int, float, str, bool)) or value is None else str(value)
+    def __init__(self, z: Tensor) -> None:
+        self.storage, self.first, self.count = weak_storage(z), mutation_count(z), 0
 
 
 class OwnerMode(PathMode):
@@ -188,13 +81,21 @@ class OwnerMode(PathMode):
         is_lost: whether owners are not known from some operation on. One handed a value that depends on floating-point
             numbers of samples to Python, for example. (Integers are token ids and masks: models test them for
             shortcuts that do not change what belongs to whom.)
+
+    Args:
+        is_new: whether a tensor was created since the call began. With it, tensors that no operation of the call made
+            count as mixing samples: other threads have no dispatch mode. None where a graph has all operations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_new: Callable[[Tensor], bool] | None = None) -> None:
         super().__init__()
+        self._is_new, self._is_making = is_new, False
+        self._read_on_host: Owners | None = None  # the owners of all integers that were read into Python or NumPy
+        self._has_picked = False  # whether integers were made of floating-point numbers of samples, as by `argmax`
+        self._changes: dict[int, _Changes] = {}
         self.problem: str | None = None
         self.is_lost = False
-        self._storages: dict[int, _StorageOwners] = {}
+        self._storages: dict[int, StorageOwners] = {}
         self._constants: dict[int, StorageWeakRef] = {}
         self._neg_inf: dict[int, StorageWeakRef] = {}
         self._of_floats: dict[int, StorageWeakRef] = {}
@@ -221,11 +122,11 @@ class OwnerMode(PathMode):
         key = _key(z)
         found = self._storages.get(key)
         if found is not None and not found.reference.expired():
-            found.write(z, _nobody(z.shape) if owners is None else owners)
+            found.write(z, nobody(z.shape) if owners is None else owners)
         elif owners is None:
             self._storages.pop(key, None)
         else:
-            self._storages[key] = _StorageOwners(z, owners)
+            self._storages[key] = StorageOwners(z, owners)
 
     def is_constant(self, z: Tensor) -> bool:
         """Whether a tensor has the same values in every call: it was made of constants alone."""
@@ -243,11 +144,13 @@ class OwnerMode(PathMode):
         given = call.tensors()
         if not all(_has_storage(one) for one in (*given, *outputs)):
             if any(self.owners_of(one) is not None for one in given):
-                self._lose(f"{op} has a sparse or nested tensor")
+                self.lose(f"{op} has a sparse or nested tensor")
             return
         if has_tag(op, torch.Tag.inplace_view):  # another view of the same storage
             return
         written = [z for name in (*written_arguments(op), *_written_by_norm(call)) for z in _tensors(arguments[name])]
+        if self._is_new is not None:
+            self._find_foreign(call, given, outputs, written)
         self._note_unwritten(call, given, written)
         self._note_constants(op, given, outputs, written)
         if self._passes_neg_inf(call, given):
@@ -259,8 +162,9 @@ class OwnerMode(PathMode):
             return
         if any(_key(one) in self._of_floats or self._is_float_of_samples(one) for one in given):
             if call.name in _READS:
-                self._lose(f"{op} hands a value of a sample to Python")
+                self.lose(f"{op} hands a value of a sample to Python")
             self._of_floats |= {_key(one): weak_storage(one) for one in (*outputs, *written)}
+            self._has_picked = self._has_picked or any(one.dtype in _INTEGERS for one in outputs)
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
         self._set_outputs(call)
         for one in written:
@@ -274,7 +178,84 @@ class OwnerMode(PathMode):
         if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
             self.problem = str(op)
 
-    def _lose(self, problem: str) -> None:
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors for older than the call, such as the parameters of the model."""
+        for z in tensors:
+            if _has_storage(z):
+                self._changes.setdefault(_key(z), _Changes(z))
+
+    def _ignore(self, result: Any) -> Any:
+        if self._is_new is not None:
+            self.know(_tensors(result))
+            for z in _tensors(result):
+                if _has_storage(z):
+                    self._changes[_key(z)].count += 1  # if it was changed in place
+        return result
+
+    def _find_foreign(self, call: Call, given: list[Tensor], outputs: list[Tensor], written: list[Tensor]) -> None:
+        """Take tensors that no operation of this call made, or that others wrote to, for mixtures of all samples."""
+        is_fresh = call.name == "lift_fresh"
+        for one in given:
+            changes = self._changes.get(_key(one))
+            if changes is None or changes.storage.expired():
+                is_foreign = not is_fresh and _key(one) not in self._storages and self._is_unknown(one)
+                changes = self._changes[_key(one)] = _Changes(one)
+            else:
+                is_foreign = mutation_count(one) - changes.first > changes.count
+            if is_foreign or (is_fresh and not self._is_making and self._may_hold_samples(one)):
+                self._mix(one, f"data that no operation of this call made, before {call.op}")
+                changes.first, changes.count = mutation_count(one), 0
+            elif is_fresh and self._read_on_host is not None:
+                self.set_owners(one, self._read_on_host.expand(one.shape))
+        if call.name == "set" and _key(outputs[0]) not in self._changes:
+            self._mix(outputs[0], f"{call.op}")
+        for one in written:
+            self._changes[_key(one)].count += 1
+        self.know(outputs)
+
+    def _may_hold_samples(self, z: Tensor) -> bool:
+        """Whether a tensor that torch made of host data on its own may hold what an operation computed of samples.
+
+        A number in `z[0] = 1.0` does not: it would have been read before. Nor do the integers of `z[:, [0, 2]]`, unless
+        the model has made integers of floating-point numbers.
+        """
+        return z.ndim > 0 and (z.is_floating_point() or z.is_complex() or self._has_picked)
+
+    def _is_unknown(self, z: Tensor) -> bool:
+        assert self._is_new is not None
+        with self.paused():
+            return self._is_new(z)
+
+    def _mix(self, z: Tensor, problem: str) -> None:
+        """Let a tensor depend on all samples."""
+        low, high = (torch.tensor(number, dtype=torch.int32) for number in (0, max(1, self._samples - 1)))
+        self.set_owners(z, Owners(low.expand(z.shape), high.expand(z.shape)))
+        self.problem = self.problem or problem
+
+    def read(self, tensor: Tensor, how: str) -> None:
+        """Python or NumPy reads a tensor: see `Listener`."""
+        owners = None if self._is_paused else self.owners_of(tensor)
+        if owners is None:
+            return
+        if _key(tensor) in self._of_floats or self._is_float_of_samples(tensor):
+            self.lose(f"Tensor.{how} hands values of a sample to Python")
+        self._read_on_host = union([self._read_on_host, owners.all()])
+
+    @contextmanager
+    def making(self, values: Any, how: str) -> Iterator[None]:
+        """A tensor is made of values on the host: see `Listener`."""
+        is_copy = any(isinstance(value, Tensor) for value in values[0][:1])  # `torch.tensor(z)` is dispatched
+        for value in [] if is_copy else flatten(values)[0]:
+            if isinstance(value, Tensor):
+                self.read(value, how)
+        self._is_making, before = True, self._is_making
+        try:
+            yield
+        finally:
+            self._is_making = before
+
+    def lose(self, problem: str) -> None:
+        """Whose rows are whose cannot be told from here on."""
         self.is_lost, self.problem = True, self.problem or problem
 
     def _set_outputs(self, call: Call) -> None:
@@ -286,11 +267,11 @@ class OwnerMode(PathMode):
         except (RuntimeError, ValueError, IndexError, TypeError):  # a form of the operation that the rule does not know
             every = everything(call)
             spread = [None if every is None else every.expand(z.shape) for z in outputs]
-        is_view = makes_view(call.op)
+        is_view = makes_view(call.op) or call.name == "_unsafe_view"  # which its schema does not say
         for z, owners in zip(outputs, spread, strict=True):
             key = _key(z)
             if is_view and key in self._storages:
-                self._storages[key].views.setdefault(_geometry(z), owners or _nobody(z.shape))
+                self._storages[key].views.setdefault(geometry_of(z), owners or nobody(z.shape))
             else:
                 self.set_owners(z, owners)
 
@@ -302,13 +283,11 @@ class OwnerMode(PathMode):
 
     def _note_unwritten(self, call: Call, given: list[Tensor], written: list[Tensor]) -> None:
         """Note memory that no operation has written yet. If one reads it, a kernel that is no operation of torch, such
-        as a Triton kernel, may have written anything into it."""
-        for one in given:
+        as a Triton kernel, may have written anything into it. A view reads nothing."""
+        for one in () if makes_view(call.op) else given:
             is_written = any(one is other for other in written)
             if self._unwritten.pop(_key(one), None) is not None and not is_written and _may_have_changed(one):
-                low, high = (torch.tensor(number, dtype=torch.int32) for number in (0, max(1, self._samples - 1)))
-                self.set_owners(one, Owners(low.expand(one.shape), high.expand(one.shape)))
-                self.problem = self.problem or f"a kernel that is no operation of torch, before {call.op}"
+                self._mix(one, f"a kernel that is no operation of torch, before {call.op}")
         if call.name in _NEW:
             self._unwritten |= {_key(one): weak_storage(one) for one in call.outputs}
 
@@ -361,11 +340,6 @@ def _key(z: Tensor) -> int:
     return key
 
 
-def _nobody(shape: Sequence[int]) -> Owners:
-    low, high = (torch.tensor(number, dtype=torch.int32) for number in (NO_LOW, NO_HIGH))
-    return Owners(low, high).expand(shape)
-
-
 def _mixes(owners: Owners) -> bool:
     low, high = owners.compact()
     return bool((low < high).any())
@@ -384,37 +358,3 @@ def _rule_of(call: Call) -> Rule:
     if has_tag(call.op, torch.Tag.reduction):
         return owner_rules.reduction
     return everything
-
-
-def rows_of(owners: Owners | None, size: int) -> int | None:
-    """The row code of a tensor with these owners (see `batch.py`); None if it mixes samples, or has another order."""
-    if owners is None:
-        return UNBATCHED
-    low, high = owners.compact()
-    if low.numel() == 0 or bool((high < 0).all()):
-        return UNBATCHED
-    if bool((low < high).any()):
-        return None
-    lowest, highest = int(low.amin()), int(high.amax())
-    if lowest == highest:
-        return row_code_of_sample(lowest)
-    for dim in range(low.ndim):
-        if low.shape[dim] % size == 0:
-            others = [i for i in range(low.ndim) if i != dim]
-            first, last = (low.amin(others), high.amax(others)) if others else (low, high)
-            if bool((first == last).logical_or(last < 0).all()):
-                code = _code_along(dim, last, size)
-                if code is not None:
-                    return code
-    return None
-
-
-def _code_along(dim: int, owner: Tensor, size: int) -> int | None:
-    """The row code for a dim with these owners; rows that belong to nobody (-1) fit anywhere."""
-    count = owner.shape[0] // size
-    row = torch.arange(owner.shape[0])
-    for outer in range(1, count + 1):
-        inner = count // outer
-        if count % outer == 0 and bool(((owner == row // inner % size) | (owner < 0)).all()):
-            return row_code(dim, outer, 0) if outer == 1 else row_code(dim, 0 if inner == 1 else outer, inner)
-    return None

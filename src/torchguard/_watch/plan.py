@@ -4,15 +4,18 @@ In eager mode the first call of a form (`form_of`: shapes, dtypes, modes) is fol
 is an `OwnerPlan`, which later calls of that form use. A plan holds only for the way that the followed call took through
 the model: an attribute, a random number or a value may lead to another. So each call that uses a plan runs under a
 `PathMode`, and every check compares the operations so far with those of the plan. Where they differ, the call counts as
-mixing samples from there on, and the next one is followed again. Parts of a model that are compiled on their own would
-not run compiled under any dispatch mode. A model that has some goes without this comparison.
+mixing samples from there on, and the next one is followed again; after two such calls of a form, all are followed.
+Parts of a model that are compiled on their own would not run compiled under any dispatch mode. A model that has some
+goes without this comparison.
 
-A batch of one sample needs no plan. Nor is there one under `torch.func` transforms and in exports, where sizes decide.
-In a graph, `graph_plan.py` finds the plan while Dynamo traces.
+A batch of one sample needs no plan. Nor is there one under `torch.func` transforms, where sizes decide. For an export,
+`export.py` finds one before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
 """
 
+import gc
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,15 +24,21 @@ from torch import Tensor, nn
 
 from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dispatch import without_compiled_code
+from torchguard._torch.host_data import listening
 from torchguard._torch.modules import has_compiled_parts
-from torchguard._torch.tracing import is_in_backward, is_plain
+from torchguard._torch.tracing import constant_in_graphs, is_in_backward, is_plain
 from torchguard._watch.batch import MIXED, Batch
-from torchguard._watch.owners import OwnerMode, PathMode, rows_of
+from torchguard._watch.call_path import PathMode
+from torchguard._watch.owner_storages import rows_of
+from torchguard._watch.owners import OwnerMode
 from torchguard.exceptions import MixedRowsWarning
 
 _PLAIN = torch.empty(0)
 # How many plans a watched model keeps.
 _MOST_PLANS = 256
+# After how many calls that take another way than their plan all calls of that form are followed.
+_MOST_MISFITS = 2
+_WARNED_OF_SIZES: set[str] = set()
 
 
 class OwnerPlan(NamedTuple):
@@ -57,8 +66,8 @@ class OwnerPlan(NamedTuple):
 class FollowedCall:
     """A call whose owners are followed."""
 
-    def __init__(self, mode: OwnerMode, size: int) -> None:
-        self.mode, self.size = mode, size
+    def __init__(self, mode: OwnerMode, size: int, known: Iterable[Tensor]) -> None:
+        self.mode, self.size, self._known = mode, size, known
         self._checks: list[tuple[int, int, int]] = []
         self._neg_inf: set[int] = set()
 
@@ -75,6 +84,10 @@ class FollowedCall:
             self._neg_inf.add(len(self._checks))
         return may
 
+    def lose(self, problem: str) -> None:
+        """Whose rows are whose cannot be told from here on."""
+        self.mode.lose(problem)
+
     def set_samples(self, z: Tensor, dim: int) -> None:
         """The samples lie along that dim of a tensor, as the user said."""
         if z.shape[dim] == self.size:
@@ -86,8 +99,10 @@ class FollowedCall:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with without_compiled_code(), self.mode:
-            yield
+        with without_compiled_code(), created_since(), listening(self.mode):
+            self.mode.know(self._known)
+            with self.mode:
+                yield
 
     def replaced(self, z: Tensor, new: Tensor) -> None:
         """A tensor was replaced by another, which belongs to the same samples."""
@@ -130,6 +145,9 @@ class PlannedCall:
     def may_have_neg_inf(self, z: Tensor) -> bool:
         return self._count in self.plan.neg_inf
 
+    def lose(self, problem: str) -> None:
+        self.fits = False
+
     def set_samples(self, z: Tensor, dim: int) -> None:
         return None
 
@@ -160,14 +178,15 @@ class Plans:
 
     def __init__(self) -> None:
         self._by_form: dict[Any, OwnerPlan] = {}
+        self._misfits: dict[Any, int] = {}  # how many calls of a form took another way than its plan
 
     def start(
         self, form: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch
     ) -> Call:
         """Start a call: with a plan, or followed."""
         plan = self._by_form.get(form)
-        if plan is None:
-            return follow(args, kwargs, batch)
+        if plan is None or self._misfits.get(form, 0) >= _MOST_MISFITS:
+            return follow(model, args, kwargs, batch)
         # In backward, a checkpoint repeats a call with other tensors, and may leave it early.
         return PlannedCall(plan, not has_compiled_parts(model) and not is_in_backward())
 
@@ -177,19 +196,30 @@ class Plans:
         if isinstance(call, PlannedCall):
             if not call.fits:
                 self._by_form.pop(form, None)
+                self._misfits[form] = self._misfits.get(form, 0) + 1
         elif not call.mode.is_lost:
             if len(self._by_form) >= _MOST_PLANS:
                 self._by_form.clear()
+                self._misfits.clear()
             self._by_form[form] = plan
         return plan
 
 
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
-    modes = tuple([module.training for module in model.modules()])
+    # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
+    modes = (torch.is_grad_enabled(), *[module.training for module in model.modules()])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
+    plain += tuple([_cached_length(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
     return modes, plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
+
+
+def _cached_length(value: Any) -> int | None:
+    """How many tokens a key-value cache of transformers holds, if its shapes tell: a decoding step depends on it."""
+    length = getattr(value, "get_seq_length", None)
+    found = length() if callable(length) else None
+    return found if isinstance(found, int) else None
 
 
 def _is_plain(value: Any) -> bool:
@@ -208,16 +238,76 @@ def warn_of_mixing(model: str, problem: str | None) -> None:
     )
 
 
+@constant_in_graphs
+def warn_of_sizes(model: str) -> None:
+    """Say, once for each class of models, that a call is not followed."""
+    if model in _WARNED_OF_SIZES:
+        return
+    _WARNED_OF_SIZES.add(model)
+    warnings.warn(
+        f"watch: {model} is called under a transform of torch.func, in an export or under another dispatch mode, where "
+        "operations are not followed. Sizes decide which rows belong to which sample: right where each sample keeps "
+        "its rows, in order, and it is not noticed where that does not hold. "
+        "torchguard.export follows them before it exports. torchguard.Retry is exact on any model.",
+        MixedRowsWarning,
+        stacklevel=2,
+    )
+
+
 def can_follow() -> bool:
     """Whether operations can be followed as they run: not in a graph, a transform or another dispatch mode."""
     return not torch.compiler.is_compiling() and is_plain(_PLAIN)
 
 
-def follow(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch) -> FollowedCall:
+def follow(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch) -> FollowedCall:
     """Start to follow a call. Its operations have to run with the mode of what is returned active."""
-    mode = OwnerMode()
-    set_arguments(mode, [z for _, z in tensors_in((args, kwargs), objects=OBJECTS)], batch.size, batch.dim)
-    return FollowedCall(mode, batch.size)
+    mode = OwnerMode(is_new)
+    given = [z for _, z in tensors_in((args, kwargs), objects=OBJECTS)]
+    set_arguments(mode, given, batch.size, batch.dim)
+    return FollowedCall(mode, batch.size, (*given, *model.parameters(), *model.buffers()))
+
+
+class _NewObjects:
+    """Which objects were created since: those of the youngest generation of the garbage collector.
+
+    The collector is off meanwhile, so that nothing leaves that generation. Several threads may ask at once: then the
+    first one decides since when, and more objects count as new.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.was_enabled = threading.Lock(), 0, True
+
+    def enter(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                self.was_enabled = gc.isenabled()
+                gc.collect(0)
+                gc.disable()
+
+    def leave(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0 and self.was_enabled:
+                gc.enable()
+
+
+_NEW_OBJECTS = _NewObjects()
+
+
+@contextmanager
+def created_since() -> Iterator[None]:
+    """Have `is_new` tell what was created since this began."""
+    _NEW_OBJECTS.enter()
+    try:
+        yield
+    finally:
+        _NEW_OBJECTS.leave()
+
+
+def is_new(value: object) -> bool:
+    """Whether an object was created since `created_since` began."""
+    return any(value is one for one in gc.get_objects(0))
 
 
 def set_arguments(mode: OwnerMode, tensors: Sequence[Tensor], size: int, dim: int) -> None:

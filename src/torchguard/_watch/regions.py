@@ -18,8 +18,8 @@ A watched block does not qualify as it is. What stands in the way, and what is d
 - **A region may not return its input**, which blocks do (a mask, a cache): it is cloned.
 - **Inside `torch.utils.checkpoint`, Dynamo loses track of what a region returns**, but not of what is computed from it.
   The operator `leave_region` makes a view of each status.
-- **Reference cycles.** An object that is attached to a leaf and references that leaf is never freed (`backward.py`). So
-  the probes of the region are a view of the leaf, which is dropped at the end of the region.
+- **Reference cycles.** An object that is attached to a leaf and references that leaf is never freed
+  (`gradient_probes.py`). So the probes of the region are a view of the leaf, which is dropped at the end of the region.
 - **Wrong gradients in torch up to 2.13** and slow compilation: `_torch/settings.py` changes settings of torch when a
   region is traced, and says why.
 

@@ -1,180 +1,287 @@
-"""Zeros in place of values: of non-finite vectors, and of whole samples."""
+"""Quarantine of one tensor: zeros in place of its non-finite vectors, and a mask on the gradient that comes back.
 
-import functools
+`torch.where(finite, z, 0)` alone is not enough. Its derivative is zero where a value was replaced, but it passes on a
+gradient that is itself non-finite: from a later step such as `sqrt` at 0, or from 0 * Inf in a sample that was replaced
+further on. One such gradient makes the gradient of every weight before it NaN. So the replacement is an
+`autograd.Function` (`_Replace`) whose backward masks the gradient by sample (`gradient_mask.py`) and returns, as the
+gradient of the probe of its location, which samples it masked.
+
+What is surprising about it:
+
+- **It is an operator.** Dynamo is slow to trace an `autograd.Function`, and a large model has hundreds. So Dynamo sees
+  one call of `replace_nonfinite`; AOTAutograd runs the body, and traces the `autograd.Function` as it traces any other.
+  Where Dynamo traces an export or a `torch.func` transform, there are only standard operations, without probes and
+  without the memory below.
+- **It remembers on the tensor.** Most tensors leave one module and enter the next, unchanged. The replaced tensor
+  carries its status and its number of in-place changes as `_torchguard_clean`; the next check that meets it does
+  nothing. The note is on the tensor because `torch.utils.checkpoint` passes the tensor in again much later, when the
+  call is over.
+- **An operator may not return its input**, so a tensor that is left alone is returned as a view of itself, and the
+  status of a check that was not needed has no entries (`detect.skipped_status`).
+- **In place on a GPU.** `where` fuses with the kernel that reads the tensor next, unless that is attention, with which
+  Inductor fuses nothing. There `_ReplaceInPlace` uses a kernel that writes only where something is non-finite.
+
+The operator can be removed when Dynamo traces an `autograd.Function` as quickly as a call, and lets it attach
+attributes.
+"""
+
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
-from torchguard._operators import define, define_opaque, free_namespace, use_operators
-from torchguard._torch.tracing import is_shape_only, is_traced
-from torchguard._watch.batch import MIXED, Batch
-from torchguard._watch.detect import REVISION, empty_status, has_bit_status, is_finite, scan
-
-# The longest piece of a vector that the kernel holds in registers.
-_LONGEST_PIECE = 4_096
-
-
-def zero_vectors(finite: Tensor, z: Tensor) -> Tensor:
-    """`z` with zeros in vectors that are not finite; where `finite` has several entries a vector, in those pieces."""
-    if finite.shape[-1] > 1:
-        pieces = z.unflatten(-1, (finite.shape[-1], -1))
-        return torch.where(finite.unsqueeze(-1), pieces, 0).to(z.dtype).flatten(-2)
-    return _where(finite.squeeze(-1) if finite.ndim > z.ndim else finite, z)
-
-
-def _where(keep: Tensor, z: Tensor) -> Tensor:
-    """`torch.where(keep, z, 0)`. In eager mode it preserves the strides of `z`, by which kernels are chosen."""
-    if z.is_floating_point() and z.element_size() == 1 and is_traced(z):
-        return _where(keep, z.view(torch.uint8)).view(z.dtype)  # Inductor has no `where` for float8
-    if z.ndim < 4 and (is_traced(z) or z.is_contiguous()):
-        return torch.where(keep, z, 0).to(z.dtype)
-    return z.clone().masked_fill_(~keep, 0)
-
-
-# Whole samples.
-
-
-def zero_samples(origin: Tensor, z: Tensor, batch: Batch, rows: int | None) -> Tensor:
-    """`z` with zeros in samples that have an origin (-1: none); unchanged if it is unbatched.
-
-    If `z` mixes samples, all of it is zero as soon as one sample has an origin.
-    """
-    if use_operators():
-        return _call_zero_samples(origin, z, batch, rows)
-    keep = _kept(origin, z, batch, rows)
-    return z if keep is None else _where(keep, z)
-
-
-def _kept(origin: Tensor, z: Tensor, batch: Batch, rows: int | None) -> Tensor | None:
-    is_good = (origin < 0).to(z.device)
-    return is_good.all() if rows == MIXED else batch.broadcast(is_good, z, rows)
-
-
-def _call_zero_samples(origin: Tensor, z: Tensor, batch: Batch, rows: int | None) -> Tensor:
-    """Call the operator `zero_samples`."""
-    return _ZERO_SAMPLES(origin, z, batch.size, batch.lengths, batch.dim, rows, REVISION)
-
-
-def _zero_samples_op(
-    origin: Tensor, z: Tensor, size: int, lengths: Sequence[int], along: int, rows: int | None, revision: int
-) -> Tensor:
-    batch = Batch(size, tuple(lengths), along, z.device)
-    if rows != MIXED and not batch.has_samples(z.shape, rows):
-        return z.view_as(z)  # an operator may not return its input
-    if is_traced(z) and z.is_cpu and not z.is_complex() and not is_shape_only(z):
-        return _ZeroSamples.apply(z, origin, batch, rows)  # pyright: ignore[reportReturnType]
-    return _zeroed(z, origin, batch, rows)
-
-
-_ZERO_SAMPLES = define(
-    "zero_samples(Tensor origin, Tensor z, SymInt size, SymInt[] lengths, int along, int? rows, int revision) -> "
-    "Tensor",
-    _zero_samples_op,
+from torchguard._operators import define, use_operators
+from torchguard._torch.tensors import mutation_count
+from torchguard._torch.tracing import in_transform, is_exporting, is_shape_only, is_traced
+from torchguard._watch.batch import Batch
+from torchguard._watch.detect import (
+    REVISION,
+    empty_status,
+    exported_status,
+    inf_from,
+    is_finite,
+    row_status,
+    skipped_status,
+    without_neg_inf,
 )
+from torchguard._watch.gradient_mask import masked_gradient
+from torchguard._watch.gradient_probes import ProbeTable, call_probes
+from torchguard._watch.zeros import can_zero_in_place, zero_in_place, zero_vectors
+
+# The largest square that does not overflow in the dtype that squares are summed in. A square of a float16 never does.
+_LARGEST_SQUARE = {
+    torch.bfloat16: torch.finfo(torch.float32).max,
+    torch.float32: torch.finfo(torch.float32).max,
+    torch.float64: torch.finfo(torch.float64).max,
+}
+# Attribute of a replaced tensor: its number of in-place changes, whether its gradient is masked, and its status.
+_CLEAN = "_torchguard_clean"
 
 
-class _ZeroSamples(torch.autograd.Function):
-    """By an operator that is not compiled: as `where`, it would be two more kernels to compile."""
+class _Replace(torch.autograd.Function):
+    """Zeros in every vector whose status is not finite.
+
+    `probe` has an entry for each sample and takes no part in the value: its gradient records the samples that
+    `mask_gradient` found non-finite. Without a batch, only the non-finite vectors of the gradient become zeros.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(z: Tensor, origin: Tensor, batch: Batch, rows: int | None) -> Tensor:
-        return _call_zero_samples_eager(z, origin, batch, rows)
+    def forward(
+        z: Tensor,
+        status: Tensor,
+        probe: Tensor | None,
+        mask_gradient: bool,
+        batch: Batch | None,
+        rows: int | None,
+        table: ProbeTable | None,
+        location: int,
+    ) -> Tensor:
+        return zero_vectors(is_finite(status), z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, origin, ctx.batch, ctx.rows = inputs
-        ctx.save_for_backward(origin)
+        _, status, _, *ctx.how = inputs
+        ctx.save_for_forward(status)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (status,) = ctx.saved_tensors
+        return zero_vectors(is_finite(status), tangent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (origin,) = ctx.saved_tensors
-        return _ZeroSamples.apply(grad, origin, ctx.batch, ctx.rows), None, None, None  # pyright: ignore[reportReturnType]
+        # Where a value was replaced the gradient is zero already: that sample's output was replaced, too.
+        grad, probe = _backward(grad, *ctx.how)
+        return grad, None, probe, None, None, None, None, None
 
 
-def _call_zero_samples_eager(z: Tensor, origin: Tensor, batch: Batch, rows: int | None) -> Tensor:
-    """Call the operator `zero_samples_eager`."""
-    return _ZERO_SAMPLES_EAGER(z, origin, batch.size, batch.lengths, batch.dim, rows)
+class _ReplaceInPlace(torch.autograd.Function):
+    """The same by a kernel that checks as well: the status is the second result. For graphs alone."""
+
+    @staticmethod
+    def forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return zero_in_place(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, _, *ctx.how = inputs
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad, probe = _backward(grad, *ctx.how)
+        return grad, probe, None, None, None, None, None
 
 
-def _zero_samples_eager_op(
-    z: Tensor, origin: Tensor, size: int, lengths: Sequence[int], along: int, rows: int | None
-) -> Tensor:
-    if (origin < 0).all():
-        return z.clone()
-    return _zeroed(z, origin, Batch(size, tuple(lengths), along, z.device), rows)
+def _backward(
+    grad: Tensor, mask_gradient: bool, batch: Batch | None, rows: int | None, table: ProbeTable | None, location: int
+) -> tuple[Tensor, Tensor | None]:
+    """The masked gradient, and that of the probe, if there is one: then there is a table."""
+    if not mask_gradient:
+        return grad, None
+    if batch is None:
+        return zero_vectors(is_finite(row_status(grad)), grad), None
+    grad, probe = masked_gradient(grad, batch, rows, table, location)
+    return grad, None if probe is None or table is None else probe.to(table.device)
 
 
-_ZERO_SAMPLES_EAGER = define_opaque(
-    "zero_samples_eager(Tensor z, Tensor origin, SymInt size, SymInt[] lengths, int along, int? rows) -> Tensor",
-    _zero_samples_eager_op,
-    lambda z, *_: torch.empty_like(z),
-)
+def replace_nonfinite(
+    z: Tensor,
+    batch: Batch | None,
+    probes: Tensor | None,
+    location: int,
+    rows: int | None,
+    mask_gradient: bool,
+    num_squares: int = 0,
+    in_place: bool = False,
+    keep_neg_inf: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`z` with zeros in non-finite vectors, and its row status; None if `z` was replaced just before.
 
-
-def _zeroed(z: Tensor, origin: Tensor, batch: Batch, rows: int | None) -> Tensor:
-    keep = _kept(origin, z, batch, rows)
-    assert keep is not None
-    return _where(keep, z)
-
-
-# In place, by a kernel that writes nothing where everything is finite.
-
-
-def has_kernel(z: Tensor) -> bool:
-    """Whether the kernels of `kernels.py` take a tensor, whose sizes are plain integers."""
-    return (
-        z.is_cuda
-        and z.is_contiguous()
-        and z.numel() > 0
-        and z.element_size() > 1
-        and z.get_device() == torch.cuda.current_device()
-        and _has_triton()
-    )
-
-
-@functools.cache
-def _has_triton() -> bool:
-    """Not every machine with a GPU has it."""
-    try:
-        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return False
-    return True
-
-
-def can_zero_in_place(z: Tensor) -> bool:
-    """Whether there is a kernel that zeroes the non-finite vectors of a tensor, traced or not, in place."""
-    if not all(isinstance(size, int) for size in z.shape) or not has_kernel(z) or not has_bit_status(z.dtype):
-        return False
-    return z.ndim in (2, 3) and z.shape[-1] <= _LONGEST_PIECE * empty_status(z).shape[-1]
-
-
-def zero_in_place(z: Tensor) -> tuple[Tensor, Tensor]:
-    """`z` with zeros in non-finite vectors, or pieces of vectors, and its row status, by one pass over the memory."""
-    finite = z.clone()  # Inductor leaves the copy out if nothing else reads `z`
-    return finite, _zero_nonfinite_operator()(finite)
-
-
-@functools.cache
-def _zero_nonfinite_operator() -> Any:
-    """The operator `zero_nonfinite_`. Inductor sees the Triton kernel in it, and calls that as it calls its own.
-
-    The operator is made when it is first needed, since making it loads all of Inductor.
+    Args:
+        batch: None where it is not known: when a checkpoint recomputes a part of the model.
+        probes: `(locations, MAX_PROBED_BATCH)`, the gradient probes of the call, if it has any.
+        rows: the row code of `z`, if it is known.
+        mask_gradient: whether to mask the gradient as well.
+        num_squares: how many squares the module will sum. A number counts as Inf if that sum would overflow for it.
+        in_place: whether to use the in-place kernel, where there is one: no kernel that could fuse a `where` reads `z`.
+        keep_neg_inf: whether -Inf is legitimate, and stays.
     """
-    return triton_op(f"{free_namespace('zero_nonfinite_')}::zero_nonfinite_", zero_nonfinite_, mutates_args={"z"})
+    if use_operators():
+        return call_replace_nonfinite(
+            z, batch, probes, location, rows, mask_gradient, num_squares, False, in_place, keep_neg_inf
+        )
+    if torch.compiler.is_compiling():  # an export or a transform, where there are no probes and no notes on tensors
+        status = _status(z, _limit(z.dtype, num_squares), keep_neg_inf)
+        # Dynamo traces no autograd.Function there; what is replaced has no gradient all the same. An exported program
+        # has no autograd.Function either.
+        if in_transform() or is_exporting():
+            return zero_vectors(is_finite(status), z), status
+        return _Replace.apply(z, status, None, mask_gradient, None, None, None, location), status  # pyright: ignore[reportReturnType]
+    return _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
 
 
-def zero_nonfinite_(z: Tensor) -> Tensor:
-    """Write zeros into non-finite vectors, or pieces of vectors, of `z`. Returns the row status."""
-    if not can_zero_in_place(z):
-        status = scan(z)
-        z.copy_(zero_vectors(is_finite(status), z))
-        return status
-    from torchguard._watch.kernels import zero_nonfinite
+def _replace(
+    z: Tensor,
+    batch: Batch | None,
+    probes: Tensor | None,
+    location: int,
+    rows: int | None,
+    mask_gradient: bool,
+    num_squares: int,
+    in_place: bool,
+    keep_neg_inf: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if not mask_gradient or not z.requires_grad:
+        batch = None
+    limit = _limit(z.dtype, num_squares)
+    before = _status_before(z, mask_gradient)
+    if before is not None and limit == math.inf:
+        return z, None
+    probe = table = None
+    if probes is not None and batch is not None:
+        split = call_probes(probes, batch.size)
+        probe, table = split.each[location], split.table
+    how = (probe, mask_gradient, batch, rows, table, location)
+    if keep_neg_inf and before is None:  # not remembered: the next check may have to replace -Inf
+        status = _status(z, limit, keep_neg_inf)
+        return _Replace.apply(z, status, *how), status  # pyright: ignore[reportReturnType]
+    if in_place and before is None and limit == math.inf and is_traced(z) and can_zero_in_place(z):
+        replaced, status = _ReplaceInPlace.apply(z, *how)  # pyright: ignore[reportGeneralTypeIssues]
+    else:
+        if before is None:
+            status = _status(z, limit)
+        else:
+            status = inf_from(torch.where(is_finite(before), before, 0), limit, z.dtype)
+        replaced: Tensor = _Replace.apply(z, status, *how)  # pyright: ignore[reportAssignmentType]
+    _remember(replaced, mask_gradient, status)
+    return replaced, status
 
-    status = empty_status(z)
-    zero_nonfinite(z, status)
-    return status
+
+def _status(z: Tensor, limit: float, keep_neg_inf: bool = False) -> Tensor:
+    if limit < math.inf and is_exporting():
+        return exported_status(without_neg_inf(z) if keep_neg_inf else z, limit)
+    status = row_status(z, keep_neg_inf=keep_neg_inf)
+    return status if limit == math.inf else inf_from(status, limit, z.dtype)
+
+
+def _limit(dtype: torch.dtype, num_squares: int) -> float:
+    """The largest number whose square can be added up that many times. Squares are summed in float32 at least."""
+    if not num_squares or dtype not in _LARGEST_SQUARE:
+        return math.inf
+    return math.sqrt(_LARGEST_SQUARE[dtype] / num_squares)
+
+
+def _remember(z: Tensor, mask_gradient: bool, status: Tensor) -> None:
+    if not z.is_inference():  # inference tensors do not count their changes
+        setattr(z, _CLEAN, (mutation_count(z), mask_gradient, status))
+
+
+def _status_before(z: Tensor, mask_gradient: bool) -> Tensor | None:
+    """The status by which `z` was replaced, if it was and did not change since."""
+    changes, is_masked, status = getattr(z, _CLEAN, (None, False, None))
+    return status if changes is not None and changes == mutation_count(z) and (is_masked or not mask_gradient) else None
+
+
+def call_replace_nonfinite(
+    z: Tensor,
+    batch: Batch | None,
+    probes: Tensor | None,
+    location: int,
+    rows: int | None,
+    mask_gradient: bool,
+    num_squares: int,
+    is_argument: bool,
+    in_place: bool,
+    keep_neg_inf: bool,
+) -> tuple[Tensor, Tensor]:
+    """Call the operator `replace_nonfinite`, which does what the function of that name does.
+
+    There is one difference: where the function returns no status, for a tensor that was replaced just before or an
+    unbatched argument (`is_argument`), the operator returns a skipped one (`detect.skipped_status`).
+    """
+    size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
+    how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
+    return _REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, REVISION)
+
+
+def _replace_nonfinite_op(
+    z: Tensor,
+    probes: Tensor | None,
+    location: int,
+    size: int,
+    lengths: Sequence[int],
+    along: int | None,
+    rows: int | None,
+    mask_gradient: bool,
+    num_squares: int,
+    is_argument: bool,
+    in_place: bool,
+    keep_neg_inf: bool,
+    revision: int,
+) -> tuple[Tensor, Tensor]:
+    if is_shape_only(z):
+        return z.clone(), empty_status(z)  # a clone requires a gradient where `z` does
+    batch = None if along is None else Batch(size, tuple(lengths), along, z.device)
+    if is_argument and batch is not None and batch.is_unbatched(z.shape, rows):
+        return z.view_as(z), skipped_status(empty_status(z))
+    replaced, status = _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
+    if status is not None:
+        return replaced, status
+    same = z.view_as(z)
+    before = _status_before(z, mask_gradient)
+    assert before is not None
+    _remember(same, mask_gradient, before)
+    return same, skipped_status(before)
+
+
+_REPLACE_NONFINITE = define(
+    "replace_nonfinite(Tensor z, Tensor? probes, int location, SymInt size, SymInt[] lengths, int? along, int? rows, "
+    "bool mask_gradient, int num_squares, bool is_argument, bool in_place, bool keep_neg_inf, int revision) -> "
+    "(Tensor, Tensor)",
+    _replace_nonfinite_op,
+)

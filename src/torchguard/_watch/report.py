@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchguard._channel.codes import ErrorCode
-from torchguard._channel.layout import slot_code
-from torchguard._channel.slots import unpack
+from torchguard._channel.packing import unpack
+from torchguard._channel.slot_bits import slot_code
 from torchguard._watch.history import NO_ID
 from torchguard._watch.summarize import CallSummary
 

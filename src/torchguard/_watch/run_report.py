@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchguard._channel.codes import ErrorCode
 from torchguard._health import check_params
 from torchguard._watch.history import NO_ID, Entry, History
 from torchguard._watch.report import Incident, Labels
+from torchguard._watch.section import Fault, values_section
+from torchguard.report import Section, Shown, Status
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class OriginCount:
 
 
 @dataclass(frozen=True)
-class RunReport:
-    """What happened in all calls of a watched model.
+class RunReport(Shown):
+    """What happened in all calls of a watched model. `save("run.html")` writes a page of it.
 
     Attributes:
         calls: how many there were.
@@ -49,6 +51,8 @@ class RunReport:
         origins: where they went bad, in the order of their first steps.
         since: the step since which every sample of every call was bad; None if the last call had a good one.
         parameters: those that are not finite now, with "NaN" or "Inf".
+        incidents: the faults that were kept, as in `history`.
+        locations: the watched locations, in the order of the model.
     """
 
     calls: int
@@ -57,6 +61,8 @@ class RunReport:
     origins: tuple[OriginCount, ...]
     since: int | None
     parameters: dict[str, str]
+    incidents: tuple[Incident, ...] = field(default=(), repr=False)
+    locations: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def ok(self) -> bool:
@@ -74,18 +80,67 @@ class RunReport:
             lines.append(f"  {len(self.parameters) - 5} more parameters are not finite")
         return "\n".join(lines)
 
+    def section(self) -> Section:
+        """When samples went bad, where they first did, and each incident."""
+        notes: list[tuple[Status, str]] = []
+        if self.since is not None:
+            notes.append(("bad", f"Every sample is bad since step {self.since}."))
+        if self.parameters:
+            named = ", ".join(f"{name} ({kind})" for name, kind in [*self.parameters.items()][:5])
+            more = f" and {len(self.parameters) - 5} more" if len(self.parameters) > 5 else ""
+            notes.append(("bad", f"Parameters that are not finite: {named}{more}."))
+        if self.lost:
+            notes.append(("warning", f"Not kept: {_samples(self.lost)} of the middle of the run."))
+        faults = [fault_of(one, self.locations) for one in self.incidents]
+        return values_section("Values", self.calls, faults, total=self.total, notes=notes)
+
+
+def fault_of(incident: Incident, locations: tuple[str, ...], step: int | None = None) -> Fault:
+    """An incident as a report has it. `step` replaces that of the incident."""
+    return Fault(
+        incident.step if step is None else step,
+        incident.sample,
+        ErrorCode.name(incident.code),
+        incident.where,
+        str(incident),
+        incident.id,
+        incident.position,
+        incident.times - 1,
+        incident.cause,
+        _path(incident, locations),
+    )
+
+
+def _path(incident: Incident, locations: tuple[str, ...]) -> tuple[str, ...]:
+    """The locations from the origin of an incident on; empty for warnings, and where the origin is no location."""
+    if incident.position is None:
+        return ()
+    if incident.path == "input":
+        return (incident.where, *locations)
+    if incident.path not in locations:
+        return ()
+    at = locations.index(incident.path)
+    return locations[at:] if incident.argument is None else (incident.where, *locations[at:])
+
 
 def run_report(history: History, labels: Labels, model: Any) -> RunReport:
     """The report of a run. Waits for the device."""
     entries, lost = history.entries()
     groups: dict[tuple[str, int], list[Incident]] = {}
-    for entry in entries:
-        incident = incident_of(entry, labels)
+    incidents = [incident_of(entry, labels) for entry in entries]
+    for incident in incidents:
         groups.setdefault((incident.where, incident.code), []).append(incident)
     origins = [_count(where, code, found) for (where, code), found in groups.items()]
     origins.sort(key=lambda one: one.first)
     since = _all_bad_since(entries, history.calls, lost)
-    return RunReport(history.calls, history.total, lost, tuple(origins), since, check_params(model).bad)
+    bad, locations = check_params(model).bad, locations_of(labels)
+    return RunReport(history.calls, history.total, lost, tuple(origins), since, bad, tuple(incidents), locations)
+
+
+def locations_of(labels: Labels) -> tuple[str, ...]:
+    """The watched modules in the order of the model, and its output last."""
+    outputs = [path for path, argument in zip(labels.paths, labels.arguments, strict=True) if argument is None]
+    return tuple(outputs[1:])  # the first is the input
 
 
 def _count(where: str, code: int, found: list[Incident]) -> OriginCount:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torchguard._operators import use_operators
 from torchguard._torch.dynamo import keep_static
 from torchguard._torch.settings import allow_side_effects_under_checkpoint
-from torchguard._torch.tracing import holds, in_transform, is_in_backward
+from torchguard._torch.tracing import holds, in_transform, is_exporting, is_in_backward
 from torchguard._watch import report
-from torchguard._watch.backward import region_probes
 from torchguard._watch.batch import Batch
 from torchguard._watch.call import CallRecord
+from torchguard._watch.gradient_probes import region_probes
 from torchguard._watch.history import History
 from torchguard._watch.parts import enter_call, leave_call
-from torchguard._watch.plan import Call, Plans
+from torchguard._watch.plan import Call, OwnerPlan, Plans
 from torchguard._watch.select import Checks, argument_names
 from torchguard._watch.summarize import CallSummary
 from torchguard.exceptions import WatchError
@@ -94,6 +94,7 @@ class WatchState:
         self.is_summary_lost = self.is_summary_of_graph = False
         self.poll = report.Poll()
         self.plans = Plans()
+        self.export_plan: OwnerPlan | None = None  # while `export.py` exports the model
         self.warned = False  # whether the user knows that the model mixes samples
         self.allocate(self.device)
 
@@ -132,7 +133,7 @@ class WatchState:
 
         `location_ids` has the id of each location, of the arguments of its module, of the model's arguments, and 0. It
         is a tensor: with ids as constants, every model would be compiled anew. `probes` are the gradient probes, see
-        `backward.py`.
+        `gradient_probes.py`.
         """
         self.ids = tuple(self.location_table.locate(path).id for path in self.paths)
         of_arguments = [self.ids[0]] * len(self.arguments)
@@ -149,7 +150,9 @@ class WatchState:
         # The plain model may have been moved. A leaf cannot be made in a graph: there the call goes without probes.
         if self.location_ids.device != batch.device and not torch.compiler.is_compiling():
             self.allocate(batch.device)
-        probes = self.probes if torch.is_grad_enabled() and holds(batch.size <= MAX_PROBED_BATCH) else None
+        # Nor in an export: asking for the size of its batch would limit it.
+        can_probe = self.probes is not None and torch.is_grad_enabled() and not is_exporting()
+        probes = self.probes if can_probe and holds(batch.size <= MAX_PROBED_BATCH) else None
         if probes is not None:
             probes = probes.view_as(probes) if probes.device == batch.device else None  # a view for this call alone
         record = CallRecord(batch, self.checks, self.quarantine, len(self.paths), probes, owners, self.sample_of)

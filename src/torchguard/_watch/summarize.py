@@ -20,13 +20,22 @@ from torch import Tensor
 
 from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode, Severity
 from torchguard._channel.config import ErrorConfig
-from torchguard._channel.layout import LOCATION_SHIFT, pack_slot
-from torchguard._channel.slots import Flags, capacity, pack, zero_flags
+from torchguard._channel.packing import Flags, capacity, pack, zero_flags
+from torchguard._channel.slot_bits import LOCATION_SHIFT, pack_slot
 from torchguard._operators import define, define_opaque, use_operators
 from torchguard._torch.tracing import can_read, is_shape_only, is_traced
-from torchguard._watch.backward import set_origins
 from torchguard._watch.batch import Batch, row_code
-from torchguard._watch.detect import FAULT_CODES, OK, REVISION, all_finite, deferred_source, is_skipped, scan
+from torchguard._watch.detect import (
+    FAULT_CODES,
+    OK,
+    REVISION,
+    all_finite,
+    compiles_summary,
+    deferred_source,
+    is_skipped,
+    scan,
+)
+from torchguard._watch.gradient_probes import set_origins
 from torchguard._watch.origins import RowStatuses, earliest_faults, grouped, lookup
 from torchguard.checks import floats_of
 
@@ -156,7 +165,9 @@ def _warning_slots(warnings: Tensor, location_ids: Tensor) -> Tensor:
 
 
 def _empty_last(slots: Tensor) -> Tensor:
-    order = (slots == 0).to(torch.int8).sort(dim=0, stable=True).indices
+    # Keys that differ, not a stable sort: ONNX has none.
+    order = torch.where(slots == 0, len(slots), 0) + torch.arange(len(slots), device=slots.device).unsqueeze(-1)
+    order = order.sort(dim=0).indices
     return slots.gather(0, order)
 
 
@@ -231,7 +242,7 @@ def _summarize_traced(
         return _clean(batch, config)
     checked = checked.only([i for i, status in enumerate(checked.statuses) if not is_skipped(status)])
     statuses, locations, rows = checked
-    if not statuses or batch.device.type != "cpu" or not is_traced(statuses[0]):
+    if not statuses or compiles_summary(batch.device) or not is_traced(statuses[0]):
         return _summarize(checked, warnings, location_ids, batch, quarantine, mixes, config)
     sources = {i: z for i, z in enumerate(map(deferred_source, statuses)) if z is not None}
     rest = [i for i in range(len(statuses)) if i not in sources]

@@ -18,15 +18,10 @@ from torch import fx
 
 from torchguard._sizes import parse_size
 from torchguard._torch import dynamo
-from torchguard._torch.events import (
-    CompilationStart,
-    GuardsBuiltEvent,
-    add_listener,
-    missing_for_capture,
-    remove_listener,
-    set_compilation_listener,
-)
+from torchguard._torch.compilations import CompilationStart, missing_for_capture, set_compilation_listener
+from torchguard._torch.events import GuardsBuiltEvent, add_listener, remove_listener
 from torchguard._torch.process import module_state, process_state
+from torchguard._torch.support import warn_of_missing
 from torchguard.artifacts._artifact import Artifact
 from torchguard.artifacts._record import WRITE_LOCK, Graphs, Recording
 from torchguard.artifacts._safe_io import single_line
@@ -252,6 +247,7 @@ def capture(
         exported: also save the graphs of AOTAutograd with `torch.export`, so that a later torch can load them.
         on_graphs: called with the graphs when they are compiled.
     """
+    warn_of_missing("artifacts")
     if limit == DEFAULT_LIMIT:
         limit = os.environ.get(LIMIT_VARIABLE) or limit
     store = Store(dir)

@@ -21,7 +21,7 @@ from torch import fx
 
 from torchguard._graphs.codec import encode_graph
 from torchguard._torch import settings
-from torchguard._torch.events import CompilationStart
+from torchguard._torch.compilations import CompilationStart
 from torchguard._torch.process import module_state
 from torchguard.artifacts._export import copy_graph, to_dot
 from torchguard.artifacts._safe_io import single_line

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from torchguard import __version__
-from torchguard.cli import _analyze, _clean, _diff, _doctor, _lint, _list, _run, _script_options, _show
+from torchguard.cli import _analyze, _clean, _diff, _doctor, _lint, _list, _report, _run, _script_options, _show
 from torchguard.cli._terminal import ExitCode, console, plain, print_message
 from torchguard.exceptions import TorchGuardError
 
@@ -25,6 +25,7 @@ _VERBS = (
     ("diff", _diff.diff, _diff.EXAMPLE),
     ("clean", _clean.clean, _clean.EXAMPLE),
     ("analyze", _analyze.analyze, _analyze.EXAMPLE),
+    ("report", _report.report, _report.EXAMPLE),
     ("lint", _lint.lint, _lint.EXAMPLE),
     ("doctor", _doctor.doctor, _doctor.EXAMPLE),
 )

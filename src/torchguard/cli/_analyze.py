@@ -31,6 +31,7 @@ from torchguard.cli._terminal import (
 )
 from torchguard.cli._trace import Pair, check, trace
 from torchguard.exceptions import TorchGuardError
+from torchguard.report._text import bars
 
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact
@@ -175,13 +176,14 @@ def _analyze_graphs(
 def _guards_of_target(target: Target) -> Analysis:
     """Compile the model and call it twice: a recompile for the same arguments shows that something is wrong."""
     from torchguard import guards
+    from torchguard.guards._section import inspection_data
 
     target.prepare()
     inspector = guards.GuardInspector(target.model)
     with guards.inspect() as inspection:
         for _ in range(2):
             target.call(inspector.compiled)
-    data = _views.inspection_data(inspection, with_guards=True)
+    data = inspection_data(inspection, with_guards=True)
     try:
         data["cost"] = _views.cost_data(guards.cost(inspector.compiled, *target.args, **target.kwargs))
         cost = _views.cost(data["cost"])
@@ -209,8 +211,6 @@ def _device(pairs: Sequence[Pair], device: "Device") -> Analysis:
 # Memory
 
 _LARGEST = 10
-_CHART_HEIGHT, _CHART_WIDTH = 8, 60
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def _memory(pairs: Iterable[Pair]) -> Analysis:
@@ -231,7 +231,9 @@ def _memory_views(plan: Mapping[str, Any], graph: str, encoding: str) -> Iterato
     """The peak, the curve, and the tensors alive at the peak. `plan` is what `MemoryPlan.to_dict` returns."""
     saved = f", {format_size(plan['saved'])} saved for backward" if plan["saved"] else ""
     yield plain(f"{graph}: peak {format_size(plan['peak'])} at {plan['peak_node']}{saved}", "bold")
-    yield indent("\n".join(chart([*plan["curve"].values()], ascii_only="utf" not in encoding.lower())))
+    yield indent(
+        "\n".join(bars([*plan["curve"].values()], ascii_only="utf" not in encoding.lower(), label=format_size))
+    )
     alive, rest = plan["at_peak"][:_LARGEST], plan["at_peak"][_LARGEST:]
     rows = [(format_size(one["bytes"]), one["name"], _line_of(one["source_line"])) for one in alive]
     yield table(("ALIVE", "TENSOR", "WHERE"), rows, right=("ALIVE",))
@@ -243,24 +245,6 @@ def _memory_views(plan: Mapping[str, Any], graph: str, encoding: str) -> Iterato
 
 def _line_of(line: Mapping[str, Any] | None) -> str:
     return source_line(line["file"], line["line"]) if line else ""
-
-
-def chart(
-    curve: Sequence[int], width: int = _CHART_WIDTH, height: int = _CHART_HEIGHT, ascii_only: bool = False
-) -> list[str]:
-    """The rows of a bar chart, highest first. Each column is the maximum over its part of the curve."""
-    if not curve or max(curve) <= 0:
-        return ["(nothing)"]
-    columns = min(width, len(curve))
-    ends = [len(curve) * i // columns for i in range(columns + 1)]
-    heights = [max(curve[a:b]) / max(curve) * height for a, b in itertools.pairwise(ends)]
-    rows = []
-    for row in range(height - 1, -1, -1):
-        eighths = (round(min(max(tall - row, 0.0), 1.0) * 8) for tall in heights)
-        cells = "".join(("#" if part >= 4 else " ") if ascii_only else _EIGHTHS[part] for part in eighths)
-        label = format_size(max(curve)) if row == height - 1 else "0 B" if row == 0 else ""
-        rows.append(f"{label:>10} |{cells}".rstrip())
-    return rows
 
 
 # Graphs

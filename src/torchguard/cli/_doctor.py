@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,9 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# From the first version, up to but not including the second.
-_SUPPORTED_PYTHON = ((3, 11), (3, 13))
-_SUPPORTED_TORCH = ((2, 11), (2, 14))
+_TESTED_PYTHON = ((3, 11), (3, 13))  # the first and the last
 _NEEDS_COMPILER = "Inductor needs a C++ compiler and Python's headers. Without them, use backend='aot_eager'."
 _NAME_WIDTH = 20
 
@@ -36,6 +33,7 @@ class Finding:
         found: the version, or what is wrong.
         remedy: what to do if it is not fine; if it is not `needed`, what does not work without it.
         needed: whether torchguard cannot work without it.
+        if_not: the word for what is not fine and not needed.
     """
 
     name: str
@@ -43,6 +41,7 @@ class Finding:
     found: str
     remedy: str = ""
     needed: bool = True
+    if_not: str = "missing"
 
     @property
     def is_broken(self) -> bool:
@@ -74,7 +73,7 @@ def doctor(as_json: AsJson = False) -> int:
 
 def finding_lines(one: Finding) -> list[RenderableType]:
     """The line of a finding, and if it is not fine its remedy."""
-    status, style = ("ok", "green") if one.is_fine else ("broken", "bold red") if one.needed else ("missing", "yellow")
+    status, style = ("ok", "green") if one.is_fine else ("broken", "bold red") if one.needed else (one.if_not, "yellow")
     line = plain(f"{status:8}", style).append_text(plain(f"{one.name:{_NAME_WIDTH}} {one.found}", "not bold default"))
     remedy = [] if one.is_fine or not one.remedy else [indent(one.remedy, "dim", by=8)]
     return [line, *remedy]
@@ -89,24 +88,35 @@ def checks() -> Iterator[Finding]:
     yield _graphviz()
     if torch_found.is_fine or importlib.util.find_spec("torch") is not None:
         yield from _gpus()
-        yield from _hooks()
+        yield from _private_names()
         for backend, needed in (("eager", True), ("aot_eager", True), ("inductor", False)):
             yield _compile(backend, needed)
 
 
 def _python() -> Finding:
-    is_supported = _SUPPORTED_PYTHON[0] <= sys.version_info[:2] < _SUPPORTED_PYTHON[1]
-    return Finding("python", is_supported, platform.python_version(), "Use Python 3.11 or 3.12.")
+    return _version("python", platform.python_version(), _TESTED_PYTHON)
 
 
 def _torch() -> Finding:
-    remedy = "Install torch 2.11, 2.12 or 2.13: pip install 'torch>=2.11,<2.14'."
+    from torchguard._torch import support
+
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("torch", False, "not installed", remedy)
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    return Finding("torch", _SUPPORTED_TORCH[0] <= numbers < _SUPPORTED_TORCH[1], version, remedy)
+        return Finding("torch", False, "not installed", f"Install torch, tested are {support.tested_range()}.")
+    return _version("torch", version, support.TESTED)
+
+
+def _version(name: str, found: str, tested: tuple[tuple[int, int], tuple[int, int]]) -> Finding:
+    """A version before the tested ones is broken, one after them is newer."""
+    from torchguard._torch.support import minor_version
+
+    first, last = (".".join(map(str, version)) for version in tested)
+    minor = minor_version(found)
+    if minor > tested[1]:
+        remedy = f"torchguard was tested on {name} {first} to {last}. What it misses is listed below."
+        return Finding(name, False, found, remedy, needed=False, if_not="newer")
+    return Finding(name, minor >= tested[0], found, f"Install {name} {first} to {last}.")
 
 
 def _compiler() -> Finding:
@@ -149,18 +159,16 @@ def _gpus() -> Iterator[Finding]:
     yield Finding("triton", bool(triton) or not names, triton or "not installed", remedy, needed=False)
 
 
-def _hooks() -> Iterator[Finding]:
-    """Whether this torch has the private functions that torchguard hooks."""
-    from torchguard._torch import events
+def _private_names() -> Iterator[Finding]:
+    """Whether this torch has the private names that each part of torchguard uses."""
+    from torchguard._torch import support
 
-    missing = events.missing_for_guards()
-    yield _hook("guards", [missing] if missing else [])
-    yield _hook("artifacts", [*events.missing_for_capture()])
-
-
-def _hook(name: str, missing: list[str]) -> Finding:
-    remedy = f"torchguard.{name} cannot observe everything on this torch. Use a supported version."
-    return Finding(f"hooks of {name}", not missing, "; ".join(missing) or "present", remedy)
+    for part in support.PARTS:
+        missing = support.missing(part)
+        found = "; ".join(f"no {one.name} ({one.without})" for one in missing)
+        remedy = f"Install torch {support.tested_range()}."
+        needed = any(one.is_required for one in missing)
+        yield Finding(f"torch for {part}", not missing, found or "complete", remedy, needed)
 
 
 def _compile(backend: str, needed: bool) -> Finding:

@@ -25,10 +25,14 @@ from torchguard.cli._views import without_internal_violations
 from torchguard.exceptions import TorchGuardError
 
 if TYPE_CHECKING:
+    from torchguard._retry import RetryReport
     from torchguard.artifacts import Artifact, Captured
     from torchguard.cli._watched import Watcher
     from torchguard.device import Device, DeviceReport
     from torchguard.guards import Inspection
+
+
+_MOST_RETRIES = 10_000
 
 
 class ProgressLine:
@@ -39,7 +43,7 @@ class ProgressLine:
         self._compile_id, self._started = "", 0.0
 
     def install(self) -> None:
-        from torchguard._torch.events import on_compile_start_and_end  # loads torch
+        from torchguard._torch.compilations import on_compile_start_and_end  # loads torch
 
         if sys.stderr.isatty():
             on_compile_start_and_end(self._start, self._end)
@@ -91,6 +95,7 @@ class Observation:
         watcher: the watched models; None without `--watch`, or if the script never imported torch.
         device_report: None without `--device`, or if there was no graph to check.
         artifacts: those that were written.
+        retries: the reports of the guarded steps of `Retry`, as far as the script used it.
         problems: what could not be observed, one sentence each.
     """
 
@@ -104,10 +109,12 @@ class Observation:
         self.watcher: Watcher | None = None
         self.device_report: DeviceReport | None = None
         self.artifacts: list[Artifact] = []
+        self.retries: list[RetryReport] = []
         self.problems: list[str] = []
 
     def start(self) -> None:
         on_import("torch", self._attach)
+        on_import("torchguard._retry", self._observe_retries)
 
     def finish(self) -> None:
         if self.watcher is not None:
@@ -135,6 +142,18 @@ class Observation:
 
             self.watcher = Watcher(self._options.quarantine)
             self.watcher.install()
+
+    def _observe_retries(self) -> None:
+        from torchguard._retry.report import OBSERVERS
+
+        OBSERVERS.append(self._record_retry)
+
+    def _record_retry(self, report: "RetryReport") -> None:
+        """Keep a report, and note what was done in the incidents of its step: those since the report before."""
+        if len(self.retries) < _MOST_RETRIES:
+            self.retries.append(report)
+        for log in self.watcher.logs if self.watcher else ():
+            log.note_retry(f"step {report.step}: {report.outcome}")
 
     def _observe(self) -> None:
         try:

@@ -20,6 +20,7 @@ from rich.console import RenderableType
 from torchguard._sizes import format_size
 from torchguard.cli import _script, _script_options, _views
 from torchguard.cli._observe import Observation, Options
+from torchguard.cli._run_report import run_report
 from torchguard.cli._targets import Directory, complete_device, load_device
 from torchguard.cli._terminal import (
     CommandError,
@@ -31,12 +32,15 @@ from torchguard.cli._terminal import (
     print_message,
     truncation,
 )
+from torchguard.report import Report as Page
 
 if TYPE_CHECKING:
     from torchguard.cli._watched import CallLog
 
 EXAMPLE = """
 torchguard run train.py --epochs 3
+
+torchguard run --watch --html report.html train.py
 
 torchguard run --watch --device edge-npu --strict train.py
 
@@ -69,6 +73,7 @@ Quarantine = Annotated[
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 4 if a rule is broken or a sample went bad.")]
 NoCapture = Annotated[bool, typer.Option("--no-capture", help="Write no artifacts.")]
 Report = Annotated[Path | None, typer.Option("--report", help="Write the report to this file, as JSON.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write the report to this file, as one HTML page.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no report.")]
 
 
@@ -84,6 +89,7 @@ def run(
     no_capture: NoCapture = False,
     directory: Directory = None,
     report: Report = None,
+    html: Html = None,
     quiet: Quiet = False,
 ) -> int:
     """Run an unmodified script, and report what was compiled, why it recompiled, and where graphs break.
@@ -102,10 +108,12 @@ def run(
         quarantine=quarantine,
         progress=not quiet,
     )
-    report = report and report.absolute()  # the script may change the directory
+    # The script may change the directory.
+    files = {form: file.absolute() for form, file in (("json", report), ("html", html)) if file is not None}
     program = _script.load_module(name) if as_module else _script.load_file(name)
     observation = Observation(options)
-    at_exit = _ReportAtExit(observation, report, quiet, strict, passed.hint)
+    title = f"torchguard run {'-m ' if as_module else ''}{' '.join([name, *(arguments or [])])}"
+    at_exit = _ReportAtExit(observation, files, quiet, strict, passed.hint, title)
     atexit.register(at_exit)
     if passed.note and not quiet:
         print_message(passed.note, "yellow")
@@ -124,8 +132,11 @@ class Interrupted(BaseException):
 class _ReportAtExit:
     """Finishes the observation, writes and prints the report, and applies `--strict`."""
 
-    def __init__(self, observation: Observation, file: Path | None, quiet: bool, strict: bool, hint: str) -> None:
-        self._observation, self._file, self._quiet, self._strict, self._hint = observation, file, quiet, strict, hint
+    def __init__(
+        self, observation: Observation, files: dict[str, Path], quiet: bool, strict: bool, hint: str, title: str
+    ) -> None:
+        self._observation, self._files, self._quiet, self._strict = observation, files, quiet, strict
+        self._hint, self._title = hint, title
         self._process = os.getpid()
         self.exit_code = 0
 
@@ -133,23 +144,34 @@ class _ReportAtExit:
         if os.getpid() != self._process:  # a child that the script forked
             return
         self._observation.finish()
-        self._write()
+        written = self._write()
         if not self._quiet:
             self._print(*_report_views(self._observation))
+            self._print(*(plain(f"{file} has the report.", "bold") for file in written), soft_wrap=True)
             if self._hint and self.exit_code == ExitCode.USAGE:
                 self._print(plain(self._hint, "yellow"), soft_wrap=True)
         if self._strict and self.exit_code == 0 and self._observation.has_findings:
             _flush()
             os._exit(ExitCode.STRICT)
 
-    def _write(self) -> None:
-        if self._file is None:
-            return
-        report = json.dumps(_report_data(self._observation, self.exit_code), indent=2, default=str)
-        try:
-            self._file.write_text(report, encoding="utf-8")
-        except OSError as error:
-            self._print(plain(f"torchguard: {self._file} cannot be written: {error.strerror}.", "yellow"))
+    def _write(self) -> list[Path]:
+        """Write the files that were asked for. Returns those that were written."""
+        if not self._files:
+            return []
+        page = run_report(self._observation, self._title, self.exit_code)
+        contents = {"json": self._json, "html": Page.to_html}
+        written = []
+        for form, file in self._files.items():
+            try:
+                file.write_text(contents[form](page), encoding="utf-8")
+                written.append(file)
+            except OSError as error:
+                self._print(plain(f"torchguard: {file} cannot be written: {error.strerror}.", "yellow"))
+        return written
+
+    def _json(self, page: Page) -> str:
+        data = {**_report_data(self._observation, self.exit_code), "report": page.to_dict()}
+        return json.dumps(data, indent=2, default=str)
 
     def _print(self, *views: RenderableType, soft_wrap: bool = False) -> None:
         # The script may have replaced `sys.stderr`, or closed it.
@@ -166,10 +188,12 @@ def _flush() -> None:
 
 
 def _report_data(observation: Observation, exit_code: int) -> dict[str, Any]:
+    from torchguard.guards._section import inspection_data  # loads torch
+
     inspection, device, watcher = observation.inspection, observation.device_report, observation.watcher
     return {
         "exit_code": exit_code,
-        "compiled": None if inspection is None else _views.inspection_data(inspection),
+        "compiled": None if inspection is None else inspection_data(inspection),
         "artifacts": [{"id": one.id, "path": str(one.path), "size": one.size} for one in observation.artifacts],
         "device": None if device is None else device.to_dict(),
         "watched": None if watcher is None else [log.to_dict() for log in watcher.logs],
@@ -184,7 +208,9 @@ def _report_views(observation: Observation) -> Iterator[RenderableType]:
     if observation.inspection is None:
         yield plain("Nothing was compiled: torch.compile was never called.")
     else:
-        data = _views.inspection_data(observation.inspection)
+        from torchguard.guards._section import inspection_data  # loads torch
+
+        data = inspection_data(observation.inspection)
         yield from _views.compilation_views(data, failed=sum(bool(_views.failure_of(one)) for one in artifacts))
     if observation.device_report is not None:
         yield from _views.device_report(observation.device_report, limit=_LIMIT)

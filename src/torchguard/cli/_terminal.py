@@ -1,7 +1,6 @@
 """Writing to the terminal: results go to stdout, messages to stderr; and the exit codes and errors of the command.
 
-Text from files and programs may hold escape sequences. Everything is printed through `plain`, which replaces control
-characters, so that no artifact and no script can move the cursor or recolour the terminal.
+Everything is printed through `plain`, as text from files and programs may hold escape sequences.
 """
 
 import io
@@ -15,12 +14,14 @@ from datetime import UTC, datetime, timedelta
 from enum import IntEnum
 from typing import IO, Any
 
-from rich.console import Console, RenderableType
-from rich.padding import Padding
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from torchguard.exceptions import TorchGuardError
+from torchguard.report._text import indent, plain, safe
+
+__all__ = ["indent", "plain", "safe"]  # for the verbs; the other names are defined here
 
 
 class ExitCode(IntEnum):
@@ -45,30 +46,12 @@ class CommandError(TorchGuardError, ValueError):
 _UNBOUNDED = 10_000
 WATCHED_FORWARD = "forward_of_"
 _NARROW = 70  # an id of an artifact has some 35 characters
-# Control characters, and characters that change the direction of text. Tab and newline are allowed.
-_UNSAFE = [*range(0x20), *range(0x7F, 0xA0), *range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _UNSAFE if code not in (9, 10)}
-
-
-def safe(text: object) -> str:
-    """Text from a file or a program, with control characters escaped, as in `\\x1b`."""
-    return str(text).translate(_ESCAPES)
-
-
-def plain(text: object, style: str = "") -> Text:
-    """Safe text without markup: brackets stay brackets."""
-    return Text(safe(text), style=style)
 
 
 def one_line(text: object, longest: int = 300) -> str:
     """Safe text in one line, cut after `longest` characters."""
     line = " ".join(safe(text).split())
     return line if len(line) <= longest else f"{line[:longest]}..."
-
-
-def indent(text: str | Text, style: str = "", by: int = 2) -> RenderableType:
-    """Text indented by some columns, also where it wraps."""
-    return Padding(text if isinstance(text, Text) else plain(text, style), (0, 0, 0, by), expand=False)
 
 
 def truncation(number: int, limit: int) -> list[Text]:

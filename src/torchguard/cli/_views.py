@@ -9,7 +9,7 @@ function `forward_of_<class>` in torchguard, and that frame stands for the model
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from torchguard.cli._terminal import WATCHED_FORWARD, indent, model_name, plain,
 if TYPE_CHECKING:
     from torchguard.artifacts import Artifact
     from torchguard.device import DeviceReport, DeviceViolation
-    from torchguard.guards import Cost, Inspection
+    from torchguard.guards import Cost
 
 Data = Mapping[str, Any]
 
@@ -36,20 +36,9 @@ _GUARD_TYPES, _COSTLIEST, _COUNTED = 8, 10, 10
 # Data
 
 
-def inspection_data(inspection: "Inspection", with_guards: bool = False) -> dict[str, Any]:
-    """What was compiled during an inspection; each guard too, if asked for."""
-    data = inspection.to_dict()
-    for entry, frame in zip(data["frames"], inspection.frames, strict=True):
-        entry["guards"] = [asdict(guard) for guard in frame.guards.all_guards()] if with_guards else None
-        entry["recompiled_for"] = [_miss(miss.compile_id, miss.failures) for miss in frame.recompiled_for]
-    for entry, not_compiled in zip(data["not_compiled"], inspection.not_compiled, strict=True):
-        entry["recompiled_for"] = [_miss(miss.compile_id, miss.failures) for miss in not_compiled.recompiled_for]
-    kinds = Counter(guard.type for frame in inspection.frames for guard in frame.guards.all_guards())
-    return {**data, "guard_kinds": dict(kinds)}
-
-
 def artifact_compilations(artifact: "Artifact") -> dict[str, Any]:
     """The one compilation of an artifact, in the form of `inspection_data`."""
+    from torchguard.guards._section import failed_entry
     from torchguard.guards._tree import Guard, GuardFailure
 
     def failure(entry: Data) -> GuardFailure:
@@ -67,7 +56,7 @@ def artifact_compilations(artifact: "Artifact") -> dict[str, Any]:
         "seconds": manifest.get("seconds"),
         "guard_count": guards["count"],
         "guards": guards["guards"],
-        "recompiled_for": [_miss(miss["compile_id"], map(failure, miss["failures"])) for miss in misses],
+        "recompiled_for": [failed_entry(miss["compile_id"], map(failure, miss["failures"])) for miss in misses],
     }
     return {
         "frames": [frame],
@@ -79,19 +68,6 @@ def artifact_compilations(artifact: "Artifact") -> dict[str, Any]:
 
 def cost_data(cost: "Cost") -> dict[str, Any]:
     return {"hot_us": cost.hot, "profiled_us": cost.profiled, "by_source": cost.by_source()}
-
-
-def _miss(compile_id: str, failures: Iterable[Any]) -> dict[str, Any]:
-    """A compilation whose guards failed, and each failed guard with advice."""
-    failed = [{**asdict(one), "text": str(one), "advice": _advice(one)} for one in failures]
-    return {"compile_id": compile_id, "failures": failed}
-
-
-def _advice(failure: Any) -> str:
-    from torchguard.guards._why import advice_for
-
-    # Code for another backend was never meant to be reused: nothing can be done about it.
-    return "" if failure.guard.type == "BACKEND_MATCH" else advice_for(failure)
 
 
 # Compilations as text. `data` is what `inspection_data` or `artifact_compilations` returns.
@@ -109,6 +85,18 @@ def compilation_views(data: Data, failed: int = 0) -> Iterator[RenderableType]:
         yield plain(f"{which} failed: torchguard show has the reason.", "yellow")
     yield from graph_breaks(data)
     yield from recompiles(data)
+
+
+def script_data(data: Data) -> dict[str, Any]:
+    """The data without frames of torchguard's own code, and without guards on its state."""
+    frames, others = _script_frames(data["frames"]), _script_frames(data["not_compiled"])
+    cleaned = [{**one, "recompiled_for": [*map(_of_script, one["recompiled_for"])]} for one in (*frames, *others)]
+    return {**data, "frames": cleaned[: len(frames)], "not_compiled": cleaned[len(frames) :]}
+
+
+def _of_script(entry: Data) -> dict[str, Any]:
+    kept = [one for one in entry["failures"] if not _WATCH_SOURCE.search(one["guard"]["source"])]
+    return {**entry, "failures": kept}
 
 
 def compilations(data: Data) -> RenderableType:
@@ -194,7 +182,12 @@ def _script_frames(frames: Sequence[Data]) -> list[Data]:
 
 
 def _where(frame: Data) -> str:
-    return "watched" if _is_in_package(frame["file"]) else source_line(frame["file"], frame["line"])
+    return where(frame["file"], frame["line"])
+
+
+def where(file: str, line: int) -> str:
+    """The source line of a frame; "watched" for the frame that stands for a watched model."""
+    return "watched" if _is_in_package(file) else source_line(file, line)
 
 
 def _guard_count(frame: Data) -> str:

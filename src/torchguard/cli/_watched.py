@@ -74,6 +74,8 @@ class CallLog:
         self.calls = 0
         self.incidents: list[CallIncident] = []
         self.total_incidents = 0
+        self.retries: dict[int, str] = {}  # by the number of an incident: what `Retry` did in its step
+        self._noted = 0
         self.problem = ""
         self._bad_calls: torch.Tensor | None = None  # stays on the device, and is read once at the end
         self._last_poll: Any = None
@@ -148,6 +150,12 @@ class CallLog:
             "total_incidents": self.total_incidents,
             "problem": self.problem,
         }
+
+    def note_retry(self, what: str) -> None:
+        """Note what `Retry` did about the incidents since it was last called."""
+        for number in range(self._noted, len(self.incidents)):
+            self.retries[number] = what
+        self._noted = len(self.incidents)
 
     def _record(self, incidents: list[Any]) -> None:
         self.total_incidents += len(incidents)

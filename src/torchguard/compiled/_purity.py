@@ -23,6 +23,7 @@ from torchguard._torch.tensors import detached, flatten
 from torchguard.exceptions import ImpureFunctionError
 
 _AUTOGRAD_FUNCTION = str(Path("torch", "autograd", "function.py"))
+_APPLY = ("apply", "_call_custom_function_call")
 _LITERALS = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 # These change running statistics in training mode, but their schema does not say so.
 _RUNNING_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
@@ -70,9 +71,10 @@ class PurityMode(fakes.DispatchMode):
         self.has_autograd_function = False
         self.custom_ops: list[tuple[Any, str]] = []
         self._function_mode = _FunctionMode(self)
-        self.grad_is_off = False
+        self.grad_is_off, self._grad_was_on = False, True
 
     def __enter__(self) -> "PurityMode":
+        self._grad_was_on = torch.is_grad_enabled()
         self._function_mode.__enter__()
         return super().__enter__()
 
@@ -84,8 +86,7 @@ class PurityMode(fakes.DispatchMode):
         kwargs = kwargs or {}
         where = caller_line().short if self._search_stack else nodes.current_line()
         set_stack_trace([where])
-        is_inside = in_autograd_function()
-        self.has_autograd_function = self.has_autograd_function or is_inside
+        is_inside = self.in_autograd_function()
         schema = ops.schema_of(func)
         if schema is None:
             raise self.error(where, f"{func} is a higher-order operation, which a graph cannot hold", "Use torch.where")
@@ -123,7 +124,7 @@ class PurityMode(fakes.DispatchMode):
         is_training = schema.name in _RUNNING_STATISTICS and _argument(func, args, kwargs, "training")
         if is_training and _argument(func, args, kwargs, "running_mean") is not None:
             raise self.error(where, "batch norm changes its running statistics", _STATISTICS_ADVICE)
-        if schema.is_mutable and self.in_forward_mode and self.grad_is_off and not in_autograd_function():
+        if schema.is_mutable and self.in_forward_mode and self.grad_is_off and not self.in_autograd_function():
             raise self.error(
                 where, f"{name_of(func)} changes a tensor in place under no_grad", "Use the out-of-place form"
             )
@@ -168,6 +169,18 @@ class PurityMode(fakes.DispatchMode):
         advice = "Make it an argument, or pass the nn.Module itself to the compiler"
         return self.error(where, f"{name} reads a tensor that is not an argument (a hidden constant)", advice)
 
+    def in_autograd_function(self) -> bool:
+        """Whether an `autograd.Function` is being run.
+
+        Since torch 2.15, `apply` has no frame of its own. It switches gradients off, which the function mode does not
+        see, as it does all that Python switches. A kernel that does the same counts as well: the function is then
+        differentiated by torch instead of as a graph.
+        """
+        is_off = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        is_inside = (is_off and self._grad_was_on and not self.grad_is_off) or _is_in_frame_of_apply()
+        self.has_autograd_function = self.has_autograd_function or is_inside
+        return is_inside
+
     def error(self, where: str, what: str, advice: str) -> ImpureFunctionError:
         return ImpureFunctionError(f"{self._name}: at {where}: {what}. {advice}.")
 
@@ -180,7 +193,7 @@ class _FunctionMode(fakes.TorchFunctionMode):
         self._mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if ops.sets_grad_mode(func) and not in_autograd_function():
+        if ops.sets_grad_mode(func) and not self._mode.in_autograd_function():
             self._mode.grad_is_off = not args[0]
         elif func in _READERS and not fakes.is_fake(args[0]):
             raise self._mode.hidden_constant(caller_line().short, f"Tensor.{func.__name__}")
@@ -189,7 +202,7 @@ class _FunctionMode(fakes.TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not (self._mode.in_forward_mode and self._mode.grad_is_off and _tensors(result)):
             return result
-        is_inside = in_autograd_function() and not ops.runs_autograd_function(func)
+        is_inside = self._mode.in_autograd_function() and not ops.runs_autograd_function(func)
         return result if is_inside else detached(result)
 
 
@@ -221,11 +234,11 @@ def name_of(func: Any) -> str:
     return ops.schema_of(func).name.replace("::", ".")
 
 
-def in_autograd_function() -> bool:
-    """Whether an `autograd.Function` is being run."""
+def _is_in_frame_of_apply() -> bool:
+    """Whether a frame of `autograd.Function.apply` is on the stack; since torch 2.15 only inside of transforms."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_code.co_filename.endswith(_AUTOGRAD_FUNCTION):
+        if frame.f_code.co_name in _APPLY and frame.f_code.co_filename.endswith(_AUTOGRAD_FUNCTION):
             return True
         frame = frame.f_back
     return False

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchguard._graphs.op_facts import SHAPE_ONLY, UNINITIALIZED, has_wrong_jvp
 from torchguard._torch import fakes, ops, tensors
+from torchguard._torch.support import warn_of_missing
 from torchguard.compiled._cleanup import clean_graph
 from torchguard.compiled._control_flow import EXPANSIONS
 from torchguard.compiled._decompositions import (
@@ -133,6 +134,7 @@ class Forward:
 
 def forward_graph(program: Program) -> Forward:
     """Trace what a function computes. Raises if it is not pure."""
+    warn_of_missing("compiled")
     modes: list[PurityMode] = []
 
     def run(mode: PurityMode, *leaves: Tensor) -> list[Tensor]:

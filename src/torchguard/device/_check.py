@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from torchguard._torch import aot, nodes, ops
+from torchguard._torch.support import warn_of_missing
 from torchguard.device._device import Device
 from torchguard.device._graph import Graph, placeholder_names
 from torchguard.device._memory import plan_memory, plan_step, saved_between
@@ -38,6 +39,7 @@ def check(
         dynamo: Dynamo's graph, from which the names of inputs are read, and which of them are parameters.
         strict: whether a rule that raises is an error. If not, it is logged, and the other rules run.
     """
+    warn_of_missing("device")
     _warn_of_unknown_ops(device)
     modules = {"forward": forward, "backward": backward} if backward is not None else {"inference": forward}
     for name, module in modules.items():

@@ -146,6 +146,13 @@ def _read_bytes(value: object) -> int:
         raise ValueError from None  # without a detail: `allowed` says the same
 
 
+def _read_rate(value: object) -> float:
+    rate = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else 0.0
+    if not 0 < rate < float("inf"):
+        raise ValueError
+    return rate
+
+
 def _read_op(value: object) -> str:
     """A name or glob of ops as `aten.gelu`, from `gelu`, `aten::gelu`, `torch.ops.aten.gelu`, `F.gelu` or `nn.GELU`."""
     if not isinstance(value, str) or not value.strip():
@@ -211,6 +218,8 @@ FIELDS: dict[str, Field] = {
     "allow": Field(_optional(_list_of(_read_graph_op)), f"{_OPS}, or {ANY!r}"),
     "max_rank": Field(_optional(_read_whole), f"{_WHOLE}, or {ANY!r}"),
     "max_dim": Field(_optional(_read_size), f"{_WHOLE} for every dim, one for each dim such as {{0: 64}}, or {ANY!r}"),
+    "peak_flops": Field(_optional(_read_rate), f"floating point operations a second such as 200e12, or {ANY!r}"),
+    "bandwidth": Field(_optional(_read_rate), f"bytes a second such as 1.2e12, or {ANY!r}"),
     "dynamic_shapes": Field(read_bool, "true or false"),
     "decompositions": Field(_read_decompositions, f"one of {', '.join(DECOMPOSITIONS)}, or the {_OPS} to decompose"),
     "constraints": Field(_read_constraints, "instances of Constraint with codes of their own"),
@@ -241,6 +250,7 @@ class Device:
         deny, allow: ops by name or glob. `deny` wins over `allow`.
         max_rank: the largest number of dims.
         max_dim: the largest size, of every dim or by dim.
+        peak_flops, bandwidth: floating point operations and bytes of memory a second, for the least time of each op.
         dynamic_shapes: whether sizes may be symbols.
         decompositions: what is decomposed before the check: nothing (`none`), what core ATen (`core`) or Inductor
             (`inductor`) decompose, or these ops. What runs is not decomposed.
@@ -259,6 +269,8 @@ class Device:
     allow: tuple[str, ...] | Any = None
     max_rank: int | Any = None
     max_dim: int | tuple[tuple[int, int], ...] | Any = None
+    peak_flops: float | Any = None
+    bandwidth: float | Any = None
     dynamic_shapes: bool | Any = True
     decompositions: str | tuple[str, ...] = "none"
     constraints: tuple[Constraint, ...] = ()

@@ -83,7 +83,7 @@ DECOMPOSES_TO: dict[str, tuple[str, ...]] = {
     "outer": ("mul",),
     "pad": ("constant_pad_nd", "reflection_pad*", "replication_pad*"),
     "grid_sampler": ("grid_sampler_2d", "grid_sampler_3d"),
-    "linalg_norm": ("linalg_vector_norm",),
+    **dict.fromkeys(("norm", "linalg_norm"), ("linalg_vector_norm",)),
     "linalg_det": ("_linalg_det",),
     "linalg_slogdet": ("_linalg_slogdet",),
     "linalg_svd": ("_linalg_svd",),
@@ -106,6 +106,7 @@ DECOMPOSES_TO: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("movedim", "moveaxis"), ("permute",)),
     **dict.fromkeys(("chunk", "tensor_split"), ("split", "split_with_sizes", "slice")),
     "narrow": ("slice",),
+    # `repeat_interleave` by a number decomposes to an expansion, like many other ops, and is not found.
     "tile": ("repeat",),
     **dict.fromkeys(("concat", "concatenate", "hstack", "vstack", "dstack", "row_stack", "column_stack"), ("cat",)),
     # Aliases.
@@ -144,8 +145,11 @@ DECOMPOSES_TO: dict[str, tuple[str, ...]] = {
 }
 
 
-# How programs write functions and classes of torch. The names of these modules are part of the names of their ops.
-_PYTHON, _PREFIXES = ("torch", "nn", "F", "functional", "Tensor"), ("linalg", "fft", "special")
+# How programs write functions and classes of torch. The names of some modules are part of the names of their ops.
+_PREFIXES = ("linalg", "fft", "special")
+_PYTHON = ("torch", "nn", "F", "functional", "Tensor", *_PREFIXES)
+# Of torch.nn: other ops than those of the same names.
+_IN_NN = {"unfold": "im2col", "fold": "col2im"}
 
 
 def patterns_as_written(name: str) -> list[str]:
@@ -162,6 +166,8 @@ def patterns_as_written(name: str) -> list[str]:
         return [".".join(["aten", *path[1:], last])]
     if path[0] not in _PYTHON:
         return [name]
+    if path[-1] in ("nn", "F", "functional") and last.lower() in _IN_NN:
+        return [f"aten.{_IN_NN[last.lower()]}"]
     if last[:1].isupper():
         return [f"aten.{_op_of_class(last)}"]
     op = "_".join([*(one for one in path if one in _PREFIXES), last])

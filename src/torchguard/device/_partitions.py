@@ -12,8 +12,8 @@ from torch.utils.flop_counter import flop_registry
 
 from torchguard._graphs.source_lines import SourceLine, source_line_of
 from torchguard._torch import nodes
-from torchguard.device._graph import Graph
-from torchguard.device._storages import bytes_covered, bytes_of, storage_keys, tensors_of
+from torchguard.device._graph import Graph, op_name
+from torchguard.device._storages import bytes_covered, bytes_of, storage_keys, tensors_of, value_of
 from torchguard.device._violations import counted
 
 TO_HOST, TO_DEVICE = "to the host", "to the device"
@@ -82,6 +82,26 @@ def coverage_of(graph: Graph, unsupported: frozenset[str]) -> Coverage:
     flops = {node.name: _flops(node) for node in graph.calls if node in ops or node.name in unsupported}
     supported = [name for name in flops if name not in unsupported]
     return Coverage(len(flops), len(supported), sum(flops.values()), sum(flops[name] for name in supported))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an op computes and moves at concrete sizes: floating point operations, and bytes read and written."""
+
+    op: str
+    flops: int
+    bytes: int
+    source_line: SourceLine | None
+
+
+def work_of(graph: Graph) -> tuple[Work, ...]:
+    """The work of each op. Inputs are read and outputs written once; a view moves nothing."""
+    found = []
+    for node in graph.ops:
+        used = [tensor for one in (node, *node.all_input_nodes) for tensor in tensors_of(value_of(one))]
+        moved = sum(bytes_of(tensor) for tensor in used)
+        found.append(Work(op_name(node), _flops(node), moved, source_line_of(node)))
+    return tuple(found)
 
 
 def _flops(node: fx.Node) -> int:

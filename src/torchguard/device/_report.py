@@ -11,8 +11,19 @@ from typing import Any
 from torchguard.device._device import Device
 from torchguard.device._graph import Graph
 from torchguard.device._memory import MemoryPlan, TrainingMemory, gradient_bytes
-from torchguard.device._partitions import Coverage, Partition, Transfer, coverage_of, partitions_of, transfers_of
+from torchguard.device._partitions import (
+    Coverage,
+    Partition,
+    Transfer,
+    Work,
+    coverage_of,
+    partitions_of,
+    transfers_of,
+    work_of,
+)
+from torchguard.device._section import device_section
 from torchguard.device._violations import DeviceViolation, counted, distinct
+from torchguard.report import Section, Shown
 
 # The version of what `to_dict` returns. It is raised when a key changes its meaning or is removed.
 SCHEMA = 1
@@ -49,6 +60,11 @@ class GraphReport:
     @cached_property
     def coverage(self) -> Coverage:
         return coverage_of(self.graph, self.unsupported)
+
+    @cached_property
+    def work(self) -> tuple[Work, ...]:
+        """The floating point operations and the memory traffic of each op."""
+        return work_of(self.graph)
 
     @cached_property
     def fallbacks(self) -> tuple[str, ...]:
@@ -91,8 +107,11 @@ class GraphReport:
 
 
 @dataclass(frozen=True)
-class DeviceReport:
-    """The reports of several graphs. The sum of two reports covers the graphs of both."""
+class DeviceReport(Shown):
+    """The reports of several graphs. The sum of two reports covers the graphs of both.
+
+    `save("device.html")` writes a page of it.
+    """
 
     graphs: tuple[GraphReport, ...] = ()
 
@@ -199,6 +218,10 @@ class DeviceReport:
 
     def to_json(self, indent: int | None = None, *, partitions: bool = True) -> str:
         return json.dumps(self.to_dict(partitions=partitions), indent=indent)
+
+    def section(self) -> Section:
+        """Whether the graphs fit first, then coverage, violations by line, memory and the roofline."""
+        return device_section(self)
 
     def __str__(self) -> str:
         if not self.graphs:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchguard._channel import record
 from torchguard._channel.config import ErrorConfig, config_of
-from torchguard._channel.slots import Flags
+from torchguard._channel.packing import Flags
 from torchguard._renamed import renamed
 from torchguard.checks import find
 from torchguard.err import *  # noqa: F403 - the same namespace, but for what follows

@@ -1,7 +1,8 @@
 """Dynamo's guards: inspect them, measure them, drop some by a filter and audit those, explain recompiles."""
 
 from torchguard.exceptions import FilterError, GuardError, GuardWarning, RecompileError, StaleGuardError
-from torchguard.guards._audit import Audit, AuditReport, GuardViolation, audit
+from torchguard.guards._audit import Audit, audit
+from torchguard.guards._audit_report import AuditReport, GuardViolation
 from torchguard.guards._certify import GuardCertificate, certify
 from torchguard.guards._compile import compile, entries
 from torchguard.guards._cost import Cost, cost

@@ -29,7 +29,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torchguard._graphs.source_lines import lines_of_stack, user_line
@@ -37,6 +37,7 @@ from torchguard._torch.events import (
     THIS_COPY,
     GuardsBuiltEvent,
     is_explaining,
+    recheck_before_compiling,
     refuse_to_compile,
     require_guard_events,
 )
@@ -44,6 +45,7 @@ from torchguard._torch.guards import Guards, torch_function_enabled
 from torchguard._torch.tensors import any_autocast, grad_mode
 from torchguard._torch.versions import QuickCheck
 from torchguard.exceptions import GuardError, StaleGuardError
+from torchguard.guards._audit_report import AuditReport, GuardViolation
 from torchguard.guards._filters import Filter, by_function
 from torchguard.guards._tree import GuardFailure, failures_of, format_value
 
@@ -80,61 +82,6 @@ def audits_paused() -> Iterator[None]:
         with _lock:
             _paused_threads -= 1
         _thread.is_paused = before
-
-
-@dataclass(frozen=True)
-class GuardViolation:
-    """A dropped guard that no longer holds: compiled code ran although an assumption of it had become false.
-
-    Attributes:
-        name: what the guard is about, such as `self.training`.
-        type: of the guard, such as `EQUALS_MATCH`.
-        function: the compiled function.
-        compile_id: Dynamo's id of the compilation.
-        line: your source line that led to the guard.
-        then: the value when the function was compiled.
-        now: the value when the audit checked it.
-        calls: how many calls, this one included, may have returned stale results: those since the last clean check.
-        checks: how many checks found this guard violated. The other attributes are those of the last one.
-    """
-
-    name: str
-    type: str
-    function: str
-    compile_id: str
-    line: str
-    then: str
-    now: str
-    calls: int
-    checks: int = 1
-
-    def __str__(self) -> str:
-        changed = f"{self.then} became {self.now}" if self.then and self.now else self.now or "no longer holds"
-        where = f", from {self.line}" if self.line else ""
-        found = f", found in {self.checks} checks" if self.checks > 1 else ""
-        calls = f"calls affected: at most {self.calls}{found}{where}"
-        return f"{self.type} {self.name} in {self.function}: {changed} ({calls})"
-
-
-@dataclass(frozen=True)
-class AuditReport:
-    """What an audit found.
-
-    Attributes:
-        violations: one for each guard of a function, with the number of checks that found it.
-        calls: of all functions compiled with the audit.
-        checks: how many of these calls were checked.
-        dropped: how many guards the filter dropped.
-    """
-
-    violations: tuple[GuardViolation, ...]
-    calls: int
-    checks: int
-    dropped: int
-
-    def __str__(self) -> str:
-        head = f"{self.dropped} guards dropped, {self.checks} of {self.calls} calls checked, "
-        return "\n".join([f"{head}{len(self.violations)} violations", *map(str, self.violations)])
 
 
 class Audit:
@@ -191,6 +138,8 @@ class Audit:
                 shadow.check_always(self._learned)
         weakref.finalize(shadow, _add, self._finished, shadow.counts)
         built.guards.add_guard(shadow.on_call)
+        if shadow.raises:
+            recheck_before_compiling(shadow.code, functools.partial(_recheck, weakref.ref(shadow)))
 
     def report(self) -> AuditReport:
         """What was found so far."""
@@ -236,6 +185,13 @@ def _matches(shadow: "weakref.ref[_Shadow]", f_locals: dict[str, Any]) -> bool:
     """Whether Dynamo would run the compiled code for a call with these locals, but for the dropped guards."""
     one = shadow()
     return one is not None and one.kept.check(f_locals)
+
+
+def _recheck(shadow: "weakref.ref[_Shadow]", f_locals: dict[str, Any]) -> None:
+    """Check the shadow for a call that Dynamo is about to compile for, if its kept guards hold."""
+    one = shadow()
+    if one is not None and not _thread.is_paused and one.kept.check(f_locals):
+        one._on_due_call(f_locals)
 
 
 class _Counts:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torchguard._pytrees import children, map_tensors, tensors_in
 from torchguard._torch import dynamo, settings
 from torchguard.exceptions import GuardError
-from torchguard.guards._audit import GuardViolation, audit
+from torchguard.guards._audit import audit
+from torchguard.guards._audit_report import GuardViolation
 from torchguard.guards._compile import compile
 from torchguard.guards._explain import describe
 from torchguard.guards._filters import Filter, by_function

@@ -19,6 +19,7 @@ import torch
 
 from torchguard._torch import dynamo, guards, inductor
 from torchguard._torch.process import process_state
+from torchguard._torch.support import warn_of_missing
 from torchguard.exceptions import GuardError, GuardWarning
 from torchguard.guards._explain import FilterEntry
 from torchguard.guards._filters import Filter, FilterFunction, by_function
@@ -49,6 +50,7 @@ def compile(model: Any = None, *, filter: FilterFunction | None = None, **torch_
         filter: a `Filter`, a function that torch takes as `guard_filter_fn`, or an `Audit`.
         torch_compile_kwargs: any other argument of `torch.compile`.
     """
+    warn_of_missing("guards")
     filter, kwargs = _split_arguments(filter, torch_compile_kwargs)
 
     def compile_one(model: Callable) -> Callable:

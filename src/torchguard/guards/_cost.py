@@ -12,6 +12,7 @@ from torchguard._torch import dynamo
 from torchguard._torch.guards import Guards, children_of
 from torchguard.exceptions import GuardError
 from torchguard.guards._audit import audits_paused
+from torchguard.report import FlameGraph, Frame, Section, Shown, Table, Verdict
 
 _LOOKUP = "TorchDynamo Cache Lookup"
 # A subtree that takes less than this share of the total is not decomposed any further.
@@ -40,7 +41,7 @@ class CostNode:
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(Shown):
     """The time a call spends on guards, in microseconds.
 
     Attributes:
@@ -67,10 +68,24 @@ class Cost:
         lines = ((";".join(map(_without_separators, path)), round(own * 1e3)) for path, own in self.tree.self_times())
         return "\n".join(f"{path} {own}" for path, own in lines if own)
 
+    def section(self) -> Section:
+        """The time of guards as a flame graph, and the most expensive sources."""
+        profiled = "" if self.profiled is None else f", {self.profiled:.1f} us in a typical real call"
+        verdict = Verdict("ok", f"Guards take {self.hot:.1f} us in a loop{profiled}.")
+        rows = tuple((source, took) for source, took in self.by_source())
+        table = Table(("source and all below it", "us"), rows, "The most expensive sources")
+        return Section(
+            "Cost of guards", (verdict, FlameGraph("Time of guards by source", "us", _frame(self.tree)), table)
+        )
+
     def __str__(self) -> str:
         profiled = "" if self.profiled is None else f", {self.profiled:.1f} us profiled"
         largest = [f"  {took:8.2f} us  {source}" for source, took in self.by_source()[:10]]
         return "\n".join([f"guards: {self.hot:.1f} us hot{profiled}", *largest])
+
+
+def _frame(node: CostNode) -> Frame:
+    return Frame(node.source, node.microseconds, tuple(map(_frame, node.children)))
 
 
 def _without_separators(source: str) -> str:

@@ -19,8 +19,10 @@ from torchguard.exceptions import GuardError, RecompileError
 from torchguard.guards._audit import audits_paused
 from torchguard.guards._compile import compile
 from torchguard.guards._explain import short_repr
+from torchguard.guards._section import compile_section, inspection_data
 from torchguard.guards._tree import Guard, GuardFailure, GuardNode, failures_of, tree_of
 from torchguard.guards._why import advice_for
+from torchguard.report import Section, Shown
 
 # Dynamo's message for a graph break: a title, with an explanation and hints below it.
 _EXPLAINED = re.compile(r"^(\S.*)\n  Explanation: (.*(?:\n    .*)*)", re.MULTILINE)
@@ -58,6 +60,7 @@ class CompiledFrame:
         guards: the tree of its guards.
         recompiled_for: the entries that were cached before, each with the guards that failed; empty for a first
             compilation.
+        started: when it started, in seconds since the epoch; None until the block has ended.
     """
 
     function: str
@@ -68,6 +71,7 @@ class CompiledFrame:
     cache_size: int
     guards: GuardNode
     recompiled_for: tuple[FailedEntry, ...]
+    started: float | None = None
 
     @property
     def guard_count(self) -> int:
@@ -133,8 +137,8 @@ class NotCompiled:
         return "\n".join([head, *map(str, self.recompiled_for)])
 
 
-class Inspection:
-    """What Dynamo compiled during an `inspect` block, in any thread.
+class Inspection(Shown):
+    """What Dynamo compiled during an `inspect` block, in any thread. `save("compiled.html")` writes a page of it.
 
     Attributes:
         frames: the compilations.
@@ -161,6 +165,10 @@ class Inspection:
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(self.to_dict(), indent=indent)
+
+    def section(self) -> Section:
+        """Compilations on a timeline, recompiles with all reasons, and graph breaks."""
+        return compile_section(inspection_data(self))
 
     def __str__(self) -> str:
         head = f"{len(self.frames)} compiled, {len(self.recompiles)} recompiled, {len(self.graph_breaks)} graph breaks"
@@ -240,9 +248,11 @@ class _InspectionRecorder:
         frames = self.inspection.frames
         for i, (frame, at) in enumerate(zip(frames, self._built_at, strict=True)):
             if frame.seconds is None:
-                its = ((max(start - at, at - start - s, 0), s) for name, start, s in times if name == frame.compile_id)
-                difference, seconds = min(its, default=(math.inf, None))
-                frames[i] = replace(frame, seconds=seconds if difference < _CLOCK_TOLERANCE else None)
+                own = (one for one in times if one[0] == frame.compile_id)
+                its = ((max(start - at, at - start - s, 0), s, start) for _, start, s in own)
+                difference, seconds, started = min(its, default=(math.inf, None, None))
+                if difference < _CLOCK_TOLERANCE:
+                    frames[i] = replace(frame, seconds=seconds, started=started)
 
 
 def _deallocated(reason: str) -> GuardFailure:

@@ -9,6 +9,7 @@ from torchguard._torch.guards import MARK_DYNAMIC
 from torchguard.exceptions import GuardError
 from torchguard.guards._audit import audits_paused
 from torchguard.guards._tree import GuardFailure, failures_of
+from torchguard.report import Section, Shown, Table, Verdict
 
 _EQUAL_SIZES = re.compile(r"\.size\(\)\[\d+\] == .*\.size\(\)\[\d+\]")
 _ATTRIBUTE_OF_MODULE = re.compile(r"^L\['self'\]")
@@ -37,7 +38,7 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Why:
+class Why(Shown):
     """Whether a call would recompile; it is true if so.
 
     Attributes:
@@ -58,16 +59,27 @@ class Why:
     def __bool__(self) -> bool:
         return self.recompiles
 
-    def __str__(self) -> str:
+    @property
+    def answer(self) -> str:
+        """Whether the call would recompile, in one sentence."""
         if not self.recompiles and not self.fallback:
             return "This call matches a cached entry: it would not recompile."
         if self.fallback:
-            lines = [self.fallback]
-        elif self.cache_size:
-            which = "the only cached entry" if self.cache_size == 1 else f"all {self.cache_size} cached entries"
-            lines = [f"This call would recompile: it fails the guards of {which}."]
-        else:
-            lines = ["This call would compile: there is no cached entry yet."]
+            return self.fallback
+        if not self.cache_size:
+            return "This call would compile: there is no cached entry yet."
+        which = "the only cached entry" if self.cache_size == 1 else f"all {self.cache_size} cached entries"
+        return f"This call would recompile: it fails the guards of {which}."
+
+    def section(self) -> Section:
+        """The answer, and a table of all reasons with what to do about them."""
+        verdict = Verdict("warning" if self.recompiles or self.fallback else "ok", self.answer)
+        rows = tuple((one.compile_id, str(one.failure), one.advice, one.failure.guard.line) for one in self.reasons)
+        columns = ("entry", "guard that fails", "what to do", "from")
+        return Section("Would it recompile?", (verdict, *([Table(columns, rows, "All reasons")] if rows else [])))
+
+    def __str__(self) -> str:
+        lines = [self.answer]
         for compile_id in dict.fromkeys(reason.compile_id for reason in self.reasons):
             lines.append(f"[{compile_id}]")
             lines += [f"  {reason}" for reason in self.reasons if reason.compile_id == compile_id]

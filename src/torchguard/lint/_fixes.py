@@ -14,7 +14,7 @@ from torchguard.lint import _torch_names as names
 from torchguard.lint import _values as values
 from torchguard.lint._check import is_silenced
 from torchguard.lint._module import Module
-from torchguard.lint._rules import annotations, inplace
+from torchguard.lint._rules import annotations, inplace, style
 from torchguard.lint._rules.base import keyword
 
 if TYPE_CHECKING:
@@ -177,9 +177,9 @@ def _chain(node: ast.AST, module: Module) -> _Edit | None:
     """`a.add(b).add(c)`: on tensors the operators call the same functions."""
     assert isinstance(node, ast.Call)
     parent = next(module.parents(node), None)
-    if isinstance(parent, ast.Attribute) and parent.attr in inplace._CHAINED:
+    if isinstance(parent, ast.Attribute) and parent.attr in style.CHAINED:
         return None
-    links = inplace.chain(node, module)
+    links = style.chain(node, module)
     if len(links) < 3 or node.lineno != node.end_lineno:
         return None
     if "#" in module.lines[node.lineno - 1] or any(
@@ -187,7 +187,7 @@ def _chain(node: ast.AST, module: Module) -> _Edit | None:
     ):
         return None
     is_whole = isinstance(parent, ast.Assign | ast.Return | ast.Expr | ast.keyword)
-    written = inplace.formula([(op, one) for op, one in links])
+    written = style.formula([(op, one) for op, one in links])
     return _edit("TG220", node, module, text=written if is_whole else f"({written})")
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from torchguard._channel.layout import LOCATION_MASK
+from torchguard._channel.slot_bits import LOCATION_MASK
 from torchguard._renamed import renamed
 from torchguard._torch.process import process_state
 from torchguard.exceptions import LocationWarning, OutOfRangeError
@@ -132,6 +132,11 @@ class _Registry:
             found = max(owned, default=0)
             self._shown.add(found)
             return found
+
+    def named(self) -> list[int]:
+        """The ids of names that were registered by hand, and belong to no model."""
+        with self._lock:
+            return [*self._by_hand.values()]
 
     def entry(self, location: int) -> _Entry | None:
         return self._entries.get(location)

@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torchguard.exceptions import CompileError
+from torchguard.report import Facts, Section, Shown, Status, Table
+from torchguard.report import Verdict as Answer
 
 if TYPE_CHECKING:
     from torchguard.compiled._functions import CompiledOut
@@ -58,7 +60,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(Shown):
     """The claims about a compiled function, and the graph, point, versions and settings they were checked with.
 
     `ok` says only that no claim failed: an inconclusive claim did not.
@@ -141,6 +143,24 @@ class Certificate:
         head = f"{self.function}: {'ok' if self.ok else 'FAILED'} up to {self.level}, graph {self.graph_hash[:12]}"
         nonsmooth = (f"  nonsmooth: {point}" for point in self.nonsmooth_points)
         return "\n".join([head, *(f"  {claim}" for claim in self.claims), *nonsmooth])
+
+    def section(self) -> Section:
+        """Whether a claim failed, and the claims by layer."""
+        counts = {verdict: len(self.of(verdict)) for verdict in Verdict}
+        status: Status = "bad" if counts[Verdict.FAIL] else "unknown" if counts[Verdict.INCONCLUSIVE] else "ok"
+        text = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count) or "no claims"
+        facts = Facts((("Level", self.level), ("Graph", self.graph_hash[:12]), ("Seed", self.seed), *self.versions))
+        columns = ("subject", "verdict", "message")
+        layers = dict.fromkeys(claim.layer for claim in self.claims)
+        tables = []
+        for layer in layers:
+            claims = (claim for claim in self.claims if claim.layer == layer)
+            rows = tuple((claim.subject, claim.verdict.value, claim.message) for claim in claims)
+            tables.append(Table(columns, rows, f"Claims of the layer {layer}"))
+        if self.nonsmooth_points:
+            rows = tuple((point,) for point in self.nonsmooth_points)
+            tables.append(Table(("nonsmooth point",), rows, "Where a derivative is a convention"))
+        return Section(f"Certificate of {self.function}", (Answer(status, f"{self.function}: {text}."), facts, *tables))
 
     def __rich__(self) -> Any:
         from rich.table import Table

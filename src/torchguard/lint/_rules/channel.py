@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from torchguard.lint import _values as values
 from torchguard.lint._module import Function, Module
-from torchguard.lint._rules.base import Problem, Rule, last_name, statement, text
+from torchguard.lint._rules.base import Problem, Rule, keyword, last_name, statement, text
+from torchguard.lint._rules.numerics import operand
 
 _BOUNDARY = frozenset(("torchguard.has_err", "torchguard.flags.ErrorFlags"))
 
@@ -180,4 +181,61 @@ def layer(x: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         )
 
 
-RULES = (BoundaryInGraph(), FlagsArithmetic(), DroppedFlags())
+class MeanOverBadSamples(Rule):
+    code = "TG175"
+    name = "mean-over-bad-samples"
+    nodes = (ast.Call,)
+    summary = "A mean over the batch, where flags say that samples may be bad."
+    why = """
+One bad sample makes the mean NaN, and the whole batch is lost. The flags are at hand: `err.mean_ok(f, per_sample)` is
+the mean over the good samples.
+"""
+    wrong = """
+import torch
+from torchguard import err, flag_nan
+
+def masked_loss(z: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    f = flag_nan(z, "head", f)
+    return (z**2).mean(), f
+"""
+    right = """
+import torch
+from torchguard import err, flag_nan
+
+def masked_loss(z: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    f = flag_nan(z, "head", f)
+    return err.mean_ok(f, (z**2).flatten(1).mean(1)), f
+"""
+    silence = "For means over other dimensions than the batch, or of values that were fixed before."
+
+    def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
+        assert isinstance(node, ast.Call)
+        if not module.imports_torchguard:
+            return
+        function = module.function_of(node)
+        given = operand(node, module, "mean")
+        package, _, last = module.qualified(node.func).rpartition(".")
+        is_loss = package == "torch.nn.functional" and (last.endswith("_loss") or "cross_entropy" in last)
+        reduction = keyword(node, "reduction")
+        if is_loss and isinstance(reduction, ast.Constant) and reduction.value != "mean":
+            return
+        is_full_mean = given is not None and not _has_dim(node, module)
+        if not (is_loss or is_full_mean) or not _has_flags(node, function, module):
+            return
+        if function is not None and any(last_name(call) in ("fix", "mean_ok", "take_ok") for call in function.calls):
+            return
+        yield Problem(node, "a mean over samples that flags may mark as bad. Use err.mean_ok(f, per_sample).")
+
+
+def _has_dim(call: ast.Call, module: Module) -> bool:
+    positional = len(call.args) - (1 if module.qualified(call.func) else 0)
+    return positional > 0 or keyword(call, "dim", "axis") is not None
+
+
+def _has_flags(node: ast.AST, function: Function | None, module: Module) -> bool:
+    """Whether flags are in use where a node runs: in its function, or in a script's body."""
+    around = function.body if function is not None else [*ast.walk(module.tree)]
+    return any(isinstance(one, ast.expr) and module.value(one) == values.FLAGS for one in around)
+
+
+RULES = (BoundaryInGraph(), FlagsArithmetic(), DroppedFlags(), MeanOverBadSamples())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torchguard.lint import _torch_names as names
 from torchguard.lint import _values as values
 from torchguard.lint._module import Module
-from torchguard.lint._rules.base import Problem, Rule, has_spread, is_method, keyword, last_name, text
+from torchguard.lint._rules.base import Problem, Rule, keyword, last_name, text
 
 # Where values are set on purpose, outside of what autograd and a graph see.
 _INITIALIZERS = ("init", "reset", "load", "convert", "fill", "update_", "tie_", "merge", "set_", "copy_", "step")
@@ -361,73 +361,6 @@ def total(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             )
 
 
-_CHAINED = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
-
-
-class MethodChain(Rule):
-    code = "TG220"
-    name = "method-chain"
-    nodes = (ast.Call,)
-    is_fixable = True
-    summary = "Arithmetic is written as a chain of methods: `a.add(b).add(c)`."
-    why = """
-`a + b + c` computes the same, reads as the formula, and makes the order of operations visible. Both make one
-intermediate tensor in eager mode and none under Inductor: it is a matter of reading alone.
-"""
-    wrong = """
-import torch
-
-def total(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    return a.add(b).add(c)
-"""
-    right = """
-import torch
-
-def total(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    return a + b + c
-"""
-    silence = "Where a library's style asks for methods."
-
-    def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
-        assert isinstance(node, ast.Call)
-        parent = next(module.parents(node), None)
-        if isinstance(parent, ast.Attribute) and parent.attr in _CHAINED:
-            return  # the outermost call of a chain is reported
-        links = chain(node, module)
-        if len(links) > 2:
-            yield Problem(node, f"a chain of methods. Write it as a formula: {formula(links)}.")
-
-
-def chain(node: ast.expr, module: Module) -> list[tuple[str, ast.expr]]:
-    """`[("", a), ("+", b), ("+", c)]` of `a.add(b).add(c)`, if a is a tensor; else the expression alone."""
-    if (
-        is_method(node, *_CHAINED)
-        and isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and len(node.args) == 1
-        and not node.keywords
-        and not has_spread(node)
-        and module.value(node.func.value) in (values.TENSOR, values.INT, values.BOOL)
-    ):
-        return [*chain(node.func.value, module), (_CHAINED[node.func.attr], node.args[0])]
-    return [("", node)]
-
-
-def formula(links: list[tuple[str, ast.expr]]) -> str:
-    written = ast.unparse(links[0][1]) if isinstance(links[0][1], _ATOMS) else f"({ast.unparse(links[0][1])})"
-    is_sum = False
-    for op, node in links[1:]:
-        if op in "*/" and is_sum:
-            written = f"({written})"
-        is_sum = op in "+-"
-        operand = ast.unparse(node) if isinstance(node, _ATOMS) else f"({ast.unparse(node)})"
-        written = f"{written} {op} {operand}"
-    return written
-
-
-_ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
-
-
 class DataAttribute(Rule):
     code = "TG221"
     name = "data-attribute"
@@ -461,4 +394,4 @@ def plain(x: torch.Tensor) -> torch.Tensor:
             )
 
 
-RULES = (InPlaceMethod(), AugmentedAssignment(), InPlaceArgument(), OutArgument(), MethodChain(), DataAttribute())
+RULES = (InPlaceMethod(), AugmentedAssignment(), InPlaceArgument(), OutArgument(), DataAttribute())

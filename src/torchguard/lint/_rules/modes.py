@@ -1,4 +1,4 @@
-"""Training, evaluation, and gradients on or off."""
+"""Training and evaluation mode."""
 
 import ast
 from collections.abc import Iterator
@@ -13,18 +13,17 @@ from torchguard.lint._rules.base import (
     is_method,
     is_training,
     last_name,
-    text,
 )
 
 _TRAINS = frozenset(("backward", "zero_grad"))
 
 
-def _receiver(call: ast.Call) -> str:
+def receiver(call: ast.Call) -> str:
     """`self.model` of `self.model.eval()`."""
     return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
 
-def _mode_calls(function: Function, method: str) -> list[ast.Call]:
+def mode_calls(function: Function, method: str) -> list[ast.Call]:
     """Calls such as `model.eval()`: without arguments, on a variable or an attribute."""
     return [
         call
@@ -37,12 +36,12 @@ def _mode_calls(function: Function, method: str) -> list[ast.Call]:
     ]
 
 
-def _calls_model(function: Function, model: str, after: int = 0) -> list[ast.Call]:
+def calls_model(function: Function, model: str, after: int = 0) -> list[ast.Call]:
     """Calls of the model itself, `model(x)`."""
     return [call for call in function.calls if call.lineno > after and ast.unparse(call.func) == model]
 
 
-def _trains(function: Function) -> bool:
+def trains(function: Function) -> bool:
     return any(last_name(call) in _TRAINS for call in function.calls) or any(
         ast.unparse(call.func).endswith("autograd.grad") for call in function.calls
     )
@@ -112,17 +111,17 @@ def evaluate(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor
         function = module.functions[node]
         if ".eval()" not in module.source and not is_evaluation(function):
             return
-        if not module.imports_torch or function.name.startswith("test_") or _trains(function):
+        if not module.imports_torch or function.name.startswith("test_") or trains(function):
             return
         if function.cls is not None and function.name.endswith("_step"):
             return  # a trainer calls it, with gradients off
         if function.cls is not None and _class_turns_off(function, module):
             return
         seen: set[str] = set()
-        for call in _mode_calls(function, "eval"):
-            model = _receiver(call)
-            is_single = not any(_receiver(one) == model for one in _mode_calls(function, "train"))
-            for use in _calls_model(function, model, call.lineno) if is_single else ():
+        for call in mode_calls(function, "eval"):
+            model = receiver(call)
+            is_single = not any(receiver(one) == model for one in mode_calls(function, "train"))
+            for use in calls_model(function, model, call.lineno) if is_single else ():
                 if model not in seen and not _gradients_are_off(function, module, use):
                     seen.add(model)
                     yield Problem(
@@ -135,7 +134,7 @@ def evaluate(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor
                 yield from self._check_method(function, module)
             return
         for model in sorted(MODEL_NAMES & {one.arg for one in function.arguments}):
-            for use in _calls_model(function, model)[:1]:
+            for use in calls_model(function, model)[:1]:
                 if not _gradients_are_off(function, module, use):
                     yield Problem(
                         use, f"{function.name} calls {model} with gradients on. Decorate with @torch.inference_mode()."
@@ -144,7 +143,7 @@ def evaluate(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor
     def _check_method(self, function: Function, module: Module) -> Iterator[Problem]:
         """`evaluate(self)`, which calls `self.model`, in a class that nowhere turns gradients off."""
         for model in ("self.model", "self.net"):
-            for use in _calls_model(function, model)[:1]:
+            for use in calls_model(function, model)[:1]:
                 if not _gradients_are_off(function, module, use):
                     yield Problem(use, f"{function.name} calls {model} with gradients on. Use torch.inference_mode().")
 
@@ -179,12 +178,12 @@ def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
         function = module.functions[node]
-        if not module.imports_torch or not is_evaluation(function) or function.cls is not None or _trains(function):
+        if not module.imports_torch or not is_evaluation(function) or function.cls is not None or trains(function):
             return
         if any(last_name(call) in ("eval", "train") for call in function.calls):
             return
         for model in sorted(MODEL_NAMES & {one.arg for one in function.arguments}):
-            for use in _calls_model(function, model)[:1]:
+            for use in calls_model(function, model)[:1]:
                 yield Problem(use, f"{function.name} calls {model} in whatever mode it is. Call {model}.eval() first.")
 
 
@@ -250,17 +249,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torc
             return
         if not (is_training(function) or any(is_method(call, "step") for call in function.calls)):
             return
-        for call in _mode_calls(function, "eval"):
-            model = _receiver(call)
+        for call in mode_calls(function, "eval"):
+            model = receiver(call)
             if any(word in model.lower() for word in _FROZEN):
                 continue
-            if any(_receiver(one) == model for one in _mode_calls(function, "train")) and not _next_is_training(
+            if any(receiver(one) == model for one in mode_calls(function, "train")) and not _next_is_training(
                 function, model, call, module
             ):
                 continue
             trained = [
                 use
-                for use in _calls_model(function, model, call.lineno)
+                for use in calls_model(function, model, call.lineno)
                 if not module.has_no_grad(use) and any(step.lineno >= use.lineno for step in steps)
             ]
             if trained:
@@ -269,18 +268,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torc
 
 def _next_is_training(function: Function, model: str, call: ast.Call, module: Module) -> bool:
     """Whether the model is called with gradients after `eval()`, before `train()` comes again."""
-    back = [
-        one.lineno for one in _mode_calls(function, "train") if _receiver(one) == model and one.lineno > call.lineno
-    ]
-    uses = [one.lineno for one in _calls_model(function, model, call.lineno) if not module.has_no_grad(one)]
+    back = [one.lineno for one in mode_calls(function, "train") if receiver(one) == model and one.lineno > call.lineno]
+    uses = [one.lineno for one in calls_model(function, model, call.lineno) if not module.has_no_grad(one)]
     return bool(uses) and (not back or min(uses) < min(back)) and not _in_loop_with_train(function, model, call, module)
 
 
 def _in_loop_with_train(function: Function, model: str, call: ast.Call, module: Module) -> bool:
     loop = next((parent for parent, _ in module.inside(call) if isinstance(parent, ast.For | ast.While)), None)
     return loop is not None and any(
-        _receiver(one) == model and loop.lineno <= one.lineno <= (loop.end_lineno or 0)
-        for one in _mode_calls(function, "train")
+        receiver(one) == model and loop.lineno <= one.lineno <= (loop.end_lineno or 0)
+        for one in mode_calls(function, "train")
     )
 
 
@@ -315,106 +312,14 @@ def evaluate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
         function = module.functions[node]
-        if not module.imports_torch or not is_evaluation(function) or _trains(function):
+        if not module.imports_torch or not is_evaluation(function) or trains(function):
             return
-        for call in _mode_calls(function, "train"):
-            model = _receiver(call)
-            if any(_receiver(one) == model for one in _mode_calls(function, "eval")):
+        for call in mode_calls(function, "train"):
+            model = receiver(call)
+            if any(receiver(one) == model for one in mode_calls(function, "eval")):
                 continue
-            if _calls_model(function, model, call.lineno):
+            if calls_model(function, model, call.lineno):
                 yield Problem(call, f"{function.name} puts {model} into training mode. Call {model}.eval().")
-
-
-class BackwardWithoutGradients(Rule):
-    code = "TG134"
-    name = "backward-under-no-grad"
-    nodes = (ast.Call,)
-    summary = "`backward()` is called where gradients are off."
-    why = """
-Under `torch.no_grad()` or `torch.inference_mode()` nothing is recorded: `backward()` raises, or sees only what was
-computed outside. Neither context is for training.
-"""
-    wrong = """
-import torch
-from torch import nn
-
-def train_step(model: nn.Module, x: torch.Tensor) -> None:
-    with torch.no_grad():
-        loss = model(x).mean()
-        loss.backward()
-"""
-    right = """
-import torch
-from torch import nn
-
-def train_step(model: nn.Module, x: torch.Tensor) -> None:
-    loss = model(x).mean()
-    loss.backward()
-"""
-    silence = "Where the loss was computed outside of the context."
-
-    def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
-        if not is_method(node, "backward") or not module.has_no_grad(node):
-            return
-        assert isinstance(node, ast.Call)
-        function = module.function_of(node)
-        if function is None or any(last_name(call) in ("enable_grad", "set_grad_enabled") for call in function.calls):
-            return
-        loss = node.func.value if isinstance(node.func, ast.Attribute) else node
-        if "loss" in last_name(loss) or module.is_tensor(loss):
-            yield Problem(
-                node, f"{text(loss, 20)}.backward() where gradients are off. Compute the loss with gradients on."
-            )
-
-
-class PreferInferenceMode(Rule):
-    code = "TG230"
-    name = "prefer-inference-mode"
-    nodes = FUNCTIONS
-    is_default = False
-    summary = "`torch.no_grad()` in a function for inference, where `torch.inference_mode()` fits."
-    why = """
-`inference_mode` also skips version counters and view tracking, so small operations are faster, and it fails loudly if
-a result is later used for training. It fits where results never meet autograd again. Weights that are changed or
-trained afterwards need `no_grad`.
-"""
-    wrong = """
-import torch
-from torch import nn
-
-@torch.no_grad()
-def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    model.eval()
-    return model(x)
-"""
-    right = """
-import torch
-from torch import nn
-
-@torch.inference_mode()
-def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    model.eval()
-    return model(x)
-"""
-    silence = "Where results are used in training afterwards, or where a backend does not support inference tensors."
-
-    def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
-        function = module.functions[node]
-        if "no_grad" not in module.source or _trains(function):
-            return
-        evaluated = {_receiver(call) for call in _mode_calls(function, "eval")}
-        if not is_evaluation(function) and not any(_calls_model(function, model) for model in evaluated):
-            return
-        assert isinstance(node, FUNCTIONS)
-        marks: list[ast.expr] = [*node.decorator_list]
-        blocks = [one for one in function.body if isinstance(one, ast.With) and len(one.items) == 1]
-        marks += [one.items[0].context_expr for one in blocks]
-        for mark in marks:
-            if module.qualified(mark.func if isinstance(mark, ast.Call) else mark) == "torch.no_grad":
-                yield Problem(
-                    mark, f"{function.name} is for inference. Use torch.inference_mode() in place of no_grad."
-                )
-                return
 
 
 RULES = (
@@ -422,6 +327,4 @@ RULES = (
     EvaluationInTrainingMode(),
     TrainingInEvaluationMode(),
     TrainModeInEvaluation(),
-    BackwardWithoutGradients(),
-    PreferInferenceMode(),
 )

@@ -5,6 +5,8 @@ from torchguard.lint._rules import (
     channel,
     creation,
     distributed,
+    export,
+    gradients,
     graph,
     inplace,
     modes,
@@ -14,7 +16,10 @@ from torchguard.lint._rules import (
 )
 from torchguard.lint._rules.base import Rule
 
-_TOPICS = (annotations, creation, inplace, modes, distributed, graph, channel, numerics, style, testing)
+_TOPICS = (
+    *(annotations, creation, inplace, modes, gradients, distributed),
+    *(graph, export, channel, numerics, style, testing),
+)
 RULES: dict[str, Rule] = {
     rule.code: rule for rule in sorted((rule for topic in _TOPICS for rule in topic.RULES), key=lambda rule: rule.code)
 }

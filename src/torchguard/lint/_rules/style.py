@@ -1,4 +1,4 @@
-"""Names and length of functions."""
+"""How code is written: names, length of functions, formulas."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torchguard.lint import _values as values
 from torchguard.lint._module import Module
-from torchguard.lint._rules.base import FUNCTIONS, Problem, Rule
+from torchguard.lint._rules.base import FUNCTIONS, Problem, Rule, has_spread, is_method
 
 # `box2mask`, and not `conv2d`, `log2`, `resnet2x`.
 _DIGIT = re.compile(r"^_?(?:convert_)?([a-z]{2,})2([a-z]{2,})$")
@@ -72,4 +72,71 @@ long call or docstring does not make a function long.
             yield Problem(node, f"{function.name} has {count} statements, more than {longest}. Split it.")
 
 
-RULES = (ConversionName(), FunctionLength())
+CHAINED = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+
+
+class MethodChain(Rule):
+    code = "TG220"
+    name = "method-chain"
+    nodes = (ast.Call,)
+    is_fixable = True
+    summary = "Arithmetic is written as a chain of methods: `a.add(b).add(c)`."
+    why = """
+`a + b + c` computes the same, reads as the formula, and makes the order of operations visible. Both make one
+intermediate tensor in eager mode and none under Inductor: it is a matter of reading alone.
+"""
+    wrong = """
+import torch
+
+def total(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return a.add(b).add(c)
+"""
+    right = """
+import torch
+
+def total(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return a + b + c
+"""
+    silence = "Where a library's style asks for methods."
+
+    def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
+        assert isinstance(node, ast.Call)
+        parent = next(module.parents(node), None)
+        if isinstance(parent, ast.Attribute) and parent.attr in CHAINED:
+            return  # the outermost call of a chain is reported
+        links = chain(node, module)
+        if len(links) > 2:
+            yield Problem(node, f"a chain of methods. Write it as a formula: {formula(links)}.")
+
+
+def chain(node: ast.expr, module: Module) -> list[tuple[str, ast.expr]]:
+    """`[("", a), ("+", b), ("+", c)]` of `a.add(b).add(c)`, if a is a tensor; else the expression alone."""
+    if (
+        is_method(node, *CHAINED)
+        and isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and len(node.args) == 1
+        and not node.keywords
+        and not has_spread(node)
+        and module.value(node.func.value) in (values.TENSOR, values.INT, values.BOOL)
+    ):
+        return [*chain(node.func.value, module), (CHAINED[node.func.attr], node.args[0])]
+    return [("", node)]
+
+
+def formula(links: list[tuple[str, ast.expr]]) -> str:
+    written = ast.unparse(links[0][1]) if isinstance(links[0][1], _ATOMS) else f"({ast.unparse(links[0][1])})"
+    is_sum = False
+    for op, node in links[1:]:
+        if op in "*/" and is_sum:
+            written = f"({written})"
+        is_sum = op in "+-"
+        operand = ast.unparse(node) if isinstance(node, _ATOMS) else f"({ast.unparse(node)})"
+        written = f"{written} {op} {operand}"
+    return written
+
+
+_ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+
+
+RULES = (ConversionName(), FunctionLength(), MethodChain())

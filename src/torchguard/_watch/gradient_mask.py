@@ -1,0 +1,112 @@
+"""Gradient masks: zeros in the gradient of every sample that has a non-finite entry in it.
+
+A mask mostly finds nothing. It is an operator that is not compiled: on a GPU one kernel that only reads, on the CPU a
+check that ends early; as traced operations it would write the gradient in every case. What it finds is recorded by the
+gradient probes (`gradient_probes.py`).
+"""
+
+import torch
+from torch import Tensor
+
+from torchguard._operators import define_opaque
+from torchguard._torch.tracing import can_read, is_traced
+from torchguard._watch.batch import Batch, row_code
+from torchguard._watch.detect import PROBE_INF, PROBE_NAN, all_finite, is_finite, is_nan, row_status
+from torchguard._watch.gradient_probes import ProbeTable, new_table
+from torchguard._watch.zeros import has_kernel, zero_vectors
+from torchguard.checks import floats_of
+
+# Samples with this many numbers or more would overflow the kernel's int32 offsets.
+MAX_SAMPLE_SIZE = 2**31 - 2**20
+
+
+def masked_gradient(
+    grad: Tensor, batch: Batch, rows: int | None, table: ProbeTable | None, location: int
+) -> tuple[Tensor, Tensor | None]:
+    """A gradient with zeros in every sample that is not finite, and the probe's gradient, `(batch,)`.
+
+    The latter is None if it was written into the table.
+
+    A float16 gradient is masked only for samples that were bad going forward. It may have overflowed because of the
+    loss scale, and a `GradScaler` has to see that to lower the scale.
+
+    Args:
+        rows: the row code of the tensor, if it is known.
+        table: where to write the probe's gradient, if the table is on the device of `grad`.
+    """
+    if table is not None and table.cell.is_running:
+        return grad, None  # a fault in it is found where the model uses it
+    if grad.dtype == torch.float16:
+        return _masked_float16(grad, batch, rows, None if table is None else table.cell.origins)
+    if is_traced(grad) and batch.is_sample_major(grad.shape, rows) and not _needs_traced_mask(grad):
+        finite = grad.clone()  # Inductor leaves the copy out if nothing else reads `grad`
+        if table is not None and table.device == grad.device:
+            _call_mask_gradient_(finite, table.open(), location, batch.size)
+            return finite, None
+        own = new_table(1, batch.size, grad.device)
+        _call_mask_gradient_(finite, own, 0, batch.size)
+        return finite, own[0, 0]
+    return _masked_gradient(grad, batch, rows)
+
+
+def _needs_traced_mask(grad: Tensor) -> bool:
+    """Whether the operator cannot be used: it has no derivative, and Inductor refuses complex tensors in it."""
+    return grad.is_complex() or torch.is_grad_enabled()
+
+
+def _masked_float16(
+    grad: Tensor, batch: Batch, rows: int | None, origins: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if origins is None:
+        return grad, None
+    _, probe = _masked_gradient(grad, batch, rows)
+    is_bad = (origins[0] >= 0).to(grad.device)
+    keep = batch.broadcast(~is_bad, grad, rows)
+    if keep is None:
+        status = row_status(grad)
+        return torch.where(is_bad.any(), zero_vectors(is_finite(status), grad), grad), probe
+    return torch.where(keep, grad, 0).to(grad.dtype), probe
+
+
+def _masked_gradient(grad: Tensor, batch: Batch, rows: int | None) -> tuple[Tensor, Tensor]:
+    if can_read(grad) and all_finite(floats_of(grad)):
+        return grad, torch.zeros(batch.size, device=batch.device)
+    status = row_status(grad)
+    by_sample = batch.status_by_sample(status, rows)
+    if by_sample is None:  # an unbatched gradient counts for all samples
+        worst = status.amax().expand(batch.size)
+        return zero_vectors(is_finite(status), grad), _probe_gradient(worst).to(batch.device)
+    worst = by_sample.amax(tuple(range(1, by_sample.ndim)))
+    keep = batch.broadcast(is_finite(worst).to(grad.device), grad, rows)
+    assert keep is not None
+    return torch.where(keep, grad, 0).to(grad.dtype), _probe_gradient(worst)
+
+
+def _probe_gradient(worst: Tensor) -> Tensor:
+    return torch.where(is_nan(worst), PROBE_NAN, torch.where(is_finite(worst), 0.0, PROBE_INF))
+
+
+def _call_mask_gradient_(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
+    """Call the operator `mask_gradient_`."""
+    _MASK_GRADIENT_(grad, table, location, samples)
+
+
+def _mask_gradient_op(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
+    """In place, for samples of equal size. If all is finite, as usual, one pass reads it and nothing is written."""
+    if has_kernel(grad) and grad.numel() // samples < MAX_SAMPLE_SIZE:
+        from torchguard._watch.kernels import mask_gradient
+
+        mask_gradient(grad, table, location, samples)
+        return
+    batch = Batch(samples, (grad.shape[0] // samples,) if samples else (), 0, grad.device)
+    finite, probe = _masked_gradient(grad, batch, row_code(0))
+    if finite is not grad:
+        grad.copy_(finite)
+        table[0, location] = torch.maximum(table[0, location], probe)
+
+
+_MASK_GRADIENT_ = define_opaque(
+    "mask_gradient_(Tensor(a!) grad, Tensor(b!) table, int location, SymInt samples) -> ()",
+    _mask_gradient_op,
+    lambda *_: None,
+)

@@ -1,0 +1,155 @@
+"""The values of a run as a section of a report: when samples went bad, where they first did, and each incident."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchguard.report import Cell, Facts, HeatMap, LineChart, Section, Series, Status, Table, Text, Verdict
+
+_PAGES = 100  # incidents that get a page of their own
+_MOST_STEPS = 100_000  # of a curve and a heat map
+_AFTER = Text(
+    "A module is shown after an origin if the model defines it later, and a sample was bad at as many checks as there "
+    "are such modules. Where the numbers differ, only the origin is shown."
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One incident as text and numbers.
+
+    Attributes:
+        step: the number of the call; None where it is not known.
+        where: the origin in words.
+        further: at how many locations the sample was bad after that.
+        path: the watched locations from the origin on, in the order of the model; empty if it is not known.
+        text: the incident in one line.
+        retry: what `Retry` did about it.
+    """
+
+    step: int | None
+    sample: int | None
+    code: str
+    where: str
+    text: str
+    id: int | None = None
+    position: int | None = None
+    further: int = 0
+    cause: str = ""
+    path: tuple[str, ...] = ()
+    retry: str = ""
+
+
+def values_section(
+    title: str,
+    calls: int,
+    faults: Sequence[Fault],
+    *,
+    total: int | None = None,
+    notes: Sequence[tuple[Status, str]] = (),
+    unit: str = "step",
+) -> Section:
+    """The section of one model.
+
+    Args:
+        unit: what `Fault.step` counts: steps from 0, or calls from 1.
+        calls: how many there were; 0 if it is not known.
+        faults: those that were kept, in the order of their steps.
+        total: how many there were, if not all were kept.
+        notes: what else is known, such as parameters that are not finite.
+    """
+    total = len(faults) if total is None else total
+    verdicts = [Verdict(*_verdict(calls, faults, total)), *(Verdict(*note) for note in notes)]
+    if not faults:
+        return Section(title, tuple(verdicts))
+    blocks = [_origins(faults, unit), *_over_steps(calls, faults, unit), _incidents(faults, total, unit)]
+    pages = (_page(number, fault, unit) for number, fault in enumerate(faults[:_PAGES]))
+    return Section(title, (*verdicts, *blocks), tuple(pages))
+
+
+def _verdict(calls: int, faults: Sequence[Fault], total: int) -> tuple[Status, str]:
+    in_calls = f"{calls:,} call{'' if calls == 1 else 's'}" if calls else "its calls"
+    if not total:
+        return "ok", f"No sample went bad in {in_calls}."
+    steps = {one.step for one in faults}
+    of = f"{len(steps):,} of {in_calls}" if calls and total == len(faults) else in_calls
+    first = f" First {faults[0].code} at {faults[0].where}." if faults else ""
+    return "bad", f"{total:,} sample{' was' if total == 1 else 's were'} bad in {of}.{first}"
+
+
+def _origins(faults: Sequence[Fault], unit: str) -> Table:
+    """Where samples first went bad, the earliest first."""
+    groups: dict[tuple[str, str], list[Fault]] = {}
+    for one in faults:
+        groups.setdefault((one.where, one.code), []).append(one)
+    rows = []
+    for (where, code), found in groups.items():
+        steps = [one.step for one in found if one.step is not None]
+        ids = [*dict.fromkeys(one.id for one in found if one.id is not None)]
+        shown = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
+        rows.append((where, code, len(found), min(steps, default=None), max(steps, default=None), shown))
+    columns = ["origin", "code", "samples", f"first {unit}", f"last {unit}", "dataset ids"]
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return Table(tuple(columns), tuple(rows), "Where samples first went bad")
+
+
+def _over_steps(calls: int, faults: Sequence[Fault], unit: str) -> list[LineChart | HeatMap | Text]:
+    """Bad samples in each step, and where; nothing where steps are not known or there is only one."""
+    known = [(one.step, one) for one in faults if one.step is not None]
+    steps = min(max([calls + (unit == "call"), *(step + 1 for step, _ in known)]), _MOST_STEPS)
+    if len(known) < len(faults) or steps < 2:
+        return []
+    known = [(step, one) for step, one in known if step < steps]
+    counts = Counter(step for step, _ in known)
+    values = tuple(float(counts[step]) for step in range(steps))
+    curve = LineChart(f"Bad samples in each {unit}", unit, "samples", tuple(range(steps)), (Series("bad", values),))
+    cells: Counter[tuple[str, int]] = Counter()
+    origins = dict.fromkeys(one.where for _, one in known)
+    affected: dict[str, None] = {}
+    for step, one in known:
+        cells[one.where, step] += 1
+        # Which locations these were is known only if they were as many as there are.
+        for path in one.path[1:] if one.further == len(one.path) - 1 else ():
+            if path not in origins:
+                affected[path] = None
+                cells[path, step] += 1
+    rows = (*origins, *affected)
+    number = {name: i for i, name in enumerate(rows)}
+    names = (*origins, *(f"{name} (after an origin)" for name in affected))
+    found = tuple((number[name], step, count) for (name, step), count in cells.items())
+    map_title = "Where samples were bad, origins first"
+    return [
+        curve,
+        HeatMap(map_title, "module", unit, names, steps, found, "samples"),
+        *([_AFTER] if affected else []),
+    ]
+
+
+def _incidents(faults: Sequence[Fault], total: int, unit: str) -> Table:
+    columns = ("incident", unit, "sample", "dataset id", "code", "origin", "further locations", "cause")
+    rows: list[tuple[Cell, ...]] = [
+        (i, one.step, one.sample, one.id, one.code, one.where, one.further, one.cause) for i, one in enumerate(faults)
+    ]
+    links = tuple(f"incident-{i}" if i < _PAGES else "" for i in range(len(faults)))
+    return Table(columns, tuple(rows), "Incidents", links, total if total > len(faults) else None)
+
+
+def _page(number: int, fault: Fault, unit: str) -> Section:
+    facts: list[tuple[str, Cell]] = [
+        (unit.capitalize(), fault.step),
+        ("Sample", fault.sample),
+        ("Dataset id", fault.id),
+        ("Origin", fault.where),
+        ("Code", fault.code),
+        ("Position", fault.position),
+        ("Cause", fault.cause or None),
+        ("Retry", fault.retry or None),
+    ]
+    blocks = [Facts(tuple((name, value) for name, value in facts if value is not None)), Text(fault.text)]
+    if fault.path:
+        rows = tuple((i, name, "" if i else "origin") for i, name in enumerate(fault.path))
+        found = f"the sample was bad at {fault.further} check{'' if fault.further == 1 else 's'} after its origin"
+        title = f"Its path through the model: {found}. The locations from there on, as the model defines them"
+        blocks.append(Table(("", "location", ""), rows, title))
+    return Section(f"Incident {number}: {fault.text}", tuple(blocks), id=f"incident-{number}", collapsed=True)

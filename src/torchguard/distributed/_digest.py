@@ -1,0 +1,129 @@
+"""A digest of the flags of all ranks: its size does not depend on their number, nor on the batch.
+
+A gather over thousands of ranks takes as many steps as there are ranks, a reduction their logarithm. So counts are
+summed, and the first error is found by a maximum: two reductions, since SUM and MAX cannot share one.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from torchguard._channel.codes import ErrorCode
+from torchguard._channel.packing import Flags, unpack
+from torchguard._channel.query import is_err
+from torchguard._channel.slot_bits import CODE_BITS, CODE_MASK, LOCATION_BITS, LOCATION_MASK, SLOT_MASK, slot_code
+from torchguard._channel.validate import require_flags
+from torchguard._torch.tracing import can_read
+from torchguard.distributed._group import Group, group_of, largest, total
+from torchguard.distributed._locations import checksum
+from torchguard.exceptions import RankMismatchError
+from torchguard.locations import ErrorLocation
+
+_CODES = CODE_MASK + 1
+_SAMPLE_BITS, _RANK_BITS = 28, 20
+_MAX_SAMPLE, _MAX_RANK = (1 << _SAMPLE_BITS) - 1, (1 << _RANK_BITS) - 1
+
+
+class Digest(NamedTuple):
+    """What the samples of all ranks came to in one step: the same on every rank. `str` describes it.
+
+    Attributes:
+        samples: of all ranks.
+        bad: how many of them have an error.
+        bad_ranks: how many ranks have a bad sample.
+        codes: for each code, how many samples have it.
+        rank: the first rank that has a bad sample; -1 if none has, as in the fields that follow.
+        sample: the first bad sample of that rank, by its index in its batch.
+        location: the id of the location of its first error.
+        code: of its first error.
+        step: as it was given.
+        is_consistent: False if the ranks gave different steps, or if they have different ids for their locations: the
+            id is then that of the rank.
+    """
+
+    samples: Int64[Tensor, ""]
+    bad: Int64[Tensor, ""]
+    bad_ranks: Int64[Tensor, ""]
+    codes: Int64[Tensor, " 16"]
+    rank: Int64[Tensor, ""]
+    sample: Int64[Tensor, ""]
+    location: Int64[Tensor, ""]
+    code: Int64[Tensor, ""]
+    step: Int64[Tensor, ""]
+    is_consistent: Bool[Tensor, ""]
+
+    def __str__(self) -> str:
+        values = torch.cat([field.detach().to(torch.int64).reshape(-1) for field in self]).tolist()
+        samples, bad, bad_ranks, *codes = values[: 3 + _CODES]
+        rank, sample, location, code, step, is_consistent = values[3 + _CODES :]
+        prefix = "" if step < 0 else f"step {step}: "
+        if not bad:
+            return f"{prefix}{samples} samples, no errors"
+        counts = ", ".join(f"{count}x{ErrorCode.name(code)}" for code, count in enumerate(codes) if count)
+        name = ErrorLocation.name(location) if is_consistent else f"location {location} of that rank"
+        on_ranks = f"{bad_ranks} rank{'s' if bad_ranks > 1 else ''}"
+        first = f"the first is rank {rank}, sample {sample}: {ErrorCode.name(code)} at {name}"
+        return f"{prefix}{bad} of {samples} samples are bad, on {on_ranks} ({counts}); {first}"
+
+
+def digest(f: Flags, group: Group = None, *, step: int | Tensor = -1) -> Digest:
+    """Counts by code, and the first error of the first bad rank, over the samples of all ranks.
+
+    Ranks that give different steps have lost each other: all of them raise `RankMismatchError`, or, in a graph and on a
+    GPU, get `is_consistent=False`.
+
+    Args:
+        group: the ranks that have different samples; all by default.
+        step: the number of the step; in a graph a tensor, or each step would be compiled anew.
+
+    >>> f = err.from_code(err.NAN, ErrorLocation.register("head"), n=2)
+    >>> print(digest(f, step=7))
+    step 7: 2 of 2 samples are bad, on 1 rank (2xNAN); the first is rank 0, sample 0: NAN at head
+    """
+    require_flags("digest", f)
+    ranks = group_of("digest", group)
+    rank = 0 if ranks is None else dist.get_rank(ranks)
+    now = torch.as_tensor(step, dtype=torch.int64, device=f.device)
+    table = torch.full_like(now, 0 if ranks is None else checksum())
+    sums, first = _counts(f), torch.stack([_first(f, rank), now, -now, table, -table])
+    if ranks is not None:
+        sums, first = total(sums, ranks), largest(first, ranks)
+    key, newest, oldest, *tables = first.unbind()
+    is_same_step, is_same_table = newest == -oldest, tables[0] == -tables[1]
+    if can_read(first) and not is_same_step:
+        raise RankMismatchError(f"digest: the ranks are at different steps, {-int(oldest)} to {int(newest)}.")
+    none = torch.full_like(key, -1)
+    fields = (
+        _MAX_RANK - (key >> (_SAMPLE_BITS + LOCATION_BITS + CODE_BITS)),
+        (key >> (LOCATION_BITS + CODE_BITS)) & _MAX_SAMPLE,
+        (key >> CODE_BITS) & LOCATION_MASK,
+        key & CODE_MASK,
+    )
+    first_rank, sample, location, code = (torch.where(key > 0, field, none) for field in fields)
+    is_consistent = is_same_step & is_same_table
+    return Digest(sums[0], sums[1], sums[2], sums[3:], first_rank, sample, location, code, newest, is_consistent)
+
+
+def _counts(f: Flags) -> Int64[Tensor, " 19"]:
+    """The samples, the bad ones, 1 if there is one, and the samples with each code."""
+    slots = unpack(f).to(torch.int64) & SLOT_MASK
+    codes = torch.arange(_CODES, dtype=torch.int64, device=f.device)
+    has_code = ((slot_code(slots).unsqueeze(-1) == codes) & (slots != 0).unsqueeze(-1)).any(1)
+    bad = is_err(f).sum()
+    size = torch.full_like(bad, f.shape[0])
+    return torch.cat([torch.stack([size, bad, (bad > 0).to(torch.int64)]), has_code.sum(0)])
+
+
+def _first(f: Flags, rank: int) -> Int64[Tensor, ""]:
+    """Rank, sample, location and code of the first error as one number, larger for a smaller rank; 0 for no error."""
+    if f.shape[0] == 0:
+        return torch.zeros((), dtype=torch.int64, device=f.device)
+    bad, last = is_err(f), f.shape[0] - 1
+    samples = torch.arange(f.shape[0], dtype=torch.int64, device=f.device)
+    sample = torch.where(bad, samples, last).amin(0)
+    slot = unpack(f).index_select(0, sample.reshape(1))[0, 0].to(torch.int64) & SLOT_MASK
+    place = ((_MAX_RANK - rank) << _SAMPLE_BITS) | sample.clamp(max=_MAX_SAMPLE)
+    return torch.where(bad.any(), (place << (LOCATION_BITS + CODE_BITS)) | (slot >> 2), 0)

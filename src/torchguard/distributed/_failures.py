@@ -1,0 +1,134 @@
+"""Which rank a collective failed for.
+
+If a rank dies, a collective of the others fails with an error of the transport, such as "Connection closed by peer", or
+with a timeout. Neither names the rank. So while `name_failures` is active, a thread of each rank counts up a number in
+the store of the process group. A rank whose number stands still is dead. A rank that leaves the block by an exception
+writes that into the store, so that the others can tell what they waited for.
+"""
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from torchguard._torch.collectives import default_store
+from torchguard.distributed._group import Group, group_of
+from torchguard.exceptions import RankFailedError
+
+# Of each group: how many blocks this process has entered. The same on all ranks, so that keys match.
+_entered: Counter[str] = Counter()
+
+
+@contextlib.contextmanager
+def name_failures(group: Group = None, *, interval: float = 1.0) -> Iterator[None]:
+    """In the block, an error of a collective names the ranks that caused it: `RankFailedError`.
+
+    A rank that waits for another gets its error when the collective fails: at once if the connection is closed, and
+    after the timeout of the process group otherwise. Naming takes up to three intervals more. Put it around the
+    training loop, on every rank of the group.
+
+    Args:
+        group: the ranks that the block waits for; all by default.
+        interval: seconds between two signs of life.
+    """
+    ranks = group_of("name_failures", group)
+    if ranks is None:
+        yield
+        return
+    board = _Board(ranks, interval)
+    try:
+        yield
+    except Exception as error:
+        is_transport = _is_of_transport(error)
+        board.post("failed" if is_transport else "raised", f"{type(error).__name__}: {error}")
+        causes = board.causes() if is_transport else {}
+        if not causes:
+            raise
+        listed = "; ".join(f"rank {rank} {text}" for rank, text in causes.items())
+        raise RankFailedError(f"{listed}. Rank {board.rank} waited for it: {error}", causes) from error
+    else:
+        board.post("left", "the block, and takes part in no more collectives")
+    finally:
+        board.close()
+
+
+def _is_of_transport(error: Exception) -> bool:
+    """Whether an error is one of a collective. gloo raises plain RuntimeErrors, with its source file in the text."""
+    text = str(error).lower()
+    is_named = any(word in text for word in ("gloo", "nccl", "timed out", "connection closed", "connection reset"))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and is_named)
+
+
+class _Board:
+    """Notes of all ranks in the store: a number that each counts up, and how it left the block."""
+
+    def __init__(self, group: dist.ProcessGroup, interval: float) -> None:
+        self.rank, self._interval = dist.get_rank(), interval
+        self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
+        name = group.group_name
+        _entered[name] += 1
+        self._prefix = f"torchguard/{name}/{_entered[name]}"
+        self._store = default_store()
+        self._is_closed = threading.Event()
+        self._store.set(self._key("alive", self.rank), "0")
+        self._thread = threading.Thread(target=self._count, args=(default_store(),), daemon=True)
+        self._thread.start()
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"{self._prefix}/{kind}/{rank}"
+
+    def _count(self, store: Any) -> None:
+        number = 0
+        while not self._is_closed.wait(self._interval):
+            number += 1
+            try:
+                store.set(self._key("alive", self.rank), str(number))
+            except dist.DistError:  # the store is gone, which the others notice as well
+                return
+
+    def post(self, kind: str, text: str) -> None:
+        """Say how this rank left the block: it "raised", "failed" in a collective, or just "left"."""
+        with contextlib.suppress(dist.DistError):  # without the store, there is nobody to tell
+            self._store.set(self._key("end", self.rank), f"{kind} {text}"[:2000])
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+    def causes(self) -> dict[int, str]:
+        """The ranks that a collective failed for, with what is known of each."""
+        try:
+            return self._ended("raised") or self._ended("left") or self._dead() or self._absent()
+        except dist.DistError as error:
+            return {0: f"hosts the store of the process group, which is gone ({error})"} if self.rank else {}
+
+    def _ended(self, how: str) -> dict[int, str]:
+        """The ranks that are no longer in the block, by their own doing."""
+        return {rank: text for rank, text in self._read("end").items() if text.startswith(how)}
+
+    def _dead(self) -> dict[int, str]:
+        before, end = self._read("alive"), time.monotonic() + 3 * self._interval
+        silent = {*self._others}
+        while silent and time.monotonic() < end:
+            time.sleep(self._interval / 4)
+            now, ended = self._read("alive"), self._read("end")
+            silent = {rank for rank in silent if now.get(rank) == before.get(rank) and rank not in ended}
+        text = f"died or is stopped: no sign of life for {3 * self._interval:g} s"
+        return self._ended("raised") or dict.fromkeys(sorted(silent), text)
+
+    def _absent(self) -> dict[int, str]:
+        """Ranks that are alive, and did not fail in a collective as this one did."""
+        running = [rank for rank in self._others if rank not in self._read("end")]
+        return dict.fromkeys(running, "is alive, and did not take part in the collective, or waits for another one")
+
+    def _read(self, kind: str) -> dict[int, str]:
+        found = {}
+        for rank in self._others:
+            key = self._key(kind, rank)
+            if self._store.check([key]):
+                found[rank] = self._store.get(key).decode()
+        return found

@@ -1,0 +1,115 @@
+"""Flags of all ranks: merged sample by sample, or one after the other.
+
+A gather of tensors of different sizes ends in a crash or a hang, on gloo and on NCCL. So in eager mode the ranks first
+compare what they have, by a gather of a few numbers, and all of them raise where it does not go together. A graph
+cannot raise: there, sizes have to be the same on all ranks.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Int64
+from torch import Tensor
+
+from torchguard._channel.config import CARRIERS, ErrorConfig
+from torchguard._channel.packing import Flags, bits, words_to_flags
+from torchguard._channel.record import merge
+from torchguard._channel.validate import require_flags
+from torchguard._torch.tracing import is_plain
+from torchguard.distributed._group import Group, gathered, gathered_numbers, group_of, require_same
+from torchguard.distributed._locations import checksum, translated
+from torchguard.exceptions import BatchMismatchError
+
+_CARRIERS = [*CARRIERS]
+
+
+class GatheredFlags(NamedTuple):
+    """The flags of the samples of all ranks, rank 0's first.
+
+    Attributes:
+        flags: one row a sample.
+        ranks: the rank that has the sample.
+        samples: its index in the batch of that rank; -1 in rows that hold no sample.
+        global_samples: its index in the batch of all ranks; -1 in rows that hold no sample.
+    """
+
+    flags: Flags
+    ranks: Int64[Tensor, " all"]
+    samples: Int64[Tensor, " all"]
+    global_samples: Int64[Tensor, " all"]
+
+
+def merge_flags(f: Flags, group: Group = None, config: ErrorConfig | None = None) -> Flags:
+    """The errors that any rank has recorded for each sample, where all ranks of the group have the same samples.
+
+    That is so in tensor, pipeline and sequence parallelism. Those of rank 0 count as the oldest. Every rank gets the
+    same flags. Ranks with different samples: `gather_flags`.
+    """
+    require_flags("merge_flags", f)
+    ranks = group_of("merge_flags", group)
+    if ranks is None:
+        return f
+    tables: list[int] | None = None
+    if is_plain(f):
+        sizes, tables = _compared("merge_flags", f, ranks)
+        require_same("merge_flags", "the number of samples", sizes, "Ranks with different samples: gather_flags.")
+    parts = [words_to_flags(words, f) for words in gathered(bits(f), ranks).unbind()]
+    if tables is not None:
+        parts = translated(parts, tables, ranks)
+    return merge(*parts, config=config)
+
+
+def gather_flags(f: Flags, group: Group = None, *, rows: int | None = None) -> GatheredFlags:
+    """The flags of the samples of all ranks, with the rank and the global index of each.
+
+    In eager mode, ranks may have different numbers of samples. In a graph the result has to have a fixed shape: give
+    `rows` unless all ranks have equally many.
+
+    Args:
+        group: the ranks that have different samples; all by default.
+        rows: the most samples of a rank. Each then has this many rows in the result; those without a sample are empty.
+
+    >>> gather_flags(err.new_t(2)).global_samples
+    tensor([0, 1])
+    """
+    require_flags("gather_flags", f)
+    count = f.shape[0]
+    if rows is not None and count > rows:
+        raise BatchMismatchError(f"gather_flags: the batch has {count} samples and rows is {rows}. Give more rows.")
+    ranks = group_of("gather_flags", group)
+    width, tables = count if rows is None else rows, None
+    if ranks is not None and is_plain(f):
+        sizes, tables = _compared("gather_flags", f, ranks, -1 if rows is None else rows)
+        width = max(sizes) if rows is None else rows
+    # One row for the number of samples, so that one gather does.
+    words = bits(f)
+    size = torch.full((1, words.shape[1]), count, dtype=words.dtype, device=f.device)
+    sent = torch.cat([size, torch.nn.functional.pad(words, (0, 0, 0, width - count))])
+    received = sent.unsqueeze(0) if ranks is None else gathered(sent, ranks)
+    parts = [words_to_flags(part, f) for part in received[:, 1:].unbind()]
+    if ranks is not None and tables is not None:
+        parts = translated(parts, tables, ranks)
+    found = _numbered(torch.cat(parts), received[:, 0, 0].to(torch.int64), width)
+    return found if rows is not None or tables is None else GatheredFlags(*(x[found.samples >= 0] for x in found))
+
+
+def _numbered(flags: Flags, sizes: Int64[Tensor, " ranks"], width: int) -> GatheredFlags:
+    """Flags with `width` rows for each rank, and what each row is."""
+    rank = torch.arange(sizes.shape[0], dtype=torch.int64, device=sizes.device).unsqueeze(1).expand(-1, width)
+    sample = torch.arange(width, dtype=torch.int64, device=sizes.device).expand_as(rank)
+    start = (sizes.cumsum(0) - sizes).unsqueeze(1)
+    is_used = sample < sizes.unsqueeze(1)
+    in_rank, in_all = torch.where(is_used, sample, -1), torch.where(is_used, start + sample, -1)
+    return GatheredFlags(flags, rank.flatten(), in_rank.flatten(), in_all.flatten())
+
+
+def _compared(who: str, f: Flags, group: dist.ProcessGroup, rows: int = -1) -> tuple[list[int], list[int]]:
+    """The number of samples and the checksum of the location names of each rank. Raises where flags do not match."""
+    own = [f.shape[0], f.shape[1], _CARRIERS.index(f.dtype), rows, checksum()]
+    sizes, words, carriers, rows_of_ranks, tables = zip(*gathered_numbers(own, f.device, group), strict=True)
+    advice = "Use one ErrorConfig on all ranks."
+    require_same(who, "the dtype of their flags", [_CARRIERS[carrier] for carrier in carriers], advice)
+    require_same(who, "the words of their flags", words, advice)
+    require_same(who, "rows", [None if one < 0 else one for one in rows_of_ranks], "Give the same on all ranks.")
+    return [*sizes], [*tables]

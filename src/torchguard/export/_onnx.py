@@ -1,0 +1,120 @@
+"""A guarded or watched model as an ONNX file."""
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchguard._extras import require_extra
+from torchguard._pytrees import tensors_in
+from torchguard.exceptions import ExportError
+from torchguard.export._example import Dims
+from torchguard.export._program import Traced, trace
+from torchguard.export._signature import KEY, Signature, signature
+from torchguard.export._verify import verify_outputs
+
+
+def to_onnx(
+    model: nn.Module,
+    example: Any,
+    path: str | os.PathLike[str],
+    *,
+    batch: tuple[int, int | None] = (1, None),
+    dims: Dims | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    opset: int | None = None,
+    verify: bool = True,
+) -> Signature:
+    """Write a guarded or watched model to an ONNX file. The flags are its last output, "flags".
+
+    Args:
+        model: in eval mode: a watched model, or one that returns flags last.
+        example: one tensor, a tuple of positional arguments, or a mapping of keyword arguments, of two samples or more.
+        batch: the least and the most samples of a call, None for no limit. `(8, 8)`: always 8.
+        dims: other dims that vary: `{"input_ids": {1: "length"}}`; dims of one name have one size.
+        input_names: by default the names of the arguments.
+        output_names: by default the names of what the model returns, the last one being "flags".
+        opset: the version of ONNX's operators; None for torch's default.
+        verify: run the file in onnxruntime, and compare it with the model on the example, on other batch sizes and with
+            NaN and Inf in the inputs. Flags have to be equal bit for bit.
+    """
+    require_extra("to_onnx", "onnx", "onnx", "onnxscript", *(["onnxruntime"] if verify else []))
+    traced = trace(model, example, batch, dims or {})
+    found = traced.signature
+    inputs = _checked("input_names", input_names, found.inputs)
+    outputs = _checked("output_names", output_names, found.outputs)
+    _require_integer_flags(traced)
+    with _quiet():
+        try:
+            made = torch.onnx.export(
+                traced.program, input_names=inputs, output_names=outputs, opset_version=opset, verbose=False
+            )
+        except Exception as error:
+            raise ExportError(f"to_onnx: torch.onnx fails on this {type(model).__name__}: {error}") from error
+    assert made is not None
+    # What the file itself says: an argument that the model does not use is no input.
+    graph = made.model.graph
+    names = [one.name or "" for one in graph.inputs]
+    written = signature(model, names, [one.name or "" for one in graph.outputs], batch)
+    made.model.metadata_props[KEY] = written.to_json()
+    made.save(os.fspath(path))
+    if verify:
+        _verify(traced, model, path, inputs, batch)
+    return written
+
+
+def _checked(what: str, given: Sequence[str] | None, names: tuple[str, ...]) -> list[str]:
+    if given is not None and len(given) != len(names):
+        raise ExportError(f"to_onnx: {what} has {len(given)} names, but there are {len(names)}: {', '.join(names)}.")
+    chosen = [*(names if given is None else given)]
+    if len({*chosen}) < len(chosen):
+        raise ExportError(f"to_onnx: {what} are not distinct: {', '.join(chosen)}.")
+    return chosen
+
+
+def _require_integer_flags(traced: Traced) -> None:
+    (output,) = traced.program.graph.find_nodes(op="output")
+    last = output.args[0][-1].meta["val"]
+    if last.dtype.is_floating_point:
+        raise ExportError(
+            f"to_onnx: the last output is {last.dtype}, of {last.ndim} dims. If it has the flags: ONNX cannot read "
+            "floats as bits, use ErrorConfig(flag_dtype=torch.int64). If not: give watch(model), or return flags last."
+        )
+
+
+def _verify(traced: Traced, model: nn.Module, path: Any, inputs: list[str], batch: tuple[int, int | None]) -> None:
+    import onnxruntime
+
+    try:
+        session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ExportError(f"to_onnx: onnxruntime cannot load {path}: {error}") from error
+    used = {one.name for one in session.get_inputs()}
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        tensors = [z.cpu() for _, z in tensors_in((args, kwargs))]
+        feeds = {name: z.numpy() for name, z in zip(inputs, tensors, strict=True) if name in used}
+        return [torch.from_numpy(one) for one in session.run(None, feeds)]
+
+    verify_outputs(traced.example, model, run, batch, "onnxruntime")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's messages about itself, such as that torchvision is not installed."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,149 @@
+"""Lightning's `Trainer`: one bad sample costs one sample.
+
+`RetryMixin` guards the steps of a `LightningModule` whose `training_step` returns the loss of each sample:
+
+    class Model(RetryMixin, LightningModule):
+        def training_step(self, batch, batch_idx):
+            losses = F.cross_entropy(self(batch["x"]), batch["y"], reduction="none")
+            self.log("train_loss", losses.mean())
+            return losses
+
+Lightning runs `training_step`, clears the gradients, and runs `backward`. `Retry` has to run both, after the gradients
+were cleared, so all of it happens in `backward`: Lightning's own call of `training_step` only keeps the batch. What the
+step logs is held back until it is known which of its runs counts.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchguard import err
+from torchguard._extras import require_extra
+from torchguard._retry import Retry, RetryReport
+from torchguard._watch.wrapper import is_watched
+from torchguard.exceptions import RetryError, WatchError
+
+require_extra("torchguard.integrations.lightning", "lightning", "lightning")
+from lightning.pytorch import Callback  # noqa: E402
+
+__all__ = ["RetryMixin", "TorchGuardCallback"]
+
+logger = logging.getLogger("torchguard")
+
+
+class RetryMixin:
+    """A `LightningModule` whose steps are guarded by `Retry`: `class Model(RetryMixin, LightningModule)`.
+
+    Its `training_step` returns the loss of each sample, or `(sums, weights)`. `self.guard` is the `Retry`; its reports
+    are in `self.guard.history`. The loss that Lightning passes to `on_train_batch_end` is NaN: log your own.
+
+    Attributes:
+        retry_options: arguments of `Retry`, by name.
+    """
+
+    retry_options: dict[str, Any] = {}  # noqa: RUF012 (a default, replaced by a subclass)
+    guard: Retry | None = None
+    _held: "list[tuple[int, list[tuple[tuple[Any, ...], dict[str, Any]]]]] | None" = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "training_step" in cls.__dict__:
+            cls._own_step = cls.__dict__["training_step"]
+            cls.training_step = _keep_batch
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the kept batch, and add the gradients of its good samples."""
+        module: Any = self
+        trainer = module.trainer
+        if not module.automatic_optimization:
+            raise RetryError("RetryMixin: with manual optimization, call Retry.backward in training_step yourself.")
+        if self.guard is None:
+            self.guard = Retry(module, trainer.optimizers, **{"on_bad": _warn, **self.retry_options})
+        batch, index = module.__dict__.pop("_kept")
+        scale, own = 1.0 / trainer.accumulate_grad_batches, type(self)._own_step
+
+        def closure(part: Any) -> Any:
+            held: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+            module.__dict__["_held"] = held
+            try:
+                losses = own(module, part, index)
+            finally:
+                module.__dict__["_held"] = None
+            runs.append((_size(losses), held))
+            return _scaled(losses, scale)
+
+        runs: list[tuple[int, list[Any]]] = []
+        report = self.guard.backward(
+            closure, batch, window=False, scaler=getattr(trainer.precision_plugin, "scaler", None)
+        )
+        if not report.skipped:
+            self._log_held(runs, report)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """As that of Lightning; within a step, held back until it is known which run of the step counts."""
+        held = self.__dict__.get("_held")
+        if held is not None:
+            held.append((args, kwargs))
+        else:
+            super().log(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **kwargs)
+
+    def _log_held(self, runs: "list[tuple[int, list[Any]]]", report: RetryReport) -> None:
+        """Log what the run logged whose samples were trained: the last one of that size."""
+        module: Any = self
+        left = runs[0][0] - len(report.bad) - len(report.left_out)
+        held = next((held for size, held in reversed(runs) if size == left), [])
+        before, module._current_fx_name = module._current_fx_name, "training_step"
+        try:
+            for args, kwargs in held:
+                super().log(*args, **{"batch_size": left, **kwargs})  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            module._current_fx_name = before
+
+
+class TorchGuardCallback(Callback):
+    """Logs what a watched model found, and says so.
+
+    Args:
+        guarded: what `watch` returned, the module itself or a part of it.
+    """
+
+    def __init__(self, guarded: Any) -> None:
+        if not is_watched(guarded):
+            raise WatchError(f"TorchGuardCallback: expected what watch returned, got {type(guarded).__name__}.")
+        self.guarded, self._told = guarded, 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        f = self.guarded.flags
+        if f is not None:
+            bad = err.is_err(f).float()
+            pl_module.log("bad_sample_rate", bad.mean(), on_step=True, on_epoch=True, batch_size=len(bad))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        run = self.guarded.run_report()
+        if run.total > self._told:
+            logger.warning("epoch %d: %d samples bad\n%s", trainer.current_epoch, run.total - self._told, run)
+            self._told = run.total
+
+
+def _keep_batch(self: Any, batch: Any, batch_idx: int = 0) -> Tensor:
+    """Keep the batch for `backward`. What is returned is no loss."""
+    self.__dict__["_kept"] = (batch, batch_idx)
+    return torch.full((), torch.nan, device=self.device, requires_grad=True)
+
+
+def _size(losses: Any) -> int:
+    return len(losses[0] if isinstance(losses, tuple) else losses)
+
+
+def _scaled(losses: Any, scale: float) -> Any:
+    return (losses[0] * scale, losses[1]) if isinstance(losses, tuple) else losses * scale
+
+
+def _warn(report: RetryReport) -> None:
+    logger.warning("%s", report)

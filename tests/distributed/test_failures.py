@@ -1,0 +1,91 @@
+"""A rank that dies, raises or stays away: the others get an error that names it, within the timeout."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchguard import distributed
+from torchguard.testing import run_ranks
+from torchguard.testing._processes import outcomes
+
+
+def step(how, bad):
+    """Some collectives, of which rank `bad` does not reach the second."""
+    try:
+        with distributed.name_failures(interval=0.1):
+            dist.all_reduce(torch.ones(1))
+            if dist.get_rank() == bad:
+                how()
+            for _ in range(3):
+                dist.all_reduce(torch.ones(1))
+    except distributed.RankFailedError as error:
+        return [*error.ranks], str(error)
+    return [], ""
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise ValueError("no such file")
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_rank_that_is_killed(bad):
+    found = outcomes(step, kill, bad, size=4, timeout=20)
+    assert found[bad][0] == "died"
+    for rank in {*range(4)} - {bad}:
+        ranks, message = found[rank][1]
+        assert ranks == [bad], message
+        assert f"rank {bad} died" in message
+
+
+def test_a_rank_that_raises():
+    found = outcomes(step, fail, 1, size=3, timeout=20)
+    assert "ValueError: no such file" in found[1][1]  # its own error
+    for rank in (0, 2):
+        ranks, message = found[rank][1]
+        assert ranks == [1]
+        assert "rank 1 raised ValueError: no such file" in message
+
+
+@pytest.mark.long
+def test_a_rank_that_is_late():
+    found = outcomes(step, lambda: time.sleep(60), 1, size=3, timeout=6)
+    assert found[1][0] == "hangs"
+    for rank in (0, 2):
+        ranks, message = found[rank][1]
+        assert ranks == [1]
+        assert "rank 1 is alive, and did not take part" in message
+
+
+def test_errors_that_are_no_collective_s_are_raised_as_they_are():
+    def raise_at_once():
+        with pytest.raises(RuntimeError, match="mine"), distributed.name_failures(interval=0.1):
+            raise RuntimeError("mine")
+        return True
+
+    assert run_ranks(raise_at_once) == [True, True]
+
+
+def test_blocks_can_be_entered_again_and_without_a_process_group():
+    with distributed.name_failures():
+        pass
+    assert run_ranks(lambda: [step(int, 0) for _ in range(3)]) == [[([], "")] * 3] * 2
+
+
+def test_a_process_that_fails_is_named_by_the_runner():
+    def run():
+        if dist.get_rank() == 1:
+            raise ValueError("no such file")
+
+    with pytest.raises(
+        distributed.RankFailedError, match=re.compile("1 of 2 ranks.*rank 1 raised.*no such", re.DOTALL)
+    ):
+        run_ranks(run)

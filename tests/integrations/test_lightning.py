@@ -1,0 +1,118 @@
+"""Lightning's `Trainer` with planted faults: training survives, equals that without the bad samples, and says so."""
+
+import copy
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from torchguard import err, watch
+from torchguard.exceptions import WatchError
+
+pytest.importorskip("lightning")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from lightning.pytorch import LightningModule, Trainer
+
+    from torchguard.integrations.lightning import RetryMixin, TorchGuardCallback
+
+SIZE, BATCH, BAD = 10, 4, 5  # batches of 4, 4 and 2; the bad sample is in the second
+
+
+@pytest.fixture(autouse=True)
+def quiet(recwarn):
+    warnings.simplefilter("ignore")  # Lightning's, about numbers of workers and missing loggers
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def samples():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SIZE, 4, generator=generator, dtype=torch.float64)
+    x[BAD] = torch.nan
+    return [{"x": x[i], "y": torch.tensor(i % 3)} for i in range(SIZE)]
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+class Base(LightningModule):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Guarded(RetryMixin, Base):
+    def training_step(self, batch, batch_idx):
+        losses = F.cross_entropy(self.net(batch["x"]), batch["y"], reduction="none")
+        self.log("loss", losses.mean(), on_step=False, on_epoch=True)
+        return losses
+
+
+def trained_without(net, accumulate=1):
+    """The network after a plain loop over the good samples, and the mean of the losses of its batches."""
+    net, data, losses = copy.deepcopy(net), samples(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    starts = [*range(0, SIZE, BATCH)]
+    for number, start in enumerate(starts):
+        rows = [data[i] for i in range(start, min(start + BATCH, SIZE)) if i != BAD]
+        loss = F.cross_entropy(net(torch.stack([r["x"] for r in rows])), torch.stack([r["y"] for r in rows]))
+        (loss / accumulate).backward()
+        losses += [loss.item()] * len(rows)
+        if (number + 1) % accumulate == 0 or number + 1 == len(starts):
+            optimizer.step()
+            optimizer.zero_grad()
+    return net, sum(losses) / len(losses)
+
+
+def trainer(folder, **settings):
+    how = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    how |= {"enable_model_summary": False, "accelerator": "cpu", "default_root_dir": folder}
+    return Trainer(**(how | settings))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_retry_trains_as_without_the_bad_sample_and_logs_once(accumulate, tmp_path, caplog):
+    net = layers()
+    want, loss = trained_without(net, accumulate)
+    model = Guarded(net)
+    fit = trainer(tmp_path, accumulate_grad_batches=accumulate)
+    with caplog.at_level(logging.WARNING, "torchguard"):
+        fit.fit(model, DataLoader(samples(), BATCH))
+    for (name, one), two in zip(net.state_dict().items(), want.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+    assert [report.bad for report in model.guard.history] == [[], [1], []]
+    assert fit.callback_metrics["loss"].item() == pytest.approx(loss, rel=1e-6)
+    assert "sample 1: NaN or Inf in the input" in caplog.text
+
+
+def test_a_watched_model_trains_as_without_the_bad_sample(tmp_path, caplog):
+    class Watched(Base):
+        def training_step(self, batch, batch_idx):
+            losses = F.cross_entropy(self.net(batch["x"]), batch["y"], reduction="none")
+            return err.mean_ok(self.net.flags, losses)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    want, _ = trained_without(net)
+    guarded = watch(net, quarantine=True, returns="output")
+    fit = trainer(tmp_path, callbacks=[TorchGuardCallback(guarded)])
+    with caplog.at_level(logging.WARNING, "torchguard"):
+        fit.fit(Watched(guarded), DataLoader(samples(), BATCH))
+    for one, two in zip(net.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+    assert fit.callback_metrics["bad_sample_rate_epoch"].item() == pytest.approx(1 / SIZE)
+    assert "NAN at input" in caplog.text
+
+
+def test_the_callback_asks_for_a_watched_model():
+    with pytest.raises(WatchError, match="expected what watch returned"):
+        TorchGuardCallback(layers())

@@ -1,0 +1,118 @@
+"""One poisoned request in a batch: it is marked, and the tokens of the others are what they are without it."""
+
+import pytest
+import torch
+
+from torchguard import unwatch, watch
+from torchguard.exceptions import WatchError
+from torchguard.integrations.serving import RequestGuard, bad_requests
+
+transformers = pytest.importorskip("transformers")
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+POISON = 50  # the token whose embedding is not finite; no good request generates it
+# By default the cache takes most of the machine's memory.
+SMALL = {"num_blocks": 16, "max_batch_tokens": 64, "page_size": 16}
+PROMPTS = [[1, 2, 3, 4], [5, POISON, 6, 7], [8, 9, 10, 11]]
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 63, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_key_value_heads=2, max_position_embeddings=64)).eval()
+    model.generation_config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = torch.nan
+    return model
+
+
+def served(model):
+    config = ContinuousBatchingConfig(**SMALL)
+    return {"generation_config": model.generation_config, "continuous_batching_config": config, "warmup": False}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, id="eager"),
+        pytest.param({"num_beams": 2}, id="beams"),
+        pytest.param({"cache_implementation": "static", "backend": "aot_eager"}, id="compiled", marks=pytest.mark.long),
+    ],
+)
+def test_generate_isolates_a_poisoned_request(how):
+    model, how = llama(), dict(how)
+    ids = torch.tensor(PROMPTS)
+    backend = how.pop("backend", None)
+    if backend:
+        how["compile_config"] = CompileConfig(backend=backend, mode=None, fullgraph=True)
+        how["compile_config"]._compile_all_devices = True
+    good = model.generate(ids[[0, 2]], **{k: v for k, v in how.items() if k == "num_beams"})
+    assert not good.eq(POISON).any()
+    guarded = watch(model, quarantine=True, returns="output")
+    out = guarded.generate(ids, **how)
+    assert torch.equal(out[[0, 2]], good)
+    marked = bad_requests(guarded, num_beams=how.get("num_beams", 1))
+    assert {*marked} == {1}
+    assert marked[1].path == "model.embed_tokens"
+    assert bad_requests(guarded, since=guarded.run_report().calls) == {}
+
+
+def test_continuous_batching_isolates_a_poisoned_request():
+    model = llama()
+    want = model.generate_batch([PROMPTS[0], PROMPTS[2]], **served(model))
+    with RequestGuard(model) as guard:
+        out = model.generate_batch(PROMPTS, **served(model))
+    assert {*guard.bad} == {"req_1"}
+    assert guard.bad["req_1"].path == "model.embed_tokens"
+    want_tokens = [one.generated_tokens for one in want.values()]
+    assert [out["req_0"].generated_tokens, out["req_2"].generated_tokens] == want_tokens
+    assert not model._forward_hooks
+
+
+def test_a_request_that_goes_bad_while_it_decodes_is_isolated():
+    """The poisoned token is one that a request generates, and no other does."""
+    model = llama()
+    prompts = torch.tensor([[1, 2, 3, 4], [8, 9, 10, 11], *([5, 6, 7, last] for last in range(12, 42))])
+    answers = model.generate(prompts)
+    others = {*answers[:2, 4:].flatten().tolist(), *range(12), POISON}
+    row, step, token = next(
+        (row, step, token)
+        for row in range(2, len(prompts))
+        for step, token in enumerate(answers[row, 4:-1].tolist())
+        if step and token not in {*others, *answers[row, : 4 + step].tolist()}
+    )
+    plain = answers[[0, row, 1]]
+    generated = plain[:, 4:].tolist()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[token] = torch.inf
+    guarded = watch(model, quarantine=True, returns="output")
+    out = guarded.generate(plain[:, :4])
+    assert torch.equal(out[[0, 2]], plain[[0, 2]])
+    marked = bad_requests(guarded)
+    assert {*marked} == {1}
+    assert marked[1].step == step + 1
+    with RequestGuard(unwatch(guarded)) as guard:
+        answers = model.generate_batch(plain[:, :4].tolist(), **served(model))
+    assert [answers["req_0"].generated_tokens, answers["req_2"].generated_tokens] == [generated[0], generated[2]]
+    assert {*guard.bad} == {"req_1"}
+
+
+def test_requests_of_different_lengths_that_join_later():
+    model = llama()
+    prompts = [[1] * length for length in (3, 9, 2, 5, 7)]
+    want = model.generate_batch(prompts, **served(model))
+    prompts.insert(2, [3, POISON, 4])
+    with RequestGuard(model) as guard:
+        out = model.generate_batch(prompts, **served(model))
+    got = [one.generated_tokens for name, one in out.items() if name not in guard.bad]
+    assert {*guard.bad} == {"req_2"}
+    assert got == [one.generated_tokens for one in want.values()]
+
+
+def test_what_is_not_served_that_way_is_refused():
+    model = llama()
+    with pytest.raises(WatchError, match="no step of continuous batching"), RequestGuard(model):
+        model(torch.tensor(PROMPTS[:1]))
+    with pytest.raises(WatchError, match="unwatch it"):
+        RequestGuard(watch(model))

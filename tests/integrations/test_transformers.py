@@ -1,0 +1,195 @@
+"""Hugging Face's `Trainer` with planted faults: training survives, equals that without the bad samples, and says so."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from tests.models import gpt2
+from torch import nn
+
+from torchguard import watch
+from torchguard.exceptions import RetryError, WatchError
+
+pytest.importorskip("accelerate")
+from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+
+from torchguard.integrations._losses import sample_losses
+from torchguard.integrations.transformers import RetryMixin, TorchGuardCallback
+
+SIZE, BATCH, LENGTH = 11, 3, 5  # windows of two batches; the last one is a batch of 3 and one of 2
+
+
+def tokens(bad=()):
+    """Embedded tokens: labels of different lengths, and NaN in bad samples."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for i in range(SIZE):
+        labels = torch.randint(50, (LENGTH,), generator=generator)
+        labels[: i % 4] = -100
+        embeds = torch.randn(LENGTH, 16, generator=generator, dtype=torch.float64)
+        if i in bad:
+            embeds[2, 3] = torch.nan
+        samples.append({"inputs_embeds": embeds, "labels": labels})
+    return samples
+
+
+def images(bad=()):
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(SIZE, 1, 8, 8, generator=generator, dtype=torch.float64)
+    pixels[[*bad]] = torch.inf
+    return [{"pixel_values": pixels[i], "labels": torch.tensor(i % 3)} for i in range(SIZE)]
+
+
+def lm():
+    torch.manual_seed(0)
+    return gpt2(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0).double()
+
+
+def vit():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return ViTForImageClassification(
+        ViTConfig(**sizes, image_size=8, patch_size=4, num_channels=1, num_labels=3)
+    ).double()
+
+
+class InOrder:
+    """Takes the samples in their order, so that a plain loop can do the same."""
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class PlainTrainer(InOrder, Trainer):
+    pass
+
+
+class GuardedTrainer(RetryMixin, InOrder, Trainer):
+    pass
+
+
+def arguments(folder, **settings):
+    how = {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    how |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.5}
+    how |= {"report_to": [], "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "disable_tqdm": True}
+    return TrainingArguments(folder, **(how | settings))
+
+
+def trained_without(model, samples, bad, shift, smoothing=0.0):
+    """The weights after a plain loop over the good samples, window by window."""
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for start in range(0, SIZE, 2 * BATCH):
+            rows = [i for i in range(start, min(start + 2 * BATCH, SIZE)) if i not in bad]
+            if not rows:
+                continue
+            stacked = {name: torch.stack([samples[i][name] for i in rows]) for name in samples[0]}
+            labels = stacked.pop("labels")
+            sums, weights = sample_losses(model(**stacked).logits, labels, shift=shift, smoothing=smoothing)
+            optimizer.zero_grad()
+            (sums.sum() / weights.sum()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    return model
+
+
+def assert_equal_weights(got, want, atol=1e-9):
+    for (name, one), (_, two) in zip(got.named_parameters(), want.named_parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+CASES = [
+    pytest.param(lm, tokens, True, 0.0, id="gpt2"),
+    pytest.param(vit, images, False, 0.1, id="vit, smoothed labels"),
+]
+
+
+@pytest.mark.parametrize(("make", "data", "shift", "smoothing"), CASES)
+def test_retry_trains_as_without_the_bad_samples(make, data, shift, smoothing, tmp_path, caplog):
+    model, bad = make(), [4, 10]
+    want = trained_without(model, data(bad), bad, shift, smoothing)
+    args = arguments(tmp_path, label_smoothing_factor=smoothing)
+    trainer = GuardedTrainer(model, args, train_dataset=data(bad))
+    with caplog.at_level(logging.WARNING, "torchguard"):
+        trainer.train()
+    assert_equal_weights(model, want)
+    assert [report.bad for report in trainer.guard.history] == [[4], [4], [4], [4]]
+    assert trainer.state.log_history[-2]["bad_samples"] == 4
+    assert "sample 4: NaN or Inf in the input and in the loss" in caplog.text
+
+
+@pytest.mark.parametrize(("make", "data", "shift", "smoothing"), CASES)
+def test_a_watched_model_trains_as_without_the_bad_samples(make, data, shift, smoothing, tmp_path, caplog):
+    model, bad = make(), [4, 10]
+    want = trained_without(model, data(bad), bad, shift, smoothing)
+    guarded = watch(model, quarantine=True, returns="output")
+    callback = TorchGuardCallback(guarded)
+    args = arguments(tmp_path, label_smoothing_factor=smoothing)
+    trainer = PlainTrainer(
+        guarded, args, train_dataset=data(bad), compute_loss_func=callback.loss, callbacks=[callback]
+    )
+    with caplog.at_level(logging.WARNING, "torchguard"):
+        trainer.train()
+    assert_equal_weights(model, want, atol=1e-8)
+    assert guarded.run_report().total == 4
+    assert [log["bad_samples"] for log in trainer.state.log_history if "loss" in log] == [1, 2, 3, 4]
+    assert "samples bad since the last log" in caplog.text
+
+
+def test_a_step_without_a_good_sample_changes_nothing(tmp_path):
+    model = vit()
+    before = copy.deepcopy(model)
+    trainer = GuardedTrainer(model, arguments(tmp_path, num_train_epochs=1), train_dataset=images(range(SIZE)))
+    trainer.train()
+    assert_equal_weights(model, before)
+    assert all(report.skipped for report in trainer.guard.history)
+
+
+def test_losses_that_are_not_the_trainers_are_refused(tmp_path):
+    class OtherLosses(GuardedTrainer):
+        @staticmethod
+        def sample_losses(model, inputs):
+            losses = model(pixel_values=inputs["pixel_values"]).logits.square().mean(-1)
+            return losses, torch.ones_like(losses)
+
+    with pytest.raises(RetryError, match="the trainer's own loss is"):
+        OtherLosses(vit(), arguments(tmp_path), train_dataset=images()).train()
+
+
+def test_the_callback_asks_for_a_watched_model_that_returns_its_output():
+    with pytest.raises(WatchError, match='returns="output"'):
+        TorchGuardCallback(watch(vit(), quarantine=True))
+
+
+@pytest.mark.long
+def test_training_that_is_resumed_goes_on_as_if_it_had_not_stopped(tmp_path):
+    bad = [4]
+    whole = lm()
+    GuardedTrainer(whole, arguments(tmp_path / "a"), train_dataset=tokens(bad)).train()
+    args = arguments(tmp_path / "b", save_strategy="steps", save_steps=2, max_steps=2)
+    GuardedTrainer(lm(), args, train_dataset=tokens(bad)).train()
+    resumed = lm()
+    trainer = GuardedTrainer(resumed, arguments(tmp_path / "b"), train_dataset=tokens(bad))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+    assert_equal_weights(resumed, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["retry", "watch"])
+def test_bf16_training_survives(way, tmp_path):
+    model, bad = lm().float(), [4, 10]
+    data = [{**one, "inputs_embeds": one["inputs_embeds"].float()} for one in tokens(bad)]
+    if way == "retry":
+        trainer = GuardedTrainer(model, arguments(tmp_path, bf16=True), train_dataset=data)
+    else:
+        guarded = watch(model, quarantine=True, returns="output")
+        callback = TorchGuardCallback(guarded)
+        how = {"compute_loss_func": callback.loss, "callbacks": [callback]}
+        trainer = PlainTrainer(guarded, arguments(tmp_path, bf16=True), train_dataset=data, **how)
+    trainer.train()
+    assert all(p.isfinite().all() for p in model.parameters())
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(losses) == 4
+    assert all(0 < loss < 10 for loss in losses)

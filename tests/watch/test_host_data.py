@@ -1,0 +1,118 @@
+"""Values that leave torch's operations (NumPy, lists, other threads) and come back: followed nowhere, so declared."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, tensor
+
+from torchguard import err
+from torchguard._watch import watch
+from torchguard.exceptions import MixedRowsWarning
+
+NAN, ALL = float("nan"), [0, 1, 2, 3]
+POOL = ThreadPoolExecutor(1)
+POOL.submit(int).result()  # its thread is older than any call
+TABLE = torch.linspace(0, 1, 5, dtype=torch.float64)
+
+
+class Net(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(5, 5).double() for _ in range(3))
+        self.step = step
+
+    def forward(self, x):
+        return self.last(self.step(self, self.first(x)))
+
+
+def numbers(z):
+    z = z.detach()
+    return [z[0, 0], z[1, 1], z[2, 2], z[3, 3], z[0, 1]]
+
+
+def in_a_new_thread(self, z):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(z.roll(1, 0) * 2))
+    thread.start()
+    thread.join()
+    return z + results[0]
+
+
+def written_by_another_thread(make):
+    def step(self, z):
+        table = make(z)
+        POOL.submit(lambda: table.copy_(z.detach().roll(1, 0))).result()
+        return z + table
+
+    return step
+
+
+def written_through_numpy(self, z):
+    copy = z.detach().clone()
+    array = copy.numpy()
+    array[:] = array[::-1].copy()
+    return z + copy
+
+
+MIXTURES = {
+    "numpy": lambda self, z: z + torch.from_numpy(z.detach().numpy().mean(0)),
+    "asarray": lambda self, z: z + torch.as_tensor(np.asarray(z.detach()).mean(0)),
+    "DLPack": lambda self, z: z + torch.from_dlpack(np.from_dlpack(z.detach()).mean(0)),
+    "written through NumPy": written_through_numpy,
+    "tolist": lambda self, z: z + torch.tensor(np.mean(z.tolist(), 0)),
+    "a method that another function calls": lambda self, z: z + torch.tensor([*map(torch.Tensor.tolist, z)]).mean(0),
+    "item": lambda self, z: z + sum(one.item() for one in z[:, 0]),
+    "torch.tensor of tensors": lambda self, z: z + torch.tensor(numbers(z)),
+    "tensor of tensors": lambda self, z: z + tensor(numbers(z)),
+    "DoubleTensor of tensors": lambda self, z: z + torch.DoubleTensor(numbers(z)),
+    "rows sorted by Python": lambda self, z: z[sorted(range(len(z)), key=lambda i: z[i].sum())],
+    "an older thread": lambda self, z: z + POOL.submit(lambda: self.inner(z).mean(0)).result(),
+    "a new thread": in_a_new_thread,
+    "a thread that writes into new memory": written_by_another_thread(torch.empty_like),
+    "a thread that writes into other memory": written_by_another_thread(torch.ones_like),
+}
+CONSTANTS = {
+    "torch.tensor": lambda self, z: z * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).double() + torch.tensor(0.5),
+    "from_numpy": lambda self, z: z * torch.from_numpy(np.arange(5.0)),
+    "a global": lambda self, z: z * TABLE,
+    "a number of a shape": lambda self, z: z * float(np.prod(z.shape)),
+    "torch.as_tensor of a tensor": lambda self, z: torch.as_tensor(z) * 2,
+    "a copy": lambda self, z: z + torch.asarray(z.detach(), copy=True),
+}
+
+
+def bad_samples(guarded, has_gradient):
+    x = torch.randn(4, 5, dtype=torch.float64)
+    x[2] = NAN
+    with torch.set_grad_enabled(has_gradient):
+        return err.is_err(guarded(x)[1]).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_that_no_operation_shows_is_declared(name, has_gradient):
+    guarded = watch(Net(MIXTURES[name]), quarantine=True)
+    with pytest.warns(MixedRowsWarning, match="may mix samples"):
+        assert bad_samples(guarded, has_gradient) == ALL
+    assert bad_samples(guarded, has_gradient) == ALL
+
+
+@pytest.mark.filterwarnings("error::torchguard.exceptions.MixedRowsWarning")
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_of_the_host_mix_nothing(name):
+    guarded = watch(Net(CONSTANTS[name]), quarantine=True)
+    for _ in range(2):
+        assert bad_samples(guarded, True) == [2]
+
+
+def test_the_functions_of_torch_are_put_back():
+    before = {name: getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__dlpack__", "new_tensor")}
+    functions = torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy
+    with pytest.warns(MixedRowsWarning):
+        bad_samples(watch(Net(MIXTURES["numpy"]), quarantine=True), True)
+    assert {name: getattr(torch.Tensor, name) for name in before} == before
+    assert (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy) == functions
+    assert "tolist" not in torch.Tensor.__dict__
