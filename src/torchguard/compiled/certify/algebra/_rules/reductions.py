@@ -175,8 +175,13 @@ def softmax(x: Value, dim: int, half_to_float: bool = False) -> Value:
 
 def safe_softmax(x: Value, dim: int, dtype: Any = None) -> Value:
     """The softmax, and zeros for a row of -inf."""
+    return without_masked_rows(x, softmax(x, dim), dim)
+
+
+def without_masked_rows(x: Value, weights: Value, dim: int) -> Value:
+    """Weights made of x, and zeros where a row of x is -inf."""
     is_masked = FINITENESS_RULES["isneginf"](x).element.all(dim, keepdim=True)
-    return integers(x.field, is_masked).where(0.0, softmax(x, dim))
+    return integers(x.field, is_masked).where(0.0, weights)
 
 
 def _log_softmax(x: Value, dim: int, half_to_float: bool = False) -> Value:
