@@ -295,6 +295,8 @@ class RecoverableStep(GuardedStep):
             shown = ()  # every loss is bad: that of a sample says nothing about it
         in_input, in_loss = ({*self._own(rows)} for rows in (inputs, shown))
         report.because = {row: _because(row in in_input, row in in_loss) for row in own}
+        if self.ranks.size > 1:
+            report.rank, report.global_bad = self.ranks.rank, [*bad]
         report.elsewhere = {rank: rows for rank, rows in enumerate(of_ranks) if rows and rank != self.ranks.rank}
         names = [batch.ids(self.guard.ids) for batch in self.closure.batches]
         if own and all(one is not None for one in names):

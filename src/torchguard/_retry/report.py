@@ -29,6 +29,8 @@ class RetryReport(Shown):
         runs: of the closure; 1 if nothing was wrong.
         step: counts the steps of this `Retry` from 0.
         elsewhere: with several ranks, the bad samples of the others: `{rank: [sample, ...]}`.
+        rank: with several ranks, that of this report.
+        global_bad: with several ranks, all bad samples by their index in the batch of all ranks, rank 0's first.
     """
 
     step: int = 0
@@ -44,6 +46,8 @@ class RetryReport(Shown):
     note: str = ""
     parameters: list[str] = field(default_factory=list)
     elsewhere: dict[int, list[int]] = field(default_factory=dict)
+    rank: int | None = None
+    global_bad: list[int] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -56,7 +60,8 @@ class RetryReport(Shown):
     def __str__(self) -> str:
         if self.ok:
             return f"step {self.step}: loss {self.loss:.4g}"
-        lines = [f"step {self.step}, {self.runs} runs: {self.outcome}"]
+        on_rank = "" if self.rank is None else f"rank {self.rank}, "
+        lines = [f"step {self.step}, {on_rank}{self.runs} runs: {self.outcome}"]
         for place, sample in enumerate(self.bad):
             name = f" (id {self.ids[place]})" if self.ids else ""
             lines.append(f"  sample {sample}{name}: {self.because.get(sample, 'not finite')}")
@@ -64,6 +69,8 @@ class RetryReport(Shown):
         if self.left_out:
             lines.append(f"  not bad, but not trained: {', '.join(map(str, self.left_out))}")
         lines += [f"  rank {rank}: samples {', '.join(map(str, bad))}" for rank, bad in self.elsewhere.items()]
+        if self.global_bad:
+            lines.append(f"  in the batch of all ranks: samples {', '.join(map(str, self.global_bad))}")
         if self.note:
             lines.append(f"  {self.note}")
         return "\n".join(lines)

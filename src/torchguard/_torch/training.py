@@ -6,7 +6,8 @@ lacks a name. torch 2.11 to 2.15 have all of the others.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,25 @@ def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
+
+
+def sharding_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """What FSDP2 will do in a forward pass: gather the parameters of a module, for the first time or again, or not.
+
+    There is no public way to ask. A forward pass with another gathering has other operations.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who uses it has imported it, which takes long
+    if fsdp is None:
+        return ()
+    groups = [
+        group
+        for module in modules
+        if isinstance(module, fsdp.FSDPModule)
+        for group in _groups_of(module._get_fsdp_state())  # pyright: ignore[reportCallIssue]
+    ]
+    return tuple(
+        [(group._sharded_state, any(hasattr(one, "_unsharded_param") for one in group.fsdp_params)) for group in groups]
+    )
 
 
 def reset_sharded(module: Any) -> None:

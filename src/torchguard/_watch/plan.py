@@ -27,6 +27,7 @@ from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.host_data import listening
 from torchguard._torch.modules import has_compiled_parts
 from torchguard._torch.tracing import constant_in_graphs, is_in_backward, is_plain
+from torchguard._torch.training import sharding_of
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call_path import PathMode
 from torchguard._watch.owner_storages import rows_of
@@ -207,12 +208,13 @@ class Plans:
 
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
+    modules = [*model.modules()]
     # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
-    modes = (torch.is_grad_enabled(), *[module.training for module in model.modules()])
+    modes = (torch.is_grad_enabled(), *[module.training for module in modules])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
     plain += tuple([_cached_length(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
-    return modes, plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
+    return modes, sharding_of(modules), plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
 
 
 def _cached_length(value: Any) -> int | None:

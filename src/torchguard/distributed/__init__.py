@@ -11,6 +11,7 @@ from torchguard.distributed._flags import GatheredFlags, gather_flags, merge_fla
 from torchguard.distributed._gather import all_gather
 from torchguard.distributed._gradients import all_reduce_parameter, average_gradients
 from torchguard.distributed._loss import calculate_loss_distributed, mean_ok
+from torchguard.distributed._report import RankIncident, gather_report
 from torchguard.exceptions import DistributedError, RankFailedError, RankMismatchError
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "DistributedError",
     "GatheredFlags",
     "RankFailedError",
+    "RankIncident",
     "RankMismatchError",
     "agree",
     "all_gather",
@@ -28,6 +30,7 @@ __all__ = [
     "debug_distributed_rank",
     "digest",
     "gather_flags",
+    "gather_report",
     "mean_ok",
     "merge_flags",
     "name_failures",

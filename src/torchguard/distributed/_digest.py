@@ -109,12 +109,13 @@ def digest(f: Flags, group: Group = None, *, step: int | Tensor = -1) -> Digest:
 
 def _counts(f: Flags) -> Int64[Tensor, " 19"]:
     """The samples, the bad ones, 1 if there is one, and the samples with each code."""
-    slots = unpack(f).to(torch.int64) & SLOT_MASK
-    codes = torch.arange(_CODES, dtype=torch.int64, device=f.device)
-    has_code = ((slot_code(slots).unsqueeze(-1) == codes) & (slots != 0).unsqueeze(-1)).any(1)
+    # A slot without an error has code 0, whose column is not counted.
+    code = slot_code(unpack(f).to(torch.int64))
+    has_code = torch.zeros(f.shape[0], _CODES, dtype=torch.int64, device=f.device).scatter(1, code, 1)
     bad = is_err(f).sum()
     size = torch.full_like(bad, f.shape[0])
-    return torch.cat([torch.stack([size, bad, (bad > 0).to(torch.int64)]), has_code.sum(0)])
+    counts = torch.nn.functional.pad(has_code.sum(0)[1:], (1, 0))
+    return torch.cat([torch.stack([size, bad, (bad > 0).to(torch.int64)]), counts])
 
 
 def _first(f: Flags, rank: int) -> Int64[Tensor, ""]:
