@@ -56,12 +56,16 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/watched.py cpu
 	@echo "bench: guarded training steps against plain ones"
 	@$(BIN)/python benchmarks/retry.py cpu
+	@echo "bench: digests and gathers over ranks"
+	@$(BIN)/python benchmarks/ranks.py
 	@echo "bench: all guards, filtered and audited"
 	@$(BIN)/python benchmarks/guarded.py
 	@echo "bench: compiling with and without capturing artifacts"
 	@$(BIN)/python benchmarks/captured.py
 	@echo "bench: compiling for a simulated device"
 	@$(BIN)/python benchmarks/device.py
+	@echo "bench: a report of 10,000 steps and 1,000 modules in a browser"
+	@$(BIN)/python benchmarks/report_page.py
 	@echo "bench: compiled functions against torch.compile and autograd"
 	@$(BIN)/python benchmarks/compiled.py
 

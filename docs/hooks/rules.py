@@ -11,8 +11,9 @@ from torchguard.lint._formats import page
 
 def on_config(config: MkDocsConfig, /, **_: Any) -> None:
     pages = [{f"{code} {rule.name}": f"lint/{code}.md"} for code, rule in RULES.items()]
-    position = next(i for i, entry in enumerate(config.nav) if "lint.md" in entry.values())
-    config.nav.insert(position + 1, {"Rules": pages})
+    (guides,) = [entry["Guides"] for entry in config.nav if "Guides" in entry]
+    position = next(i for i, entry in enumerate(guides) if "lint.md" in entry.values())
+    guides.insert(position + 1, {"Rules": pages})
 
 
 def on_files(files: Files, /, *, config: MkDocsConfig, **_: Any) -> None:

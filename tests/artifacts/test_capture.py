@@ -340,7 +340,7 @@ class TestMissingPrivateFunctions:
         (one,) = captured.artifacts
         assert names(one) == ["dynamo", "forward", "backward"]
         assert "guards.json" not in one.files
-        assert any("has no get_guard_fail_reason" in note for note in one.manifest()["notes"])
+        assert any("has no torch._dynamo.guards.get_guard_fail_reason" in note for note in one.manifest()["notes"])
 
 
 class TestConcurrency:

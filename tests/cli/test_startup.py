@@ -12,7 +12,7 @@ import torchguard
 from torchguard import device
 from torchguard.cli import app
 
-VERBS = ("run", "list", "show", "diff", "clean", "analyze", "lint", "doctor")
+VERBS = ("run", "list", "show", "diff", "clean", "analyze", "report", "lint", "doctor")
 
 _HELP = """
 import sys

@@ -10,6 +10,7 @@ from tests.compiled.autograd_functions import SavesInputs
 from tests.compiled.zoo import graphs_of, traced
 from torch.func import vjp
 
+from torchguard.compiled import compile_out
 from torchguard.compiled.certify import Verdict, check_derivatives, equivalent
 from torchguard.compiled.certify.algebra._field import PrimeField, draw_prime
 from torchguard.compiled.certify.algebra._sampling import Mode, Sampler, Targets, find_targets, index_leaves
@@ -37,7 +38,7 @@ def vjp_claim(fn, *inputs, seed=0):
     n = len(inputs)
     forward = traced(lambda *xs: [fn(*xs)], inputs, functional=False)
     pulled = lambda *xs: [fn(*xs[:n]), *vjp(lambda x: fn(x, *xs[1:n]), xs[0])[1](xs[n])]  # noqa: E731
-    pull = traced(pulled, [*inputs, torch.randn_like(inputs[0])], functional=False)
+    pull = traced(pulled, [*inputs, torch.randn_like(fn(*inputs))], functional=False)
     differentiable = [True, *[False] * (n - 1)]
     (claim,) = check_derivatives(forward, None, pull, differentiable=differentiable, seed=seed)
     return claim
@@ -277,6 +278,46 @@ WRONG_BEHIND = {
 @pytest.mark.parametrize("name", WRONG_BEHIND)
 def test_a_derivative_that_is_wrong_behind_a_step_or_an_index_fails(name):
     assert vjp_claim(gradient_plus(WRONG_BEHIND[name]), EIGHT).verdict is Verdict.FAIL
+
+
+WRONG_WHERE_NOT_FINITE = {
+    "isinf": lambda x: x.isinf().to(x.dtype),
+    "isnan": lambda x: x.isnan().to(x.dtype),
+    "isfinite": lambda x: (~x.isfinite()).to(x.dtype),
+    "equal to infinity": lambda x: (x == torch.inf).to(x.dtype),
+    "unequal to itself": lambda x: (x != x).to(x.dtype),
+    "overflow of float16": lambda x: x.to(torch.float16).isinf().to(x.dtype),
+    "nan_to_num": lambda x: x.nan_to_num(1.0) - x,
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WHERE_NOT_FINITE)
+def test_a_derivative_that_is_wrong_where_numbers_are_not_finite_does_not_pass(name):
+    assert vjp_claim(gradient_plus(WRONG_WHERE_NOT_FINITE[name]), EIGHT).verdict is Verdict.INCONCLUSIVE
+
+
+RIGHT_WHERE_NOT_FINITE = {
+    "isinf": lambda x: torch.where(x.isinf(), 0.0, x * x),
+    "isfinite": lambda x: torch.where(x.log().isfinite(), x.log(), 0.0),
+    "nan_to_num": lambda x: (x * x).nan_to_num(1.0, 2.0, 3.0),
+    "masked rows": lambda x: torch.softmax(x.masked_fill(x > 1, -torch.inf), -1).nan_to_num(0.0),
+    "nansum": lambda x: x.nansum(),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_WHERE_NOT_FINITE)
+def test_a_branch_behind_a_test_for_infinity_is_evaluated_on_both_sides(name):
+    assert vjp_claim(RIGHT_WHERE_NOT_FINITE[name], EIGHT[:4]).verdict is Verdict.PASS
+
+
+def test_a_derivative_that_is_wrong_in_a_narrow_interval_between_two_shifts_fails():
+    claim = vjp_claim(gradient_plus(lambda x: (x - 2).relu() * (2.01 - x).relu()), EIGHT)
+    assert claim.verdict is Verdict.FAIL
+
+
+def test_equal_elements_share_the_derivative_of_the_median_of_all():
+    claims = compile_out(lambda x: x.median() * x, EIGHT[:5], backend="eager").certify("algebraic").claims
+    assert {claim.verdict for claim in claims if claim.layer == "algebraic"} == {Verdict.PASS}
 
 
 def test_a_step_that_no_point_takes_is_inconclusive():

@@ -1,5 +1,7 @@
 """Hessian products: right where torch's shortcuts in a pullback are not, and certified like the other derivatives."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,12 @@ def wide(*shape):
 
 def symmetric(a):
     return (a + a.mT) / 2
+
+
+def deprecated_cholesky(a):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.cholesky(symmetric(a))
 
 
 # The pullbacks of these read what the forward pass saved: factors, norms, counts, indices.
@@ -58,6 +66,9 @@ SAVES_AUXILIARIES = {
         wide(1, 3, 3, 2),
     ),
     "cdist": (lambda x, y: torch.cdist(x, y, p=3), wide(3, 4), wide(2, 4)),
+    "hardsigmoid": (F.hardsigmoid, wide(6)),
+    "deprecated cholesky": (deprecated_cholesky, positive(3)),
+    "logcumsumexp": (lambda x: x.logcumsumexp(0), torch.tensor([0.0, -2000, 1000, 1001], dtype=torch.float64)),
     "max_pool2d": (lambda x: F.max_pool2d(x.sin(), 2), wide(1, 1, 4, 4)),
     "embedding_bag": (
         lambda w, p: F.embedding_bag(

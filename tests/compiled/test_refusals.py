@@ -61,7 +61,7 @@ def fails(x):
 
 
 def takes_functions(x):
-    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # the line
+    return torch._higher_order_ops.map(torch.sin, x)  # the line
 
 
 def records(x):
@@ -107,7 +107,7 @@ REASONS = {
     has_a_data_dependent_shape: "the shape of the result of aten.* depends on values",
     has_a_large_literal: "expected a literal tensor of at most 64 real elements, got 300 of torch.float32",
     fails: "RuntimeError",
-    takes_functions: "cond is a higher-order operation",
+    takes_functions: "map_impl is a higher-order operation",
     records: "autograd does not record while a function is traced. Use torch.func.grad",
 }
 

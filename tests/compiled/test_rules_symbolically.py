@@ -7,8 +7,10 @@ import sympy as sp
 import torch
 
 from torchguard.compiled.certify.algebra._closed_form import closed_form
-from torchguard.compiled.certify.algebra._rules import pointwise
+from torchguard.compiled.certify.algebra._rules import activations, choices, pointwise
 from torchguard.compiled.certify.algebra._values import DERIVATIVES
+
+FORMULAS = {**pointwise.RULES, **choices.RULES, **activations.RULES}
 
 X = sp.Symbol("x", real=True)
 
@@ -157,7 +159,7 @@ DEFINITIONS = {
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_each_composition_is_the_function_it_stands_for(name):
     x = sp.Symbol("x", positive=True)
-    result = pointwise.RULES[name](Symbolic(x, Fraction(1, 3))).formula
+    result = FORMULAS[name](Symbolic(x, Fraction(1, 3))).formula
     assert is_zero(result - DEFINITIONS[name](x))
 
 
@@ -184,8 +186,8 @@ def test_each_backward_formula_is_the_derivative_of_its_forward_one(name):
     wrong = []
     for at in PLACES:
         x, one = Symbolic(X, at), Symbolic(1, at)
-        y = pointwise.RULES[forward](x, *settings)
-        slope = pointwise.RULES[backward](one, x, *others)
+        y = FORMULAS[forward](x, *settings)
+        slope = FORMULAS[backward](one, x, *others)
         if not is_zero(sp.diff(y.formula, X) - slope.formula):
             wrong.append(at)
     assert wrong == []
@@ -194,8 +196,8 @@ def test_each_backward_formula_is_the_derivative_of_its_forward_one(name):
 @pytest.mark.parametrize("at", PLACES[::3], ids=str)
 def test_gelu_by_tanh_has_the_derivative_of_its_formula(at):
     x, one = Symbolic(X, at), Symbolic(1, at)
-    y = pointwise.RULES["gelu"](x, approximate="tanh")
-    slope = pointwise.RULES["gelu_backward"](one, x, approximate="tanh")
+    y = FORMULAS["gelu"](x, approximate="tanh")
+    slope = FORMULAS["gelu_backward"](one, x, approximate="tanh")
     assert is_zero(sp.diff(y.formula, X) - slope.formula)
 
 
@@ -203,17 +205,17 @@ def test_gelu_by_tanh_has_the_derivative_of_its_formula(at):
 @pytest.mark.parametrize("at", [Fraction(-2), Fraction(3)], ids=str)
 def test_elu_has_the_derivative_of_its_formula(at, is_result):
     x, one = Symbolic(X, at), Symbolic(1, at)
-    y = pointwise.RULES["elu"](x, 1.5, 2, 3)
+    y = FORMULAS["elu"](x, 1.5, 2, 3)
     given = Symbolic(y.formula, at) if is_result else x
-    slope = pointwise.RULES["elu_backward"](one, 1.5, 2, 3, is_result, given)
+    slope = FORMULAS["elu_backward"](one, 1.5, 2, 3, is_result, given)
     assert is_zero(sp.diff(y.formula, X) - slope.formula)
 
 
 @pytest.mark.parametrize("at", [Fraction(-2), Fraction(3)], ids=str)
 def test_log_sigmoid_has_the_derivative_of_its_formula_and_is_the_log_of_sigmoid(at):
     x, one = Symbolic(X, at), Symbolic(1, at)
-    y, z = pointwise.RULES["log_sigmoid_forward"](x)
-    slope = pointwise.RULES["log_sigmoid_backward"](one, x, z)
+    y, z = FORMULAS["log_sigmoid_forward"](x)
+    slope = FORMULAS["log_sigmoid_backward"](one, x, z)
     assert is_zero(sp.diff(y.formula, X) - slope.formula)
     assert abs((y.formula - sp.log(1 / (1 + sp.exp(-X)))).subs(X, at).evalf(40)) < 1e-30
 
@@ -227,7 +229,7 @@ def test_a_power_has_the_derivative_of_a_power(e):
 
 def test_tanh_and_sigmoid_by_their_results():
     for name, y in (("tanh", sp.tanh(X)), ("sigmoid", 1 / (1 + sp.exp(-X)))):
-        slope = pointwise.RULES[f"{name}_backward"](Symbolic(1, 0), Symbolic(y, 0))
+        slope = FORMULAS[f"{name}_backward"](Symbolic(1, 0), Symbolic(y, 0))
         assert is_zero(sp.diff(y, X) - slope.formula)
 
 
@@ -299,7 +301,7 @@ SETTINGS = {
 TWO = {"add", "sub", "rsub", "mul", "div", "maximum", "minimum", "gt", "lt", "ge", "le", "eq", "ne"}
 THREE = {"addcmul", "addcdiv"}
 # Those that take integers, whose rule is an unknown function, or is of the field: no number in it is NaN.
-NOT_FORMULAS = {name for name in pointwise.RULES if name.startswith(("logical", "bitwise"))}
+NOT_FORMULAS = {name for name in FORMULAS if name.startswith(("logical", "bitwise"))}
 NOT_FORMULAS |= {"isnan", "isinf", "isposinf", "isneginf", "isfinite", "frac", "fmod", "remainder", "polygamma"}
 NOT_FORMULAS |= {"floor", "ceil", "round", "trunc", "atan2", "logaddexp", "where", "masked_fill", "lerp", "digamma"}
 NOT_FORMULAS |= {
@@ -309,7 +311,6 @@ NOT_FORMULAS |= {
     "log_sigmoid_backward",
     "log_sigmoid_forward",
 }
-FORMULAS = pointwise.RULES
 RANGES = {"acosh": (1.1, 3.0), "asin": (-0.9, 0.9), "acos": (-0.9, 0.9), "atanh": (-0.9, 0.9), "erfinv": (-0.9, 0.9)}
 POSITIVE = {"log", "log1p", "log2", "log10", "sqrt", "rsqrt", "lgamma"}
 

@@ -1,5 +1,6 @@
 """The backend: when it raises, what it logs, what it runs, and that it changes no guards and no results."""
 
+import copy
 import logging
 import pickle
 import subprocess
@@ -430,3 +431,8 @@ def test_the_artifact_of_a_rejected_model_has_its_graphs(tmp_path):
         torch.compile(model, backend=mock_backend(deny="gelu", mode="strict"))(torch.randn(2, 4))
     (one,) = captured.artifacts
     assert [graph["kind"] for graph in one.manifest()["graphs"]] == ["dynamo", "inference"]
+
+
+def test_a_copy_of_a_backend_reports_to_the_same_place():
+    backend = mock_backend(Device())
+    assert copy.deepcopy(backend) is backend  # Lightning copies the arguments of torch.compile

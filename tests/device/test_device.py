@@ -173,6 +173,8 @@ def test_every_field_has_a_variable(monkeypatch):
         "allow": "aten.*",
         "max_rank": "4",
         "max_dim": "512",
+        "peak_flops": "2e12",
+        "bandwidth": "1e11",
         "dynamic_shapes": "0",
         "decompositions": "core",
     }

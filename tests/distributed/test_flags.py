@@ -189,6 +189,15 @@ class TestGathering:
             assert len(of_rank) == 2
             assert all(message in text and "Use one ErrorConfig" in text for text in of_rank)
 
+    def test_a_batch_with_more_samples_than_rows_is_an_error_on_every_rank(self):
+        def gather():
+            try:
+                distributed.gather_flags(own_flags(), rows=2)
+            except BatchMismatchError as error:
+                return str(error)
+
+        assert run_ranks(gather) == ["gather_flags: a batch has 3 samples and rows is 2. Give more rows."] * 2
+
     def test_merging_takes_the_same_samples(self):
         def merge():
             try:

@@ -47,6 +47,8 @@ def test_a_script_that_is_not_the_pages_own_is_refused(chromium, path):
 def test_tables_are_filtered_sorted_and_paged(chromium, path):
     page = Opened(chromium, path).page
     table = page.locator(".table.long").nth(0)
+    table.scroll_into_view_if_needed()
+    page.wait_for_selector(".table.long[data-ready]")
     rows = table.locator("tbody tr")
     assert rows.count() == 50
     table.locator("button.next").click()
@@ -103,7 +105,7 @@ def test_links_open_collapsed_sections_and_listings_follow_each_other(chromium, 
 
 def test_all_can_be_reached_by_keys_and_has_a_name(chromium, path):
     page = Opened(chromium, path).page
-    for _ in range(80):
+    for _ in range(120):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.matches('.roofline summary')"):
             break

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from torchguard import Retry, RetryError
+from torchguard._retry import python_state
 
 B = 6
 COUNT = 0
@@ -401,6 +402,24 @@ def test_a_retried_step_counts_once(place):
     closure, count = place(model)
     step(closure, model)
     assert count() == 1
+
+
+@pytest.mark.parametrize("place", [in_attribute, in_lazy_buffer, in_nested_containers, in_object])
+def test_a_python_without_versions_of_dicts_reads_their_values(place, monkeypatch):
+    monkeypatch.setattr(python_state, "can_read_words", lambda: False)
+    model = nn.Linear(4, 1)
+    closure, count = place(model)
+    step(closure, model)
+    assert count() == 1
+
+
+def test_an_attribute_that_changes_in_every_step_is_restored_in_every_bad_step():
+    model = nn.Linear(4, 1)
+    closure, count = in_attribute(model)
+    guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(40):
+        guard.step(closure, bad_batch() if number % 3 else torch.randn(B, 4))
+        assert count() == number + 1
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place not in NOT_IN_BACKWARD])

@@ -144,7 +144,8 @@ def test_every_private_name_that_is_imported_is_looked_up():
             if isinstance(node, ast.ImportFrom) and re.match(r"torch\._|torch\.fx\.exp|functorch", node.module or ""):
                 imported |= {f"{node.module}.{alias.name}" for alias in node.names}
     names = {name for name in imported if not is_module(name) and name not in AFTER_2_11}
-    assert {name for name in names if not any(f"{one}.".startswith(f"{name}.") for one in listed)} == set()
+    unlisted = {name for name in names if not any(f"{one}.".startswith(f"{name}.") for one in listed)}
+    assert unlisted == set(), "add these to the tables of _torch/support.py"
 
 
 # What the code that imports it says an older torch does instead.

@@ -19,7 +19,9 @@ from torchguard._retry.reach import SIMPLE, Names, Reached, is_filled
 from torchguard._retry.tensor_state import Replaced, can_be_saved, checksum
 from torchguard._torch.tensors import mutation_count
 from torchguard._torch.training import module_dicts, names_of_unsaved_buffers
+from torchguard._torch.words import DICT_VERSION, Words, can_read_words
 
+_MAX_CHANGES = 16  # a model that changes an attribute in every step is read in every step
 _ARRAYS = (np.ndarray, array.array, bytearray)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
@@ -45,6 +47,8 @@ class PythonState:
         self._arrays = [number for number, (_, state) in enumerate(self._states) if isinstance(state, _ARRAYS)]
         self._globals = reached.globals
         self._saved = [_copy(state) for _, state in self._states]
+        self._words: Words | None = None  # the versions of all dicts, if they can be read
+        self._changes = 0  # how often they were not as before
         self._watch(attributes, of_modules, implied)
 
     def _watch(self, attributes: set[int], of_modules: int, implied: set[int]) -> None:
@@ -84,6 +88,35 @@ class PythonState:
         values = self._read_values()
         assert values is not None
         self._values = values
+        self._unread = [
+            state
+            for _, state in self._states
+            if not isinstance(state, (dict, Names, CellType, *_ARRAYS)) and id(state) not in implied
+        ]
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        """Remember the versions of all dicts: while these are the same, none of the dicts has to be read.
+
+        A dict has its version where its length is. To read its values as well takes several times as long where they
+        are not in the processor's cache, as after a step. Lists, sets, cells and globals have no version.
+        """
+        self._rest = self._read_rest()
+        if self._changes < _MAX_CHANGES and can_read_words():
+            addresses = {id(state) + DICT_VERSION for _, state in self._states if isinstance(state, dict)}
+            self._words = Words(addresses) if addresses else None
+
+    def _read_rest(self) -> tuple[list[int], np.ndarray]:
+        """The values of the states that are no dicts, and how many each has."""
+        parts = [*self._unread, *[read() for read in self._read]]
+        return [*map(len, parts)], np.fromiter(itertools.chain.from_iterable(parts), object)
+
+    def _is_unchanged(self) -> bool:
+        """Whether the versions show that no state changed, NumPy arrays aside. False where they do not tell."""
+        if self._words is None or not self._words.are_unchanged():
+            return False
+        lengths, values = self._read_rest()
+        return lengths == self._rest[0] and values.tobytes() == self._rest[1].tobytes()
 
     def _read_lengths(self) -> list[int]:
         return [*map(len, self._sized), *[len(read()) for read in self._read]]
@@ -100,6 +133,8 @@ class PythonState:
 
     def _different(self) -> list[int]:
         """The numbers of the states that are not as they were, NumPy arrays aside."""
+        if self._is_unchanged():
+            return []
         now = self._read_values() if self._read_lengths() == self._lengths else None
         if now is None:
             others = set(self._arrays)
@@ -119,6 +154,10 @@ class PythonState:
         """Save the current state. False if it holds other objects than plain values that it did not hold before."""
         if any(namespace.get(name) is not value for namespace, name, value in self._globals):
             return False
+        if self._is_unchanged():
+            for number in self._arrays:
+                self._saved[number] = _copy(self._states[number][1])
+            return True
         now = self._read_values() if self._read_lengths() == self._lengths else None
         if now is None:
             return False
@@ -131,6 +170,8 @@ class PythonState:
             self._values = now
         for number in [*different, *self._arrays]:
             self._saved[number] = _copy(self._states[number][1])
+        self._changes, self._words = self._changes + 1, None
+        self._note_versions()
         return True
 
     def restore(self) -> None:

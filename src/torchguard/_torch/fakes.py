@@ -160,6 +160,20 @@ def inputs_have_all_symbols(graph: GraphModule) -> bool:
     return known >= set().union(*used)
 
 
+def constant_of(value: Tensor) -> float | None:
+    """The number of a fake tensor that torch knows: of a literal, and of what is computed from literals alone.
+
+    Fake tensors keep it in `constant`. Where that is missing, no number is known. It is read with all modes off.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    known = getattr(value, "constant", None)
+    if known is None:
+        return None
+    with _disable_current_modes():
+        return known.item()
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -206,6 +220,35 @@ def trace(
     ):
         traced = make_fx(fn, decompose or {}, tracing_mode="fake", _error_on_data_dependent_ops=True)
         return traced(*fakes)
+
+
+@contextlib.contextmanager
+def expanded_control_flow(expansions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """A context in which torch's control flow runs as plain Python in this thread, by the name of what torch would run.
+
+    `torch.cond` and `scan` run through `_hop_compile_and_call`, which makes graphs of the functions they are given with
+    Dynamo. Dynamo does not trace under our modes, and what it meets there first it never compiles again: a later
+    `torch.cond` outside would fail. So this function is replaced while we trace, by thread. Torch 2.13 has it; where it
+    is missing, control flow reaches the modes as a higher-order operation, and is refused.
+    """
+    from torch._higher_order_ops import utils
+
+    plain = getattr(utils, "_hop_compile_and_call", None)
+    if plain is None:
+        yield
+        return
+    thread = threading.get_ident()
+
+    def call(fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+        if threading.get_ident() != thread:
+            return plain(fn, args, kwargs)
+        return expansions.get(fn.__name__, fn)(*args, **(kwargs or {}))
+
+    utils._hop_compile_and_call = call
+    try:
+        yield
+    finally:
+        utils._hop_compile_and_call = plain
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

@@ -8,16 +8,17 @@ values of its own, and a new thread starts with the defaults. So a setting is ch
 - while an object needs it, counted and put back when the last one is gone (`allow_side_effects_under_checkpoint`);
 - for good: never.
 
-**Nested compile regions** (`compile_once`). Up to torch 2.13, Inductor does not know that a region may return what it
-was given, as something to save for its backward pass, and writes other values there. It also applies the indices of
-buffers that a backward graph may overwrite to a region, where they mean other tensors. Gradients are silently wrong
-either way, of plain models too. With `allow_buffer_reuse`, `inplace_buffers` and `donated_buffer` off, memory goes back
-to the allocator instead, which knows who holds it. The patch compiles graphs that contain regions, and no others, under
-these settings, in whatever thread that happens: on a GPU, and wherever `backward()` is called in another thread,
-AOTAutograd compiles the backward graph in a thread that does not have the settings of the one that compiled the forward
-graph. (None of 10 models whose gradients are wrong without the settings had wrong gradients when only the backward
-graph was compiled without them, but nothing in Inductor rules it out.) The patch can go when torch compiles nested
-regions correctly.
+**Nested compile regions** (`compile_once`). Up to torch 2.15, Inductor does not know that a region may return what it
+was given, as something to save for its backward pass, and writes other values there. Before 2.15, it also applies the
+indices of buffers that a backward graph may overwrite to a region, where they mean other tensors. Gradients are
+silently wrong either way, of plain models too. With `allow_buffer_reuse`, `inplace_buffers` and `donated_buffer` off,
+memory goes back to the allocator instead, which knows who holds it. The patch compiles graphs that contain regions, and
+no others, under these settings, in whatever thread that happens: on a GPU, and wherever `backward()` is called in
+another thread, AOTAutograd compiles the backward graph in a thread that does not have the settings of the one that
+compiled the forward graph. Where memory is not reused, donating it saves nothing and forbids `retain_graph`, so
+`donated_buffer` stays off on 2.15, too. (None of 10 models whose gradients are wrong without the settings had wrong
+gradients when only the backward graph was compiled without them, but nothing in Inductor rules it out.) The patch can
+go when torch compiles nested regions correctly; `tests/torch_seam/test_workarounds.py` says when.
 """
 
 import contextlib
@@ -124,8 +125,8 @@ def protect_regions() -> bool:
 
     Patches `OutputGraph._call_user_compiler` and `aot_stage2_compile`, and `invoke_subgraph.gen_schema`: torch asks it
     at each call of a region what the region writes to, and traces the whole region for the answer, which takes half of
-    AOTAutograd's time where many blocks are one region (torch 2.13 caches one answer of two). The patch caches the
-    answers with what torch itself caches while it compiles a graph.
+    AOTAutograd's time where many blocks are one region (since torch 2.13, one answer of two is cached). The patch
+    caches the answers with what torch itself caches while it compiles a graph.
 
     Returns:
         Whether regions can be compiled. Degraded where torch lacks one of the first two functions: False, and

@@ -43,6 +43,7 @@ _NEEDED = {
         "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx",
         "torch._subclasses.fake_tensor": "FakeTensorMode",
         "torch.multiprocessing.reductions": "StorageWeakRef",
+        "torch._functorch.pyfunctorch": "temporarily_pop_interpreter_stack",
         "torch.utils._python_dispatch": "TorchDispatchMode",
         "torch._C": "_dispatch_has_kernel_for_dispatch_key",
     },
@@ -70,6 +71,7 @@ _NEEDED = {
         "torch._C": "_dispatch_get_all_op_names DispatchKey",
     },
     "artifacts": {"torch._functorch._aot_autograd.descriptors": "PlainAOTInput"},
+    "export": {"torch._inductor": "aoti_compile_and_package aoti_load_package"},
     "compiled": {
         "torch._dynamo.source": "ConstantSource",
         "torch._functorch.autograd_function": "custom_function_call",
@@ -117,6 +119,7 @@ _ONLY_HELPS = {
     "device": {
         "torch._dynamo.backends.registry._COMPILER_FNS": "after a second import of torchguard, its backend is the first"
     },
+    "export": {},
     "artifacts": {
         "torch._dynamo.output_graph.OutputGraph._call_user_compiler": "graphs of Dynamo are not captured",
         _STAGE_2: "forward and backward graphs are not captured",

@@ -14,10 +14,10 @@ State that is not visible in signatures, here and in the rest of torchguard, and
   module hooks get no argument from the call. In eager mode each thread has its own (`state.Running`; `parts.py` has it
   by the key of the model). `CallRecord.enter_region` swaps five fields of the record, since tensors leave a region by
   being returned (`regions.py`).
-- On modules, and removed by `unwatch`: forward hooks; a `Region` as `forward` of blocks that are compiled once; the
-  `WatchState` as attribute `_watch` of the model. The watched model and the model share one `__dict__`. Of `@tracked`,
-  and not removed: `_fx_path` and `_fx_location` on modules; and `_fx_building` on a model while its `__init__` runs
-  (`locations/_tracked.py`).
+- On modules, and removed by `unwatch`: forward hooks, and `_torchguard_identity` (`_torch/hook_guards.py`); a `Region`
+  as `forward` of blocks that are compiled once; the `WatchState` as attribute `_watch` of the model. The watched model
+  and the model share one `__dict__`. Of `@tracked`, and not removed: `_fx_path` and `_fx_location` on modules; and
+  `_fx_building` on a model while its `__init__` runs (`locations/_tracked.py`).
 - On torch: the operators, which stay for the process since compiled code calls them; Dynamo's marks on the tensors of a
   `WatchState` that their sizes are static (`_torch/dynamo.py`) and on functions that are constant in graphs
   (`_torch/tracing.py`); `_torchguard_schemas` on torch's cache of nested regions, with a patch of
@@ -35,6 +35,7 @@ from typing import Any
 
 from torch import nn
 
+from torchguard._torch.hook_guards import renew_identity, skip_guards_on_hooks
 from torchguard._torch.modules import (
     is_compiled_in_place,
     is_compiled_or_scripted,
@@ -127,6 +128,7 @@ def watch(
         sample_of=sample_dims(paths, sample_of or {}),
     )
     allow_side_effects_under_checkpoint(watch_state)
+    skip_guards_on_hooks()
     root_hook = wrapper.RootHook(watch_state)
     model.register_forward_pre_hook(root_hook)
     model.register_forward_hook(root_hook.after)
@@ -147,6 +149,7 @@ def watch(
             module.register_forward_hook(on_module.after)
         if on_module.checks_input:
             module.register_forward_pre_hook(on_module.before, with_kwargs=True)
+        renew_identity(module)
     guarded = wrapper.new_wrapper(type(model), "forward" in model.__dict__)
     object.__setattr__(guarded, "__dict__", model.__dict__)
     model.__dict__[_STATE] = watch_state
@@ -164,6 +167,7 @@ def unwatch(guarded: Any) -> nn.Module:
     watch_state = guarded.__dict__.pop(_STATE)
     for module in guarded.modules():  # pyright: ignore[reportAttributeAccessIssue]
         remove_forward_hooks(module, lambda hook: getattr(hook, "watch", None) is watch_state)
+        renew_identity(module)
         regions.remove_region(module, watch_state)
     release_settings(watch_state)
     object.__setattr__(watch_state.model, "__dict__", guarded.__dict__)

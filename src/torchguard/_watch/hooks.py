@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
+from torchguard._torch.hook_guards import IDENTITY
 from torchguard._torch.modules import is_torch_leaf
 from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
@@ -34,6 +35,8 @@ class ModuleHooks:
         checks_output: whether the output is checked. Of an embedding that is not watched, only the indices are.
     """
 
+    is_constant_hook = True  # nothing in it changes: see `_torch/hook_guards.py`
+
     def __init__(self, watch: WatchState, location: int, module: nn.Module, checks_output: bool) -> None:
         self.watch, self.location, self.masks = watch, location, mask_positions(module)
         self.num_squares = num_squares_of(module)
@@ -51,6 +54,8 @@ class ModuleHooks:
             call_record = self.watch.record_for_recompute()
             if call_record is None:
                 return None
+        if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
+            return None
         if self.is_embedding:
             if args:
                 return (self._clamped(args[0], module, call_record), *args[1:]), kwargs
@@ -71,6 +76,8 @@ class ModuleHooks:
                 return None
         if is_in_part(call_record):
             check_output_in_part(module, output, self.address)
+            return None
+        if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
         if isinstance(output, Tensor):
             output = call_record.check(output, self.location, in_place=self.in_place)

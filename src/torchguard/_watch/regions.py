@@ -20,7 +20,7 @@ A watched block does not qualify as it is. What stands in the way, and what is d
   The operator `leave_region` makes a view of each status.
 - **Reference cycles.** An object that is attached to a leaf and references that leaf is never freed
   (`gradient_probes.py`). So the probes of the region are a view of the leaf, which is dropped at the end of the region.
-- **Wrong gradients in torch up to 2.13** and slow compilation: `_torch/settings.py` changes settings of torch when a
+- **Wrong gradients in torch up to 2.15** and slow compilation: `_torch/settings.py` changes settings of torch when a
   region is traced, and says why.
 
 All but the first two can be removed when torch allows in a nested region what it allows in a function.

@@ -36,6 +36,7 @@ from torchguard.report import Report as Page
 
 if TYPE_CHECKING:
     from torchguard.cli._watched import CallLog
+    from torchguard.guards import Inspection
 
 EXAMPLE = """
 torchguard run train.py --epochs 3
@@ -188,12 +189,10 @@ def _flush() -> None:
 
 
 def _report_data(observation: Observation, exit_code: int) -> dict[str, Any]:
-    from torchguard.guards._section import inspection_data  # loads torch
-
     inspection, device, watcher = observation.inspection, observation.device_report, observation.watcher
     return {
         "exit_code": exit_code,
-        "compiled": None if inspection is None else inspection_data(inspection),
+        "compiled": None if inspection is None else _compiled(inspection),
         "artifacts": [{"id": one.id, "path": str(one.path), "size": one.size} for one in observation.artifacts],
         "device": None if device is None else device.to_dict(),
         "watched": None if watcher is None else [log.to_dict() for log in watcher.logs],
@@ -202,15 +201,19 @@ def _report_data(observation: Observation, exit_code: int) -> dict[str, Any]:
     }
 
 
+def _compiled(inspection: "Inspection") -> dict[str, Any]:
+    from torchguard.guards._section import inspection_data  # loads torch
+
+    return inspection_data(inspection)
+
+
 def _report_views(observation: Observation) -> Iterator[RenderableType]:
     watcher, artifacts = observation.watcher, observation.artifacts
     yield plain("torchguard", "bold reverse")
     if observation.inspection is None:
         yield plain("Nothing was compiled: torch.compile was never called.")
     else:
-        from torchguard.guards._section import inspection_data  # loads torch
-
-        data = inspection_data(observation.inspection)
+        data = _compiled(observation.inspection)
         yield from _views.compilation_views(data, failed=sum(bool(_views.failure_of(one)) for one in artifacts))
     if observation.device_report is not None:
         yield from _views.device_report(observation.device_report, limit=_LIMIT)

@@ -7,7 +7,7 @@
   rules take an integer power of two, which is 0 for a negative exponent.
 - Others are decomposed for JVPs and HVPs alone, because the fused operation is faster: attention, distances, and
   sampling from a grid; normalisation, whose second derivative in torch computes eps back from the rounded result; and
-  `logcumsumexp`, whose JVP adds 1e-13 to sums that may be much smaller.
+  `logcumsumexp`, whose JVP adds 1e-13 to sums that may be much smaller; and `hardsigmoid`, which has no HVP.
 """
 
 import math
@@ -148,6 +148,7 @@ DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten.cholesky_solve.default: _cholesky_solve,
     torch.ops.aten.cholesky_inverse.default: _cholesky_inverse,
     torch.ops.aten.triangular_solve.default: _triangular_solve,
+    torch.ops.aten.cholesky.default: lambda a, upper=False: torch.linalg.cholesky(a, upper=upper),
     torch.ops.aten._weight_norm_interface.default: _weight_norm,
     torch.ops.aten._embedding_bag.default: _embedding_bag,
     torch.ops.aten._embedding_bag_forward_only.default: _embedding_bag,
@@ -174,13 +175,15 @@ def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
     step = 1
     while step < x.shape[dim]:
         rest = x.shape[dim] - step
-        added = torch.logaddexp(x.narrow(dim, step, rest), x.narrow(dim, 0, rest))
+        # Not logaddexp, whose second derivative in torch overflows where two numbers are far apart.
+        added = torch.stack([x.narrow(dim, step, rest), x.narrow(dim, 0, rest)]).logsumexp(0)
         x = torch.cat([x.narrow(dim, 0, step), added], dim)
         step *= 2
     return x.clone()
 
 
 _FORWARD_MODE: dict[Any, Any] = {
+    torch.ops.aten.hardsigmoid.default: lambda x: F.hardtanh(x + 3, 0.0, 6.0) / 6,
     torch.ops.aten.logcumsumexp.default: _logcumsumexp,
     torch.ops.aten._cdist_forward.default: _cdist,
     torch.ops.aten._euclidean_dist.default: lambda x, y: _cdist(x, y, 2.0),

@@ -41,6 +41,8 @@ def _convention(node: Node, varying: set[Node]) -> str | None:
     """The derivative that torch returns for an operation where it has none; None if the operation is smooth."""
     name = op_name(node)
     facts = facts_of(name)
+    if name == "div" and node.kwargs.get("rounding_mode") is not None:
+        return facts_of("floor").nonsmooth
     if not facts.nonsmooth:
         return None
     if name == "elu":

@@ -21,6 +21,7 @@ from torchguard._graphs.op_facts import SHAPE_ONLY, UNINITIALIZED, has_wrong_jvp
 from torchguard._torch import fakes, ops, tensors
 from torchguard._torch.support import warn_of_missing
 from torchguard.compiled._cleanup import clean_graph
+from torchguard.compiled._control_flow import EXPANSIONS
 from torchguard.compiled._decompositions import (
     DECOMPOSITIONS,
     ForwardModeDecomposer,
@@ -320,7 +321,8 @@ def _trace(
         return fn(mode, *values)
 
     try:
-        traced = fakes.trace(run, [leaf.fake() for leaf in types], DECOMPOSITIONS, grad_enabled=grad_enabled)
+        with fakes.expanded_control_flow(EXPANSIONS):
+            traced = fakes.trace(run, [leaf.fake() for leaf in types], DECOMPOSITIONS, grad_enabled=grad_enabled)
         if any((schema := ops.schema_of(node.target)) and schema.is_mutable for node in traced.graph.nodes):
             functional = func.functionalize(torch.fx.Interpreter(traced).run, remove="mutations")
             traced = fakes.trace(functional, [leaf.fake() for leaf in types], _COPY_DECOMPOSITION)

@@ -75,13 +75,14 @@ def gather_flags(f: Flags, group: Group = None, *, rows: int | None = None) -> G
     """
     require_flags("gather_flags", f)
     count = f.shape[0]
-    if rows is not None and count > rows:
-        raise BatchMismatchError(f"gather_flags: the batch has {count} samples and rows is {rows}. Give more rows.")
     ranks = group_of("gather_flags", group)
-    width, tables = count if rows is None else rows, None
+    width, largest, tables = count if rows is None else rows, count, None
     if ranks is not None and is_plain(f):
         sizes, tables = _compared("gather_flags", f, ranks, -1 if rows is None else rows)
         width = max(sizes) if rows is None else rows
+        largest = max(sizes)
+    if rows is not None and largest > rows:
+        raise BatchMismatchError(f"gather_flags: a batch has {largest} samples and rows is {rows}. Give more rows.")
     # One row for the number of samples, so that one gather does.
     words = bits(f)
     size = torch.full((1, words.shape[1]), count, dtype=words.dtype, device=f.device)

@@ -2,7 +2,7 @@
 
 A definition states what an operator computes in real numbers; torch's derivatives are no part of it. So do those of the
 operators that torch's derivative formulas use, such as `logit_backward`. Some have more assumptions, stated with them:
-all numbers are finite; a sequence that is searched is sorted; a matrix has full rank.
+a sequence that is searched is sorted; a matrix has full rank.
 """
 
 import math
@@ -191,9 +191,13 @@ def _sinc(x: Tensor) -> Tensor:
     return torch.where(is_zero, 1.0, angle.sin() / angle)
 
 
-def _nan_to_num(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """All numbers are finite."""
-    return x.clone()
+def _nan_to_num(
+    x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Tensor:
+    limits = torch.finfo(x.dtype)
+    y = torch.where(x.isnan(), nan or 0.0, x)
+    y = torch.where(x == math.inf, limits.max if posinf is None else posinf, y)
+    return torch.where(x == -math.inf, limits.min if neginf is None else neginf, y)
 
 
 # Norms and distances
@@ -347,6 +351,12 @@ DEFINITIONS: dict[str, Definition] = {
     "sinc": Definition(_sinc),
     "ldexp": _moves(lambda x, e: x * 2.0**e),
     "nan_to_num": Definition(_nan_to_num),
+    "nansum": Definition(lambda x, dim=None, keepdim=False, **_: torch.where(x.isnan(), 0.0, x).sum(dim, keepdim)),
+    "fmax": _moves(lambda a, b: torch.where((a >= b) | b.isnan(), a, b)),
+    "fmin": _moves(lambda a, b: torch.where((a <= b) | b.isnan(), a, b)),
+    "heaviside": _moves(lambda x, at_zero: torch.where(x == 0, at_zero, (x > 0).to(x.dtype))),
+    "copysign": Definition(lambda a, b: a.abs() * torch.where(b < 0, -1.0, 1.0)),
+    "signbit": Definition(lambda x: x < 0),
     "count_nonzero": _moves(lambda x, dim=None: (x != 0).sum(dim)),
     "norm": Definition(_norm),
     "_cdist_forward": Definition(_cdist),

@@ -191,7 +191,8 @@ def _claim_in_float64(
     noise = graphs.eps * (1 + norm(function(point)))
     tangents = tuple(None if tangent is None else tangent.double() for tangent in test.tangents)
     again = _TaylorTest(derivative, function, tuple(point), tangents, exact, _SMALLER_STEPS, noise, noise_steps=4)
-    claim = _slope_claim(again, lambda: known_cause(compiled))
+    graph, inputs = (graphs.forward, point) if derivative.what == "value" else (graphs["vjp"], [*point, *wide.w])
+    claim = _slope_claim(again, lambda: known_cause(compiled) or _rounding_cause(again, graph, inputs))
     return replace(claim, message=f"In float64: {claim.message}")
 
 

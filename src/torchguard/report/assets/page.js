@@ -52,7 +52,7 @@
 
   // Long tables: a filter over all cells, sorting by a column, pages.
   const PAGE = 50;
-  document.querySelectorAll(".table.long").forEach(holder => {
+  const startTable = holder => {
     const data = dataOf(holder), body = holder.querySelector("tbody"), heads = [...holder.querySelectorAll("th")];
     const tools = holder.querySelector(".tools"), input = tools.querySelector("input"), count = tools.querySelector(".count");
     const [previous, next] = tools.querySelectorAll("button"), more = holder.querySelector(":scope > .more");
@@ -118,7 +118,8 @@
     tools.hidden = false;
     if (more && data.rows.length > 50) more.remove();
     draw();
-  });
+    holder.dataset.ready = "true";
+  };
 
   // Listings: lines with the same key belong together.
   document.querySelectorAll(".code").forEach(code => {
@@ -382,7 +383,7 @@
     },
   };
 
-  const start = figure => {
+  const startChart = figure => {
     const canvas = figure.querySelector(".canvas"), spoken = figure.querySelector(".spoken");
     const chart = kinds[figure.dataset.kind](dataOf(figure), figure);
     let drawn = null, at = -1;
@@ -409,20 +410,20 @@
     draw();
     charts.push({ draw });
   };
-  // A chart is drawn when it comes into view; all are drawn before the page is printed.
-  const waiting = new Set(document.querySelectorAll("figure.chart"));
-  const begin = figure => { if (waiting.delete(figure)) start(figure); };
+  // A chart or a long table is started when it comes near the view; all charts are before the page is printed.
+  const waiting = new Set(document.querySelectorAll("figure.chart, .table.long"));
+  const begin = one => { if (waiting.delete(one)) (one.matches(".chart") ? startChart : startTable)(one); };
   const near = new IntersectionObserver(entries => {
     entries.filter(entry => entry.isIntersecting).forEach(entry => { near.unobserve(entry.target); begin(entry.target); });
   }, { rootMargin: "300px" });
-  waiting.forEach(figure => near.observe(figure));
+  waiting.forEach(one => near.observe(one));
   let opened = [], chosen;
   addEventListener("beforeprint", () => {
     opened = [...document.querySelectorAll("details.section:not([open])")];
     opened.forEach(one => { one.open = true; });
     chosen = root.dataset.theme;
     root.dataset.theme = "light";
-    [...waiting].forEach(begin);
+    [...waiting].filter(one => one.matches(".chart")).forEach(begin);
     charts.forEach(chart => chart.draw());
   });
   addEventListener("afterprint", () => {

@@ -47,15 +47,12 @@ def _has_rule(node: Node) -> bool:
 
 
 def _input_dependent_nodes(gm: GraphModule) -> frozenset[Node]:
-    """The nodes whose elements depend on those of a leaf.
-
-    A test for infinity or NaN does not: all numbers of a point are finite.
-    """
+    """The nodes whose elements depend on those of a leaf."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             found.add(node)
-        elif node.op == "call_function" and not _tests_finiteness(node):
+        elif node.op == "call_function":
             # An operator that creates a tensor reads the shape of its first operand alone.
             is_creation = op_name(node) in CREATION_RULES
             read = [n for n in node.all_input_nodes if not (is_creation and n is node.args[0])]
@@ -64,15 +61,21 @@ def _input_dependent_nodes(gm: GraphModule) -> frozenset[Node]:
     return frozenset(found)
 
 
-def _tests_finiteness(node: Node) -> bool:
-    if op_name(node) in ("isnan", "isinf", "isposinf", "isneginf", "isfinite"):
-        return True
+def _finiteness_rule(node: Node) -> str:
+    """The test for infinity or NaN that a comparison is; empty if it is none."""
     if op_name(node) not in ("eq", "ne"):
-        return False
+        return ""
     a, b = node.args
+    if a is b:
+        return "isnan"
     if isinstance(b, Node) and facts_of(op_name(b)).has_fill_value:
-        return any(isinstance(n, float) and not math.isfinite(n) for n in b.args)
-    return a is b or (isinstance(b, float) and not math.isfinite(b))
+        b = next((n for n in b.args if isinstance(n, float)), b)
+    return {math.inf: "isposinf", -math.inf: "isneginf"}.get(b, "") if isinstance(b, float) else ""
+
+
+def _is_part_of_test(node: Node) -> bool:
+    """Whether a node is the absolute value in `abs(x) != inf`, where the sign of x does not matter."""
+    return op_name(node) == "abs" and all(map(_finiteness_rule, node.users))
 
 
 def evaluate(gm: GraphModule, inputs: Sequence[Value], field: PrimeField) -> list[Any]:
@@ -88,7 +91,7 @@ def evaluate(gm: GraphModule, inputs: Sequence[Value], field: PrimeField) -> lis
 
 def evaluate_in_reals(gm: GraphModule, inputs: Sequence[Value], field: PrimeField) -> EvaluationTrace:
     """The trace of evaluating a graph in real numbers; it is empty if those of an input are not known."""
-    reals = Reals(0, field.key)
+    reals = Reals(0, field.key, taken_for=field.taken_for)
     known = [x.element if x.is_integer else x.real for x in inputs]
     if all(real is not None for real in known):
         pairs = zip(known, inputs, strict=True)
@@ -128,7 +131,8 @@ class _Run:
             else:
                 args, options = (map_arg(a, lambda n: values[n]) for a in (node.args, node.kwargs))
                 # Nodes of two graphs may have the same name.
-                self.field.trace.enter_node(f"{id(self.gm)}:{node.name}", node in dependent)
+                is_recorded = node in dependent and not _is_part_of_test(node)
+                self.field.trace.enter_node(f"{id(self.gm)}:{node.name}", is_recorded)
                 values[node] = self._call(node, args, options)
         return []
 
@@ -141,6 +145,10 @@ class _Run:
                 return self._converted(node, CREATION_RULES[name](self.field, *args, **options))
             if name == "pow" and isinstance(args[0], bool | int | float) and isinstance(args[1], Value):
                 return self._converted(node, power_of_number(args[0], args[1]))
+            if (test := _finiteness_rule(node)) and not args[0].is_integer:
+                is_equal = RULES[test](args[0])
+                is_inverted = (name == "ne") != (test == "isnan")
+                return self._converted(node, is_equal.inverted() if is_inverted else is_equal)
             if name in NEEDS_LAYOUT:
                 options = {**options, "is_contiguous": _is_contiguous(node)}
             return self._converted(node, RULES[name](*self._with_field(args), **options))

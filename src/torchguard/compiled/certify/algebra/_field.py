@@ -11,8 +11,9 @@ import hashlib
 import math
 import random
 from dataclasses import dataclass, field
+from enum import IntEnum
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ from torchguard.compiled.certify.algebra._closed_form import closed_form
 
 class UnsupportedError(Exception):
     """An operator, or this way to call it, has no rule: the claim is inconclusive. It never reaches a user."""
+
+
+class Kind(IntEnum):
+    """What a number is taken to be by the tests for infinity and NaN."""
+
+    FINITE = 0
+    POSITIVE_INFINITY = 1
+    NEGATIVE_INFINITY = 2
+    NAN = 3
 
 
 class EvaluationError(Exception):
@@ -42,6 +52,8 @@ _MIX = (-7046029254386353131, -4658895280553007687)
 _HALF_BITS = 16
 # A product of two halves has 32 bits, two of them are added, and a float64 holds integers of 53 bits.
 _MAX_TERMS = 2**19
+_MERSENNE = 2**31 - 1
+TakenFor = Literal["", "some", "infinite", "negative", "nan"]
 # The largest number of outcomes of one node that are recorded.
 _MAX_OUTCOMES = 2**24
 
@@ -72,6 +84,7 @@ class EvaluationTrace:
         steps: for each step function, by node and position, its values.
         zero_divisions: the nodes that divided by zero.
         has_nan: whether a real number that is compared is NaN.
+        has_nonfinite: whether a number was taken to be infinite or NaN.
     """
 
     node: str = ""
@@ -83,6 +96,7 @@ class EvaluationTrace:
     steps: dict[str, Tensor] = field(default_factory=dict)
     zero_divisions: set[str] = field(default_factory=set)
     has_nan: bool = False
+    has_nonfinite: bool = False
 
     def enter_node(self, node: str, is_input_dependent: bool = True) -> None:
         """Start a node. The outcomes of one that depends on no input are not recorded: they are always the same."""
@@ -119,16 +133,23 @@ class EvaluationTrace:
 
     def reset(self) -> None:
         """Start the next sample."""
-        self.outcomes, self.steps, self.zero_divisions, self.has_nan = {}, {}, set(), False
+        self.outcomes, self.steps, self.zero_divisions = {}, {}, set()
+        self.has_nan = self.has_nonfinite = False
 
 
 @dataclass(frozen=True)
 class PrimeField:
-    """The integers modulo `prime`. `key` chooses the unknown functions and the random elements."""
+    """The integers modulo `prime`.
+
+    Attributes:
+        key: chooses the unknown functions and the random elements.
+        taken_for: which elements tests for infinity and NaN hold for: none, some, or all; see `kinds`.
+    """
 
     prime: int
     key: int
     trace: EvaluationTrace = field(default_factory=EvaluationTrace)
+    taken_for: TakenFor = ""
     dtype: ClassVar[torch.dtype] = torch.int64
 
     def reduced(self, a: Tensor) -> Tensor:
@@ -144,6 +165,17 @@ class PrimeField:
         if key not in self.trace.real_values:
             raise UnsupportedError("a comparison of elements whose real numbers are not known")
         return self.trace.real_values[key]
+
+    def kinds(self, a: Tensor) -> Tensor:
+        """What elements are taken to be by tests for infinity and NaN: the numbers of `Kind`.
+
+        A field has no infinities. So that the branch behind such a test is evaluated all the same, some elements are
+        taken for infinite or NaN by these tests alone; in arithmetic they stay what they are. `Reals` decides which:
+        numbers of equal size are of equal kind, and infinities have the sign of the number.
+        """
+        kinds = self.real_values(a)
+        self.trace.has_nonfinite |= bool(kinds.any())
+        return kinds
 
     def number(self, c: float | Fraction) -> int:
         """The element that stands for a number. Infinities and NaN are unknown elements."""
@@ -313,3 +345,14 @@ class Reals(PrimeField):
     def real_values(self, a: Tensor) -> Tensor:
         self.trace.real_values[self.trace.next_read()] = a
         return a
+
+    def kinds(self, a: Tensor) -> Tensor:
+        infinite = torch.where(a > 0, Kind.POSITIVE_INFINITY, Kind.NEGATIVE_INFINITY)
+        if self.taken_for == "some":
+            # As float32: two graphs may compute one number with different rounding errors.
+            bits = a.abs().to(torch.float32).view(torch.int32).to(torch.int64)
+            drawn = PrimeField(_MERSENNE, self.key).unknown_function("kind", bits) % 8
+            finite_or_nan = torch.where(drawn == 0, Kind.NAN, Kind.FINITE)
+            return self.real_values(torch.where(drawn > 5, infinite, finite_or_nan))
+        same = {"": Kind.FINITE, "negative": Kind.NEGATIVE_INFINITY, "nan": Kind.NAN}
+        return self.real_values(torch.full_like(infinite, same[self.taken_for]) if self.taken_for in same else infinite)

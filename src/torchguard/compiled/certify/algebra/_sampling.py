@@ -100,10 +100,16 @@ def _compared_numbers(gm: GraphModule, node: Node) -> Iterator[float]:
         return
     facts = facts_of(op_name(node))
     yield from facts.thresholds
-    # A comparison of two tensors may have a filled one as an operand.
-    if facts.compares or facts.has_fill_value:
+    # A comparison of two tensors may have a filled one as an operand. That of x - 2 with 0 is one of x with 2.
+    is_shift = op_name(node) in ("add", "sub", "rsub") and any(map(_changes_behaviour, node.users))
+    if facts.compares or facts.has_fill_value or is_shift:
         arguments = (*node.args, *node.kwargs.values())
         yield from (float(a) for a in arguments if isinstance(a, int | float) and not isinstance(a, bool))
+
+
+def _changes_behaviour(node: Node) -> bool:
+    facts = facts_of(op_name(node))
+    return node.op == "call_function" and bool(facts.compares or facts.nonsmooth)
 
 
 def index_leaves(leaves: Sequence[Tensor], *graphs: GraphModule) -> frozenset[int]:

@@ -18,6 +18,7 @@ from torchguard.compiled.certify.algebra._field import (
     EvaluationError,
     EvaluationTrace,
     PrimeField,
+    TakenFor,
     UnsupportedError,
     draw_prime,
 )
@@ -41,6 +42,8 @@ T = TypeVar("T")
 # The number of points beyond the first ones that are tried while a comparison has had only one outcome. Most of them
 # are evaluated in real numbers alone.
 _MAX_POINTS = 240
+# What tests for infinity and NaN take numbers for, at every fourth of the further points.
+_TAKEN_FOR: tuple[TakenFor, ...] = ("some", "some", "infinite", "negative", "nan")
 # The number of elements wanted in each interval between thresholds.
 _PER_INTERVAL = 6
 
@@ -151,7 +154,8 @@ class Search:
             if not is_required and not self.one_sided_nodes():
                 return
             sample = number + count
-            f = PrimeField(draw_prime(self.primes), 4 * self.primes.getrandbits(48) + sample % 4, trace)
+            taken_for = _TAKEN_FOR[number // 4 % len(_TAKEN_FOR)] if number > MAX_BETWEEN and number % 4 == 0 else ""
+            f = PrimeField(draw_prime(self.primes), 4 * self.primes.getrandbits(48) + sample % 4, trace, taken_for)
             sampler = Sampler(f, 0 if is_free else number + 1, targets)
             result = self._result(sampler) if is_free else self._useful_result(sampler, is_required)
             if result is not None:
@@ -208,7 +212,7 @@ class Search:
     def _useful_result(self, sampler: Sampler, is_required: bool) -> SampleResult | None:
         """The result at a point that is required, or has a new outcome; None for others.
 
-        A difference where the graphs divide by zero or compare NaN is no result.
+        A difference where the graphs divide by zero, compare NaN, or take a number for infinite is no result.
         """
         try:
             if not is_required and not self._with_widest_range(sampler, self._has_new_outcome):
@@ -217,7 +221,8 @@ class Search:
             result = self._result(sampler)
         except (EvaluationError, UnsupportedError):
             return None
-        if result.mismatches and (result.is_singular or sampler.field.trace.has_nan):
+        trace = sampler.field.trace
+        if result.mismatches and (result.is_singular or trace.has_nan or trace.has_nonfinite):
             self.coverage = before
             return None
         return result

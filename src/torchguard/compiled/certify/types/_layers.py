@@ -162,8 +162,8 @@ def _svd(a: Type, full: bool = False, compute_uv: bool = True, **_: Any) -> tupl
     k = min(m, n)
     shapes = ((m, m if full else k), (k,), (n if full else k, n)) if compute_uv else ((0,), (k,), (0,))
     batch = a.shape[:-2]
-    u, s, v = (Type((*batch, *shape) if shape != (0,) else shape, a.dtype) for shape in shapes)
-    return u, real(s), v
+    u, s, v = (Type((*batch, *shape), a.dtype) for shape in shapes)
+    return (u, real(s), v) if compute_uv else (Type((0,), a.dtype), real(s), Type((0,), a.dtype))
 
 
 def _convolution(

@@ -202,6 +202,8 @@ def _index(x: Type, indices: Sequence[Type | None]) -> Type:
 
 
 def _index_select(x: Type, dim: int, index: Type) -> Type:
+    if not x.rank:
+        return x
     at = wrapped(dim, x.rank)
     return Type((*x.shape[:at], index.numel, *x.shape[at + 1 :]), x.dtype)
 

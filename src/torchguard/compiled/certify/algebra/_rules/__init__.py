@@ -4,12 +4,23 @@ from collections.abc import Callable
 from typing import Any
 
 from torchguard.compiled.certify._definitions import DEFINITIONS
-from torchguard.compiled.certify.algebra._rules import layers, matrices, pointwise, reductions, shapes, windows
+from torchguard.compiled.certify.algebra._rules import (
+    activations,
+    choices,
+    layers,
+    matrices,
+    pointwise,
+    reductions,
+    shapes,
+    windows,
+)
 from torchguard.compiled.certify.algebra._rules.matrices import NEEDS_LAYOUT
 from torchguard.compiled.certify.algebra._rules.shapes import CREATION_RULES
 
 RULES: dict[str, Callable[..., Any]] = {
     **pointwise.RULES,
+    **choices.RULES,
+    **activations.RULES,
     **shapes.RULES,
     **reductions.RULES,
     **matrices.RULES,

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 
 from torchguard.compiled.certify.algebra._field import UnsupportedError
-from torchguard.compiled.certify.algebra._rules.reductions import count_of, logsumexp, mean, softmax
+from torchguard.compiled.certify.algebra._rules.reductions import (
+    count_of,
+    logsumexp,
+    mean,
+    safe_softmax,
+    without_masked_rows,
+)
 from torchguard.compiled.certify.algebra._rules.shapes import concatenated
 from torchguard.compiled.certify.algebra._values import Value, integers
 
@@ -199,7 +205,7 @@ def _attention(
         raise UnsupportedError("attention with dropout")
     k, v = (_shared(x, q.shape[1]) for x in (k, v))
     scores = _scores(q, k, is_causal, attn_mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    return softmax(scores, -1).matmul(v), logsumexp(scores, -1)
+    return safe_softmax(scores, -1).matmul(v), logsumexp(scores, -1)
 
 
 def _attention_backward(
@@ -219,7 +225,7 @@ def _attention_backward(
     heads = k.shape[1]
     k, v = (_shared(x, q.shape[1]) for x in (k, v))
     scores = _scores(q, k, is_causal, attn_mask, factor)
-    weights = (scores - log_sums.rearranged(lambda t: t.unsqueeze(-1))).exp()
+    weights = without_masked_rows(scores, (scores - log_sums.rearranged(lambda t: t.unsqueeze(-1))).exp(), -1)
     dscores = weights * (g.matmul(_transposed(v)) - (g * y).total([3], True)) * factor
     by_key, by_value = _transposed(dscores).matmul(q), _transposed(weights).matmul(g)
     return dscores.matmul(k), _shared_backward(by_key, heads), _shared_backward(by_value, heads)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchguard.compiled.certify.algebra._field import UnsupportedError
+from torchguard.compiled.certify.algebra._rules.choices import FINITENESS_RULES
 from torchguard.compiled.certify.algebra._rules.pointwise import power
 from torchguard.compiled.certify.algebra._rules.shapes import stacked
 from torchguard.compiled.certify.algebra._values import Value, integers
@@ -75,12 +76,16 @@ def _extremum(
         return _keep_dims(rows, dims) if keepdim else rows
 
     value = Value(x.field, pick(x.element), is_integer=x.is_integer)
-    if x.tangent is None:
-        return value
-    is_extremal = x.element == (value.element if keepdim else _keep_dims(value.element, dims))
-    f, count = x.field, is_extremal.sum(dims, keepdim=keepdim)
-    shared = f.total(torch.where(is_extremal, x.tangent, 0), dims, keepdim)
-    return Value(f, value.element, f.mul(shared, f.inverse(count)))
+    return value if x.tangent is None else _with_shared_tangent(x, value, dims, keepdim)
+
+
+def _with_shared_tangent(x: Value, chosen: Value, dims: list[int], keepdim: bool) -> Value:
+    """A chosen element, with the mean tangent of all that are equal to it."""
+    assert x.tangent is not None
+    is_equal = x.element == (chosen.element if keepdim else _keep_dims(chosen.element, dims))
+    f, count = x.field, is_equal.sum(dims, keepdim=keepdim)
+    shared = f.total(torch.where(is_equal, x.tangent, 0), dims, keepdim)
+    return Value(f, chosen.element, f.mul(shared, f.inverse(count)))
 
 
 def _keep_dims(t: Tensor, dims: list[int]) -> Tensor:
@@ -168,6 +173,17 @@ def softmax(x: Value, dim: int, half_to_float: bool = False) -> Value:
     return exponentials / total
 
 
+def safe_softmax(x: Value, dim: int, dtype: Any = None) -> Value:
+    """The softmax, and zeros for a row of -inf."""
+    return without_masked_rows(x, softmax(x, dim), dim)
+
+
+def without_masked_rows(x: Value, weights: Value, dim: int) -> Value:
+    """Weights made of x, and zeros where a row of x is -inf."""
+    is_masked = FINITENESS_RULES["isneginf"](x).element.all(dim, keepdim=True)
+    return integers(x.field, is_masked).where(0.0, weights)
+
+
 def _log_softmax(x: Value, dim: int, half_to_float: bool = False) -> Value:
     largest, _, total = _shifted_exponentials(x, dims_of(x, dim))
     return x - largest - total.log()
@@ -219,7 +235,8 @@ def _order_statistic(x: Value, k: int, dim: int, keepdim: bool) -> tuple[Value, 
 def _median(x: Value, dim: int | None = None, keepdim: bool = False) -> Any:
     if dim is None:
         flat = x.rearranged(lambda t: t.reshape(-1))
-        return _order_statistic(flat, (x.element.numel() - 1) // 2, 0, False)[0]
+        middle = _order_statistic(flat, (x.element.numel() - 1) // 2, 0, False)[0]
+        return middle if x.tangent is None else _with_shared_tangent(flat, middle, [0], False)
     return _order_statistic(x, ((x.shape[dim] if x.element.dim() else 1) - 1) // 2, dim, keepdim)
 
 
@@ -271,8 +288,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "cumprod": _cumprod,
     "prod": _prod,
     "_softmax": softmax,
-    # It differs from softmax for rows of -inf, which is an unknown number here like any other.
-    "_safe_softmax": lambda x, dim, dtype=None: softmax(x, dim),
+    "_safe_softmax": safe_softmax,
     "_softmax_backward_data": _softmax_backward,
     "_log_softmax": _log_softmax,
     "_log_softmax_backward_data": _log_softmax_backward,

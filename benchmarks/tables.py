@@ -1,0 +1,92 @@
+"""The tables of README and docs that are made from results: `python benchmarks/tables.py` writes them anew.
+
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end of table -->`. The worst row comes first.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGES = [Path(__file__).parents[1] / name for name in ("README.md", "docs/benchmarks.md")]
+VARIANTS = ("modules", "quarantine")
+# The GPT of ours is measured by `watched.py gpu`, under other names.
+_OURS = {"modules": "modules", "quarantine": "modules + quarantine"}
+_BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+Row = tuple[str, dict[str, dict[str, float]]]
+
+
+def costs() -> str:
+    """Ratios to the unwatched model, by model and work: those of `modules` / of quarantine."""
+    columns = ("back to back", "latency", "peak memory", "compile")
+    head = ["H200, ratio to unwatched: modules / quarantine", *columns]
+    rows = sorted([*_families(), *_ours()], key=lambda row: -row[1]["quarantine"]["back to back, ratio"])
+    return _table(head, [[label, *[_cell(found, f"{one}, ratio", 2) for one in columns]] for label, found in rows])
+
+
+def host() -> str:
+    """What a call takes of the host, by model and work."""
+    figures = {"host": "microseconds of the host", "launches": "kernels", "guards": "guards"}
+    head = ["H200: unwatched / modules / quarantine", *figures.values(), "guards a watched module"]
+    rows = sorted(_families(), key=lambda row: -row[1]["quarantine"]["host, ratio"])
+    names = ("unwatched", *VARIANTS)
+    return _table(
+        head,
+        [
+            [label, *[_cell(found, one, 0, names) for one in figures], _cell(found, "guards a module", 1)]
+            for label, found in rows
+        ],
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {"costs": costs, "host": host}
+
+
+def _families() -> list[Row]:
+    models: dict[str, Any] = json.loads((RESULTS / "families-h200.json").read_text())["models"]
+    return [
+        (f"{model}, {case}", found)
+        for model, cases in models.items()
+        for case, found in cases.items()
+        if case != "work" and "failed" not in found
+    ]
+
+
+def _ours() -> list[Row]:
+    result = json.loads((RESULTS / "watched-h200.json").read_text())
+    rows = []
+    for work in ("inference", "training"):
+        ratios, compiled = result["ratios"][work], result["compile ratios"][work]
+        found = {
+            name: {"back to back, ratio": ratios[stored], "compile, ratio": compiled[stored]}
+            for name, stored in _OURS.items()
+        }
+        rows.append((f"the GPT of `benchmarks/models.py`, {work}", found))
+    return rows
+
+
+def _cell(found: dict[str, dict[str, float]], figure: str, digits: int, names: tuple[str, ...] = VARIANTS) -> str:
+    values = [found[name].get(figure) for name in names]
+    return "" if None in values else " / ".join(f"{value:.{digits}f}" for value in values)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def with_tables(page: str) -> str:
+    """A page with its tables as the results have them."""
+    return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", page)
+
+
+def main() -> None:
+    for path in PAGES:
+        path.write_text(with_tables(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What torch does wrong or refuses, and torchguard works around.
+
+A test that fails here names something that the torch at hand has repaired: switch the workaround off for it.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from tests.models import Residual
+from torch._dynamo.exc import UncapturedHigherOrderOpError
+from torch.func import jvp, vjp
+
+from torchguard import watch
+from torchguard._graphs.op_facts import has_wrong_jvp
+from torchguard._torch import settings
+
+
+@pytest.mark.long
+def test_gradients_of_regions_are_wrong_without_the_settings(monkeypatch):
+    """`settings.protect_regions`. torch 2.15 no longer applies donated indices to regions, but still reuses memory."""
+    model, x = Residual(), torch.randn(4, 3, 8)
+    alone = copy.deepcopy(model)
+    model(x).square().mean().backward()
+    monkeypatch.setattr(settings, "_protected", contextlib.nullcontext)
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        torch.compile(watch(alone, compile_once=True), fullgraph=True)(x)[0].square().mean().backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    assert not all(torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-5) for one, other in pairs)
+
+
+def test_a_region_may_not_return_its_input():
+    """`regions._run_nested` clones it."""
+
+    @torch.compiler.nested_compile_region
+    def region(x, mask):
+        return x.sin(), mask
+
+    with pytest.raises(UncapturedHigherOrderOpError, match="aliasing"):
+        torch.compile(lambda x, mask: region(x, mask)[0], backend="eager", fullgraph=True)(torch.ones(2), torch.ones(2))
+
+
+def test_tangents_of_a_product_by_index_are_wrong():
+    """`op_facts.has_wrong_jvp` has `compiled` refuse them."""
+    index, x, dx = torch.tensor([0, 0]), torch.tensor([2.0, 3.0]), torch.tensor([1.0, 0.0])
+    product = lambda x: torch.ones(1).scatter_reduce(0, index, x, "prod")  # noqa: E731
+    assert has_wrong_jvp("scatter_reduce", (x, 0, index, x, "prod"))
+    assert vjp(product, x)[1](torch.ones(1))[0].tolist() == [3.0, 2.0]
+    assert jvp(product, (x,), (dx,))[1].item() != 3.0
+
+
+def test_second_derivatives_through_lu_are_wrong_without_grad():
+    """`compiled` traces them with gradients enabled."""
+    x, dx = torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    gradient = lambda x: vjp(torch.linalg.det, x)[1](torch.ones(()))[0]  # noqa: E731
+    want = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    assert torch.allclose(jvp(gradient, (x,), (dx,))[1], want, atol=1e-4)
+    with torch.no_grad():
+        assert not torch.allclose(jvp(gradient, (x,), (dx,))[1], want, atol=1e-4)
