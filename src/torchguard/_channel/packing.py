@@ -85,7 +85,9 @@ def joined(lanes: Tensor, dtype: torch.dtype) -> Tensor:
 
     In an export by `or`: onnxruntime sums int64 in floating point, which loses the lowest bits.
     """
-    return functools.reduce(torch.bitwise_or, lanes.unbind(-1)) if is_exporting() else lanes.sum(-1, dtype=dtype)
+    if not is_exporting():
+        return lanes.sum(-1, dtype=dtype)
+    return functools.reduce(torch.bitwise_or, [lanes.select(-1, i) for i in range(lanes.shape[-1])])
 
 
 def words_to_flags(words: Int[Tensor, "batch words"], like: Flags) -> Flags:
