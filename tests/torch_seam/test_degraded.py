@@ -22,6 +22,7 @@ from torchguard._torch import (
     dynamo,
     events,
     fakes,
+    hook_guards,
     inductor,
     modules,
     nodes,
@@ -510,6 +511,18 @@ class TestTraining:
         assert training.names_of_unsaved_buffers(model) == set()
         monkeypatch.delattr(model, "_non_persistent_buffers_set")
         assert training.names_of_unsaved_buffers(model) is None
+
+
+class TestHookGuards:
+    def test_skip_guards_on_hooks_says_that_torch_lacks_build_guards(self, monkeypatch):
+        monkeypatch.setattr("torch._dynamo.guards.CheckFunctionManager", type("CheckFunctionManager", (), {}))
+        assert not hook_guards.skip_guards_on_hooks()
+
+    def test_all_guards_stay_where_sources_have_other_names(self, monkeypatch):
+        monkeypatch.setattr(hook_guards, "IDENTITY", "a name that no source ends with")
+        x = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
+        _, f = torch.compile(watch(nn.Linear(2, 2)), backend="eager", fullgraph=True)(x)
+        assert err.is_err(f).tolist() == [False, True]
 
 
 def test_every_degraded_mode_is_tested_here():

@@ -113,6 +113,7 @@ class TestHistory:
             thread.join(60)
         assert sorted(one.step for one in guarded.history) == [*range(80)]
 
+    @pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")  # once for each class of models
     def test_transforms_and_backward_passes_are_no_calls(self, store):
         guarded = watch(nn.Linear(2, 2), quarantine=True)
         torch.func.jacrev(guarded, has_aux=True)(torch.ones(3, 2))

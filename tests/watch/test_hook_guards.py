@@ -14,7 +14,7 @@ BAD = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
 
 
 class Layers(nn.Module):
-    """`log` of a negative number between two of its layers, if there is one."""
+    """Layers one after another, which the tests exchange, copy and hook."""
 
     def __init__(self, count=4):
         super().__init__()

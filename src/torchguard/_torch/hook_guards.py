@@ -4,18 +4,18 @@ Dynamo guards on all that it reads while it traces a call of a module with hooks
 of each, the object it is bound to and its attributes, and what `nn.Module._call_impl` looks up. These are 14 guards for
 each watched module, with quarantine 25. They took longer to check than all guards of the unwatched model.
 
-A hook of torchguard never changes. `watch` gives each module with such hooks an attribute `IDENTITY`, a string of its
-own, which only copies of the module share and which `unwatch` takes away. A hook reads it in a graph, so that Dynamo
-guards on it. Where that guard exists and the module has no other hooks, these guards are dropped:
+A hook of torchguard never changes. `watch` gives each module with such hooks an attribute `IDENTITY`, a string that
+names the hooks and all their constants, and which `unwatch` takes away. Modules whose hooks do the same have the same
+one, so that models that are alike share compiled code. A hook reads it in a graph, so that Dynamo guards on it. Where
+that guard exists and the module has no other hooks, these guards are dropped:
 
-- on its hooks and what they read, but not on their number, nor on `watch`, the state that they share;
+- on its hooks and what they read, but not on their number, nor on what differs from model to model (`_OF_A_MODEL`);
 - whether it has a `_call_impl` of its own: of a module without hooks, Dynamo does not ask that either;
 - whether the number of a hook is in a table of hooks of all modules: numbers are given once.
 
 All this can be removed when a hook can tell Dynamo that it is constant.
 """
 
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import nn
 from torchguard._torch.process import patch_function
 
 IDENTITY = "_torchguard_identity"
+_OF_A_MODEL = ("watch", "address")  # attributes of a hook: the state of the watched model, and a number that names it
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_ALL_MODULES = ("._global_forward_hooks_with_kwargs", "._global_forward_hooks_always_called")
 _OWN_CALL = ("__call__", "_call_impl", "_compiled_call_impl")
@@ -33,7 +34,7 @@ def renew_identity(module: nn.Module) -> None:
     """Give a module whose hooks were changed a new identity; none if it has no hooks of torchguard's."""
     module.__dict__.pop(IDENTITY, None)
     if any(_never_changes(hook) for hook in _hooks_of(module)):
-        module.__dict__[IDENTITY] = uuid.uuid4().hex
+        module.__dict__[IDENTITY] = "; ".join(map(_described, filter(_never_changes, _hooks_of(module))))
 
 
 def _hooks_of(module: nn.Module) -> list[Any]:
@@ -42,6 +43,11 @@ def _hooks_of(module: nn.Module) -> list[Any]:
 
 def _never_changes(hook: Any) -> bool:
     return getattr(type(getattr(hook, "__self__", None)), "is_constant_hook", False)
+
+
+def _described(hook: Any) -> str:
+    constants = {name: value for name, value in vars(hook.__self__).items() if name not in _OF_A_MODEL}
+    return f"{hook.__func__.__qualname__} {constants}"
 
 
 def skip_guards_on_hooks() -> bool:
@@ -94,4 +100,5 @@ def _is_superfluous(guard: Any, modules: set[str]) -> bool:
     module, _, _ = name.partition("._forward_hooks")
     module, _, _ = module.partition("._forward_pre_hooks")
     is_number = name.endswith(_HOOKS) and guard.create_fn_name() == "SEQUENCE_LENGTH"
-    return module in modules and not is_number and ".__self__.watch." not in name
+    differs = ".__self__.watch." in name or name.endswith(".__self__.address")
+    return module in modules and not is_number and not differs

@@ -50,7 +50,7 @@ def flags_of(path: str | os.PathLike[str], output: Any) -> list[list[UnpackedErr
 
     >>> import tempfile
     >>> from torchguard import export, watch
-    >>> model = watch(torch.nn.Linear(2, 1)).eval()
+    >>> model = watch(torch.nn.Sequential(torch.nn.Linear(2, 1))).eval()
     >>> path = tempfile.mkdtemp() + "/linear.pt2"
     >>> program = export.to_program(model, torch.ones(3, 2), path)
     >>> [str(one[0]) for one in export.flags_of(path, program.module()(torch.full((1, 2), torch.nan)))]

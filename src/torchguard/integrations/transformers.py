@@ -82,7 +82,7 @@ class RetryMixin:
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         self._window.append(trainer._prepare_inputs(inputs))
-        zero = torch.zeros((), device=trainer.args.device)
+        zero = torch.zeros((), dtype=torch.float32, device=trainer.args.device)
         if len(self._window) < self._window_size:
             return zero
         if self.guard is None:
