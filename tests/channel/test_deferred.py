@@ -57,7 +57,8 @@ def test_a_query_on_the_way_needs_no_packing():
     assert len([node for node in graph.graph.nodes if "shift" in str(node.target)]) == 1
 
 
-@pytest.mark.parametrize("slots", [2, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("slots", [2, 64])
 def test_long_chains_keep_the_first_that_fit(compiled, slots):
     config = ErrorConfig(num_slots=slots)
     depth = 80  # beyond the triangle
@@ -243,6 +244,7 @@ def test_lengths_that_meet_by_chance_cost_no_recompile():
     assert counter.frame_count == 1
 
 
+@pytest.mark.long
 def test_many_checks_on_flags_that_come_in(compiled):
     """Packed sixteen at a time, they still come out as if pushed one by one."""
 

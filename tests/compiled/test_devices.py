@@ -86,7 +86,7 @@ def test_tracing_switches_fused_layers_off_and_on_again():
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_fused_cells_are_decomposed(kind, bias):
     """These are operations of a GPU, which the CPU does not implement."""
     cell = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}[kind](4, 5, bias=bias)

@@ -35,6 +35,7 @@ def check_death(seed: int) -> None:
         assert found[rank] == ("returned", [dead]), (seed, rank, found)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed():
     check_death(0)
 

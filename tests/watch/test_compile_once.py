@@ -101,7 +101,7 @@ def assert_same_outcome(one, two):
     assert one[4] == two[4]
 
 
-@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
 def test_it_changes_nothing_but_what_is_compiled(backend, quarantine):
     model, x = Stack(), sample(bad=[1])
     one, two = (outcome(model, x, backend, quarantine=quarantine, compile_once=once) for once in (False, True))

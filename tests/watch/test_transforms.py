@@ -59,7 +59,9 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("mode", ["plain", pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
+@pytest.mark.parametrize(
+    "mode", ["plain", pytest.param("eager", marks=pytest.mark.long), pytest.param("aot_eager", marks=pytest.mark.long)]
+)
 def test_a_transform_gives_what_it_gives_for_the_plain_model(pair, x, name, mode):
     model, guarded = pair
     got = TRANSFORMS[name](guarded)
