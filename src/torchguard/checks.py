@@ -209,7 +209,7 @@ def _is_finite(z: Tensor) -> bool:
 def _nan(z: Tensor) -> RowStatus:
     """NaN where a row holds one: the maximum propagates NaN, in one pass and without a mask of the size of `z`."""
     if z.ndim > 1 and z.shape[-1] and not is_exporting():
-        return _kept_in_place(z.amax(-1))
+        return z.amax(-1)
     return _rows_where(torch.isnan(z))
 
 
@@ -228,15 +228,4 @@ def _nan_and_inf(z: Tensor) -> tuple[RowStatus, RowStatus]:
 
 
 def _rows_where(found: Tensor) -> Tensor:
-    return _kept_in_place(found.any(-1)) if found.ndim > 1 else found
-
-
-def _kept_in_place(status: Tensor) -> Tensor:
-    """The status, by a `split` that does nothing where a graph is compiled for a GPU.
-
-    For inference, Inductor would move the reduction to the end of the graph, where it reads the tensor again: see
-    `_watch/detect.py`.
-    """
-    if status.is_cpu or not torch.compiler.is_compiling() or is_exporting():
-        return status
-    return status.split(status.shape[-1], -1)[0]
+    return found.any(-1) if found.ndim > 1 else found
