@@ -102,8 +102,9 @@ def _over_steps(calls: int, faults: Sequence[Fault], unit: str) -> list[LineChar
         return []
     known = [(step, one) for step, one in known if step < steps]
     counts = Counter(step for step, _ in known)
-    values = tuple(float(counts[step]) for step in range(steps))
-    curve = LineChart(f"Bad samples in each {unit}", unit, "samples", tuple(range(steps)), (Series("bad", values),))
+    numbers = range(unit == "call", steps)  # calls count from 1
+    values = tuple(float(counts[step]) for step in numbers)
+    curve = LineChart(f"Bad samples in each {unit}", unit, "samples", tuple(numbers), (Series("bad", values),))
     cells: Counter[tuple[str, int]] = Counter()
     origins = dict.fromkeys(one.where for _, one in known)
     affected: dict[str, None] = {}
