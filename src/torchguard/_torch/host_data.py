@@ -24,7 +24,7 @@ _MAKERS = ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (torch, 
 
 
 class Listener(Protocol):
-    """What is told of data between tensors and the host."""
+    """Reports data that passes between tensors and the host."""
 
     def read(self, tensor: Tensor, how: str) -> None:
         """A tensor is read."""

@@ -28,7 +28,7 @@ _MAX_SAMPLE, _MAX_RANK = (1 << _SAMPLE_BITS) - 1, (1 << _RANK_BITS) - 1
 
 
 class Digest(NamedTuple):
-    """What the samples of all ranks came to in one step: the same on every rank. `str` describes it.
+    """The errors of the samples of all ranks in one step: the same on every rank. `str` describes it.
 
     Attributes:
         samples: of all ranks.

@@ -10,7 +10,7 @@ _MOST = 1_000  # findings in the table
 
 
 def lint_section(findings: Sequence[Finding], files: int) -> Section:
-    """How many findings there are in so many files, by rule, and each of them."""
+    """The number of findings in a number of files, by rule, and each finding."""
     of = f"{files:,} file{'' if files == 1 else 's'}"
     if not findings:
         return Section("Lint", (Verdict("ok", f"No finding in {of}."),))
