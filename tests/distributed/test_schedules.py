@@ -32,15 +32,13 @@ def check_death(seed: int) -> None:
     found = outcomes(run_with_a_death, kind, seed, size=RANKS, timeout=60)
     assert found[dead][0] == "died", (seed, found)
     for rank in {*range(RANKS)} - {dead}:
-        assert found[rank] == ("returned", [dead]), (seed, rank, found)
-
-
-@pytest.mark.long
-def test_a_rank_that_is_killed():
-    check_death(0)
+        how, named = found[rank]
+        # A rank that gets no CPU for three signs of life is named, too: a test must not depend on the machine's load.
+        assert how == "returned", (seed, rank, found)
+        assert dead in named, (seed, rank, found)
 
 
 @pytest.mark.long
 def test_ranks_that_are_killed():
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         [*pool.map(check_death, range(50))]
