@@ -67,7 +67,7 @@ SAVES_AUXILIARIES = {
     ),
     "cdist": (lambda x, y: torch.cdist(x, y, p=3), wide(3, 4), wide(2, 4)),
     "hardsigmoid": (F.hardsigmoid, wide(6)),
-    "deprecated cholesky": (deprecated_cholesky, positive(3)),
+    **({"deprecated cholesky": (deprecated_cholesky, positive(3))} if hasattr(torch.ops.aten, "cholesky") else {}),
     "logcumsumexp": (lambda x: x.logcumsumexp(0), torch.tensor([0.0, -2000, 1000, 1001], dtype=torch.float64)),
     "max_pool2d": (lambda x: F.max_pool2d(x.sin(), 2), wide(1, 1, 4, 4)),
     "embedding_bag": (

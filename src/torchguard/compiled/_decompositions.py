@@ -148,7 +148,6 @@ DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten.cholesky_solve.default: _cholesky_solve,
     torch.ops.aten.cholesky_inverse.default: _cholesky_inverse,
     torch.ops.aten.triangular_solve.default: _triangular_solve,
-    torch.ops.aten.cholesky.default: lambda a, upper=False: torch.linalg.cholesky(a, upper=upper),
     torch.ops.aten._weight_norm_interface.default: _weight_norm,
     torch.ops.aten._embedding_bag.default: _embedding_bag,
     torch.ops.aten._embedding_bag_forward_only.default: _embedding_bag,
@@ -157,6 +156,8 @@ DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten.nll_loss_forward.default: _with_weights(torch.ops.aten.nll_loss_forward.default),
     torch.ops.aten.nll_loss2d_forward.default: _with_weights(torch.ops.aten.nll_loss2d_forward.default),
 }
+if hasattr(torch.ops.aten, "cholesky"):  # torch 2.14 removed it
+    DECOMPOSITIONS[torch.ops.aten.cholesky.default] = lambda a, upper=False: torch.linalg.cholesky(a, upper=upper)
 
 
 def _cdist(x: Tensor, y: Tensor, p: float, compute_mode: int | None = None) -> Tensor:
