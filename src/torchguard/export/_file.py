@@ -53,8 +53,9 @@ def flags_of(path: str | os.PathLike[str], output: Any) -> list[list[UnpackedErr
     >>> model = watch(torch.nn.Sequential(torch.nn.Linear(2, 1))).eval()
     >>> path = tempfile.mkdtemp() + "/linear.pt2"
     >>> program = export.to_program(model, torch.ones(3, 2), path)
-    >>> [str(one[0]) for one in export.flags_of(path, program.module()(torch.full((1, 2), torch.nan)))]
-    ['CRITICAL: NAN @ input']
+    >>> ((error,),) = export.flags_of(path, program.module()(torch.full((1, 2), torch.nan)))
+    >>> error.code_name, error.location_name.endswith("input")
+    ('NAN', True)
     """
     found = signature_of(path)
     name = found.outputs[-1]
