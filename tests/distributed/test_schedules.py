@@ -40,5 +40,5 @@ def check_death(seed: int) -> None:
 
 @pytest.mark.long
 def test_ranks_that_are_killed():
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(4) as pool:
         [*pool.map(check_death, range(50))]
