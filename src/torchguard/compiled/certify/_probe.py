@@ -114,7 +114,7 @@ def measure_gap(graphs: Graphs, kind: str, code: Code, leaves: Sequence[Tensor],
         return adjoint_gap(v, jvp, w, vjp, graphs.tolerance)
     except (MissingRuleError, CompileError):
         expected = run_derivative(graphs, base, eager.code(base), leaves, v, w)
-        return _equality_gap(compiled, expected, v if base == "vjp" else w, graphs.tolerance)
+        return _equality_gap(compiled, expected, w if base == "jvp" else v, graphs.tolerance)
 
 
 def _hvp_gap(graphs: Graphs, hvp: Sequence[Tensor], leaves: Sequence[Tensor], v: Any, w: Any) -> Gap:

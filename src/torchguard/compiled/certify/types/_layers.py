@@ -149,8 +149,9 @@ def _pivots(a: Type) -> Type:
 
 def _solve(a: Type, b: Type, *_: Any, **__: Any) -> Type:
     require(a.shape[-1] == a.shape[-2], f"{a} is not square")
-    batch = broadcast(a.shape[:-2], b.shape[:-2])
-    return Type((*batch, *b.shape[-2:]), b.dtype)
+    if b.rank == 1 or b.shape == a.shape[:-1]:  # one vector for each matrix
+        return Type(a.shape[:-1], b.dtype)
+    return Type((*broadcast(a.shape[:-2], b.shape[:-2]), *b.shape[-2:]), b.dtype)
 
 
 def _eigh(a: Type, uplo: str = "L", compute_v: bool = True) -> tuple[Type, Type]:
@@ -164,6 +165,13 @@ def _svd(a: Type, full: bool = False, compute_uv: bool = True, **_: Any) -> tupl
     batch = a.shape[:-2]
     u, s, v = (Type((*batch, *shape), a.dtype) for shape in shapes)
     return (u, real(s), v) if compute_uv else (Type((0,), a.dtype), real(s), Type((0,), a.dtype))
+
+
+def _qr(a: Type, mode: str = "reduced") -> tuple[Type, Type]:
+    *batch, m, n = a.shape
+    k = m if mode == "complete" else min(m, n)
+    q = Type((0,), a.dtype) if mode == "r" else Type((*batch, m, k), a.dtype)
+    return q, Type((*batch, k, n), a.dtype)
 
 
 def _convolution(
@@ -363,6 +371,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "linalg_cholesky_ex": lambda a, **_: (a, _info(a)),
     "_linalg_eigh": _eigh,
     "_linalg_svd": _svd,
+    "linalg_qr": _qr,
     "_linalg_check_errors": lambda *_, **__: None,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,

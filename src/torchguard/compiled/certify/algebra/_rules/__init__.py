@@ -7,6 +7,7 @@ from torchguard.compiled.certify._definitions import DEFINITIONS
 from torchguard.compiled.certify.algebra._rules import (
     activations,
     choices,
+    factorisations,
     layers,
     matrices,
     pointwise,
@@ -24,6 +25,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **shapes.RULES,
     **reductions.RULES,
     **matrices.RULES,
+    **factorisations.RULES,
     **windows.RULES,
     **layers.RULES,
 }
