@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchguard.compiled.certify.enclosure._elementary import RULES as ELEMENTARY
 from torchguard.compiled.certify.enclosure._intervals import (
     MAX_INTEGER,
     Interval,
@@ -221,7 +222,7 @@ def _convolution(
 
 def _glu(x: Interval, dim: int = -1, *, dtype: torch.dtype) -> Interval:
     first, second = splitting(lambda t: t.chunk(2, dim))(x, dtype=dtype)
-    return POINTWISE["mul"](first, POINTWISE["sigmoid"](second, dtype=dtype), dtype=dtype)
+    return POINTWISE["mul"](first, ELEMENTARY["sigmoid"](second, dtype=dtype), dtype=dtype)
 
 
 def _max_pool(x: Interval, *args: Any, dtype: torch.dtype, **options: Any) -> tuple[Interval, None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchguard.compiled.certify.enclosure._elementary import RULES as ELEMENTARY
 from torchguard.compiled.certify.enclosure._intervals import (
     SLACK,
     Interval,
@@ -50,7 +51,7 @@ def _var_mean(x: Interval, dim: Dims = None, *, dtype: torch.dtype, **options: A
 
 
 def _std(x: Interval, dim: Dims = None, *, dtype: torch.dtype, **options: Any) -> Interval:
-    return POINTWISE["sqrt"](_var(x, dim, dtype=dtype, **options), dtype=dtype)
+    return ELEMENTARY["sqrt"](_var(x, dim, dtype=dtype, **options), dtype=dtype)
 
 
 def _norm(x: Interval, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
@@ -78,7 +79,7 @@ def _normalised(
     x = converted(x, dtype)
     center = mean(x, dims, True, dtype=dtype)
     variance = _variance(x, dims, 0, True, dtype)
-    scale = POINTWISE["rsqrt"](POINTWISE["add"](variance, eps, dtype=dtype), dtype=dtype)
+    scale = ELEMENTARY["rsqrt"](POINTWISE["add"](variance, eps, dtype=dtype), dtype=dtype)
     result = POINTWISE["mul"](POINTWISE["sub"](x, center, dtype=dtype), scale, dtype=dtype)
     factor = scale.size
     if weight is not None:

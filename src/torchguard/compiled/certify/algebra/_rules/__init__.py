@@ -12,6 +12,7 @@ from torchguard.compiled.certify.algebra._rules import (
     matrices,
     pointwise,
     reductions,
+    resampling,
     shapes,
     windows,
 )
@@ -27,6 +28,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **matrices.RULES,
     **factorisations.RULES,
     **windows.RULES,
+    **resampling.RULES,
     **layers.RULES,
 }
 # The definitions of operators without a rule.
