@@ -127,7 +127,8 @@ def _batch_norm(
     rank = x.low.dim()
     w, b = (None if v is None else v.rearranged(lambda t: t.reshape(-1, *[1] * (rank - 2))) for v in (weight, bias))
     y, center, scale = _normalised(x, [d for d in range(rank) if d != 1], w, b, eps, dtype)
-    return y, *(v.rearranged(lambda t: t.reshape(-1)) for v in (center, scale))
+    flat = lambda t: t.reshape(-1)  # noqa: E731
+    return y, center.rearranged(flat), scale.rearranged(flat)
 
 
 RULES: dict[str, Callable[..., Any]] = {
