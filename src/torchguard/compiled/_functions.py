@@ -19,7 +19,7 @@ from torchguard._graphs.listing import Line, lines_of, listing_of, short_dtype
 from torchguard._pytrees import PytreeSpec
 from torchguard._torch import tensors
 from torchguard._torch.fakes import TRACING_LOCK, with_tracing_lock
-from torchguard.compiled._derivatives import cotangent_types, tangent_types
+from torchguard.compiled._derivatives import NonsmoothPoint, cotangent_types, nonsmooth_points_of, tangent_types
 from torchguard.compiled._dynamic_shapes import SymbolicExecutables, SymbolicProgram, trace_symbolically
 from torchguard.compiled._executables import Code, Executables, Graphs
 from torchguard.compiled._leaves import (
@@ -30,7 +30,6 @@ from torchguard.compiled._leaves import (
     matcher,
     with_sizes,
 )
-from torchguard.compiled._nonsmooth import NonsmoothPoint, nonsmooth_points_of
 from torchguard.compiled._save import save
 from torchguard.compiled._trace import Program
 from torchguard.compiled.certify import _probe
