@@ -227,7 +227,7 @@ class Plan:
         return False
 
     def _lacks_attributes(self, value: Any) -> bool:
-        """Whether the words tell that an object gets no further attribute. A module has attributes in four dicts."""
+        """Whether the words show that an object gets no further attribute. A module has attributes in four dicts."""
         cls = type(value)
         if _lookup(cls, "__getattribute__") not in _PLAIN_LOOKUPS or not (self._type(value) and self._class(cls)):
             return False
