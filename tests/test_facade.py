@@ -160,3 +160,15 @@ def test_a_short_file_has_several_importers_or_a_reason():
         and len(files[name].read_text().splitlines()) < FEWEST_LINES
     }
     assert alone - {name for names in SHORT_FILES.values() for name in names} == set()
+
+
+def test_a_public_class_name_means_one_thing():
+    classes = {}
+    for name, path in source_files().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(name)
+    public = {name for module in public_modules() for name in module.__all__}
+    several = {name: modules for name, modules in classes.items() if name in public and len(modules) > 1}
+    # Two trainers, each with its own.
+    assert set(several) == {"RetryMixin", "TorchGuardCallback"}
