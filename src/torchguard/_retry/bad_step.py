@@ -1,4 +1,4 @@
-"""A step that is not finite: whom it is due to, and the step again without them."""
+"""A step that is not finite: which samples cause it, and the step again without them."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """A step of the optimizers that the device skips if a flag on the device says so.
 
-Who waits for the outcome of a backward pass before the optimizers are launched leaves a GPU without work until the
+A host that waits for the outcome of a backward pass before it launches the optimizers leaves a GPU idle until the
 first kernels of the next step arrive. Fused optimizers take a flag (`found_inf`, which a `GradScaler` uses): where it
 is 1, the kernels change nothing. So the optimizers are launched before the outcome is known on the host, and the host
 reads the flag while they run. A CPU has the flag at once: there, the host decides.

@@ -15,8 +15,8 @@ became non-finite when the sample was added. It works in five steps:
    the time, and not with the samples, accuses nobody.
 
 A loss may need a partner for each sample: another one of its class, say. Then a part is non-finite because it lacks the
-partner of an innocent sample. A copy of the sample is a partner, too, which tells the lonely from the bad. Where no
-part is finite for that reason, the search is made with every sample beside its copy.
+partner of an innocent sample. A copy of the sample is a partner, too, so a sample that only lacks one is
+finite beside it. Where no part is finite for that reason, the search is made with every sample beside its copy.
 
 Nothing here uses torch: `tests/retry/test_search.py` tests it against plain models of a batch.
 """

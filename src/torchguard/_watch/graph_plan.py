@@ -5,7 +5,7 @@ At the end of the model's forward, Dynamo's graph holds all that was traced. It 
 which become constants of the graph; there is nothing to do when the graph runs. What sizes suggested before is
 corrected in the nodes of `replace_nonfinite`, which were recorded already.
 
-The operator `mark_call` tells where the arguments, statuses and outputs of the call are. It is erased from the graph.
+The operator `mark_call` marks where the arguments, statuses and outputs of the call are. It is erased from the graph.
 """
 
 from collections.abc import Sequence

@@ -11,16 +11,10 @@ from torch.fx import GraphModule, Node
 
 from torchguard._torch import inductor, tensors, tracing
 from torchguard._torch.fakes import TRACING_LOCK, trace
+from torchguard.compiled._derivatives import derivative_graph, for_forward_mode
 from torchguard.compiled._nodes import op_name
 from torchguard.compiled._split import Split, depends_on_tangents, split
-from torchguard.compiled._trace import (
-    Program,
-    derivative_graph,
-    fakes_of,
-    for_forward_mode,
-    forward_graph,
-    output_values,
-)
+from torchguard.compiled._trace import Program, fakes_of, forward_graph, output_values
 from torchguard.exceptions import CompileError, TorchGuardError
 
 KINDS = ("forward", "jvp", "vjp", "hvp", "vjp_first", "vjp_second", "jvp_first", "jvp_second")

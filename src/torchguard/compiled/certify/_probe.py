@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchguard.compiled._executables import Code, Executables, Graphs
+from torchguard.compiled._derivatives import cotangent_types, tangent_types
+from torchguard.compiled._executables import FALLBACKS, Code, Executables, Graphs
 from torchguard.compiled._leaves import LeafType
-from torchguard.compiled._trace import cotangent_types, tangent_types
 from torchguard.compiled.certify._certificate import Claim, Verdict
 from torchguard.compiled.certify._taylor import (
     ALLOWED_ROUNDING,
@@ -115,6 +115,36 @@ def measure_gap(graphs: Graphs, kind: str, code: Code, leaves: Sequence[Tensor],
     except (MissingRuleError, CompileError):
         expected = run_derivative(graphs, base, eager.code(base), leaves, v, w)
         return _equality_gap(compiled, expected, v if base == "vjp" else w, graphs.tolerance)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Code for a derivative, the backend that compiled it, and the backends whose code failed the adjoint identity."""
+
+    code: Code
+    backend: str
+    failed: tuple[str, ...] = ()
+
+
+def choose_code(executables: Executables, kind: str, leaves: Sequence[Tensor]) -> Choice | None:
+    """The code of the first backend, of this one and its fallbacks, whose derivative satisfies the adjoint identity.
+
+    The last backend's code if none does. None if nothing can be compared here: all terms are zero, or some not finite.
+    """
+    graphs, first = executables.graphs, executables.backend
+    choice = None
+    failed: list[str] = []
+    for backend in (first, *FALLBACKS[first]):
+        code = (executables if backend == first else Executables(graphs, backend)).code(kind)
+        gap = measure_gap(graphs, kind, code, leaves)
+        if not gap.is_conclusive and not failed:
+            return None
+        if not gap.is_small:
+            failed.append(backend)
+        choice = Choice(code, backend, tuple(failed))
+        if gap.is_small:
+            break
+    return choice
 
 
 def _hvp_gap(graphs: Graphs, hvp: Sequence[Tensor], leaves: Sequence[Tensor], v: Any, w: Any) -> Gap:
