@@ -1,7 +1,8 @@
 """Dynamo: the cache entries of a compiled function, the frame of a call, and backends.
 
 Every function imports Dynamo itself: loading it takes seconds. What `torch.compile` returns, and the cache behind it,
-are private. Names that differ between torch 2.11 and 2.13 are looked up with a default, which the docstring names.
+are private, and the same in torch 2.11 to 2.15 but for the names that are looked up with a default: the docstring says
+what is degraded without each. All others are required.
 """
 
 import inspect

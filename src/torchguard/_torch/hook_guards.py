@@ -13,7 +13,8 @@ that guard exists and the module has no other hooks, these guards are dropped:
 - whether it has a `_call_impl` of its own: of a module without hooks, Dynamo does not ask that either;
 - whether the number of a hook is in a table of hooks of all modules: numbers are given once.
 
-All this can be removed when a hook can tell Dynamo that it is constant.
+`build_guards` and the names of sources are the same in torch 2.11 to 2.15; degraded where they are others: all guards
+stay. All this can be removed when a hook can tell Dynamo that it is constant.
 """
 
 from collections.abc import Callable
