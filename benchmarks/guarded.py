@@ -13,7 +13,6 @@ process, and alternate on one thread.
 import argparse
 import gc
 import itertools
-import json
 import os
 import statistics
 import time
@@ -25,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import transformers
-from record import RESULTS, environment
+from record import RESULTS, environment, write
 from transformers import BertConfig, BertModel
 
 import torchguard
@@ -240,9 +239,7 @@ def main() -> None:
         found["compile seconds"] = {backend: compile_seconds(backend, model, inputs) for backend in BACKENDS}
     found["ratios"] = rows_of(found)
     table(found)
-    options.result.parent.mkdir(exist_ok=True)
-    options.result.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"\nwritten to {options.result}")
+    write(found, options.result)
 
 
 if __name__ == "__main__":

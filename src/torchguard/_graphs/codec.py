@@ -37,7 +37,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchguard._torch.nodes import hint, position_of, set_position, set_source, source_of
+from torchguard._torch.nodes import (
+    ProgramCall,
+    call_of,
+    hint,
+    position_of,
+    set_call,
+    set_position,
+    set_source,
+    source_of,
+)
 from torchguard._torch.ops import is_view, op_named
 from torchguard.exceptions import SavedGraphError
 
@@ -237,6 +246,8 @@ def _encode_node(node: fx.Node, prefix: str) -> dict[str, Any]:
     modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if modules:
         found["modules"] = [{"path": str(path), "type": _type_name(kind)} for path, kind in modules.values()]
+    if (call := call_of(node)) is not None:
+        found["call"] = {"name": call.name, "called": call.called}
     if isinstance(sequence := node.meta.get("seq_nr"), int):
         found["sequence"] = sequence
     return found
@@ -297,6 +308,8 @@ def decode_graph(data: Mapping[str, Any]) -> fx.GraphModule:
         if source := one.get("source"):
             where = f'File "{source["file"]}", line {source["line"]}, in {source["function"]}'
             node.meta["stack_trace"] = f"  {where}\n    {source['text']}\n"
+        if call := one.get("call"):
+            set_call(node, ProgramCall(**call))
         nodes[one["name"]] = node
     return fx.GraphModule(root, graph)
 

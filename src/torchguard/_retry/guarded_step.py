@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchguard._health import all_finite, total_norm, wide_norm
 from torchguard._retry.batch import Batch
-from torchguard._retry.closure import BatchedClosure, Closure, Losses, Result
+from torchguard._retry.closure import BatchedClosure, Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep, decides_on_host
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.scope import Scope
@@ -67,7 +67,7 @@ class GuardedStep:
             raise
         update.launch(status, self._norm_to_clip_by())
 
-    def _first_run(self) -> Result:
+    def _first_run(self) -> RunResult:
         """Run the step as it was given, and refuse what must not change in it. Nothing waits for the device."""
         inputs = [batch.versions() for batch in self.closure.batches]
         self.runs += 1
@@ -149,14 +149,14 @@ class GuardedStep:
     def _gradients(self) -> list[Tensor]:
         return [one for one in map(_gradient_of, self.scope.leaves) if one is not None]
 
-    def _correct(self, result: Result) -> None:
+    def _correct(self, result: RunResult) -> None:
         if result.correction is not None:
             multiply_all(self._gradients(), result.correction)
 
     def _scale(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def _read(self, result: Result, is_scaled: bool) -> tuple[float, float, bool]:
+    def _read(self, result: RunResult, is_scaled: bool) -> tuple[float, float, bool]:
         """The loss, the norm of the gradients, and whether all of the run is finite. The one wait for the device.
 
         A finite norm proves that every gradient is finite. An infinite one may be an overflow: then each gradient is
@@ -171,7 +171,7 @@ class GuardedStep:
             is_finite = not flag
         return (loss, norm, True) if is_finite else self._exactly(result, loss, norm)
 
-    def _exactly(self, result: Result, loss: float, norm: float) -> tuple[float, float, bool]:
+    def _exactly(self, result: RunResult, loss: float, norm: float) -> tuple[float, float, bool]:
         """Check every loss, gradient and buffer of a run by itself."""
         is_finite = (
             not math.isnan(loss)  # an infinite one may be an overflow of a sum
@@ -184,7 +184,7 @@ class GuardedStep:
             norm = wide_norm(self._gradients())
         return loss, norm, not self.ranks.any(not is_finite)
 
-    def _found(self, result: Result, is_scaled: bool = False, replaced: Sequence[Replaced] | None = None) -> Tensor:
+    def _found(self, result: RunResult, is_scaled: bool = False, replaced: Sequence[Replaced] | None = None) -> Tensor:
         """On the device: the loss, the norm of the gradients, and numbers for other tensors that the run changed.
 
         All are finite only if the run is.

@@ -112,7 +112,7 @@ class PythonState:
         return [*map(len, parts)], np.fromiter(itertools.chain.from_iterable(parts), object)
 
     def _is_unchanged(self) -> bool:
-        """Whether the versions show that no state changed, NumPy arrays aside. False where they do not tell."""
+        """Whether the versions show that no state changed, NumPy arrays aside. False where they do not show it."""
         if self._words is None or not self._words.are_unchanged():
             return False
         lengths, values = self._read_rest()

@@ -122,7 +122,7 @@ class Retry(Shown):
     ) -> RetryReport:
         """One step of the optimizers with the gradients of the batch without its bad samples.
 
-        Clears the gradients before. If all samples are bad, or it cannot be told which, nothing is changed.
+        Clears the gradients before. If all samples are bad, or the bad ones cannot be found, nothing is changed.
 
         Args:
             closure: as for `backward`.

@@ -140,7 +140,7 @@ def _of_stance(name: str, default: Any) -> Any:
     return getattr(getattr(eval_frame, "_stance", None), name, default)
 
 
-class Frame(NamedTuple):
+class CallFrame(NamedTuple):
     """The first frame of a call: where its compiled code is cached, and its locals when it starts.
 
     `cells` are the variables of enclosing functions, and `arguments` the names of arguments, both by source.
@@ -152,7 +152,7 @@ class Frame(NamedTuple):
     arguments: dict[str, str]
 
 
-def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
+def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFrame | None:
     """The frame that Dynamo would look up for a call; None if `compiled` is not compiled."""
     warn_of_missing("guards")
     found = _function_and_cache(compiled)
@@ -172,7 +172,7 @@ def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fr
     arguments = {f"L['{name}']": name for name in f_locals}
     f_locals |= {name: cell.cell_contents for name, cell in cells.items()}
     of_source = {f"L['{name}']": cell for name, cell in cells.items()}
-    return Frame(cache, f_locals, of_source, arguments)
+    return CallFrame(cache, f_locals, of_source, arguments)
 
 
 def cache_of(compiled: Any) -> CacheLocation | None:

@@ -227,9 +227,9 @@ def expanded_control_flow(expansions: Mapping[str, Callable[..., Any]]) -> Itera
     """A context in which torch's control flow runs as plain Python in this thread, by the name of what torch would run.
 
     `torch.cond` and `scan` run through `_hop_compile_and_call`, which makes graphs of the functions they are given with
-    Dynamo. Dynamo does not trace under our modes, and what it meets there first it never compiles again: a later
-    `torch.cond` outside would fail. So this function is replaced while we trace, by thread. Torch 2.13 has it; where it
-    is missing, control flow reaches the modes as a higher-order operation, and is refused.
+    Dynamo. Dynamo does not trace under torchguard's modes, and never compiles a function that it first met under one: a
+    later `torch.cond` outside would fail. So this function is replaced while torchguard traces, by thread. Since torch
+    2.13. Degraded where it is missing: control flow reaches the modes as a higher-order operation, and is refused.
     """
     from torch._higher_order_ops import utils
 

@@ -54,7 +54,7 @@ _SHARED = process_state("host data", _Shared)
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell a listener of this thread's data between tensors and the host."""
+    """Report this thread's data between tensors and the host to a listener."""
     shared, before = _SHARED, _SHARED.here.listener
     with shared.lock:
         shared.users += 1

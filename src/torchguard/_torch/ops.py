@@ -95,6 +95,25 @@ def is_decomposed(name: str) -> bool:
     return found._schema.is_mutable or not in_python.isdisjoint(found.py_kernels)
 
 
+@functools.cache
+def is_composed(name: str) -> bool:
+    """Whether an op, by its full name, is composed of others, and mutates none of its inputs."""
+    schema = schema_of(op_named(name))
+    return schema is not None and not schema.is_mutable and is_decomposed(name)
+
+
+@functools.cache
+def is_traced(name: str) -> bool:
+    """Whether Dynamo puts an op, by its full name, into a graph: one that returns numbers alone breaks it.
+
+    `aten.equal` and `aten.q_scale` return numbers. The exceptions are `item` and assertions, which return nothing.
+    """
+    schema = schema_of(op_named(name))
+    if schema is None or not schema.returns or name.startswith("aten._local_scalar_dense."):
+        return True
+    return any("Tensor" in str(value.type) for value in schema.returns)
+
+
 def matches_an_op(pattern: str) -> bool:
     """Whether any op matches a name or glob. Ops of other libraries may be registered at any time."""
     namespace = pattern.partition(".")[0]

@@ -260,7 +260,7 @@ class CallRecord:
         """Set the row codes of all statuses, which are known only at the end of a traced call."""
         odd = [self.locations[i] for i, code in enumerate(codes) if code != row_code(0)]
         self.rows = [*codes]
-        # Warnings were computed by sizes. Where these do not tell whose a tensor is, they are for all samples.
+        # Warnings were computed by sizes. Where these do not show the sample of a row, they are for all samples.
         self.warnings = [
             (location, code, mask.any().expand(mask.shape) if location in odd else mask)
             for location, code, mask in self.warnings

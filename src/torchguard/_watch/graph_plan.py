@@ -12,7 +12,7 @@ only, and the output of the model alone is replaced. Values are replaced all the
 samples are written into a tensor or an object that outlives the call, such as a cache; if floating-point numbers become
 indices; and before decompositions of matrices, which raise errors.
 
-The operator `mark_call` tells where the arguments, statuses and outputs of the call are. It is erased from the graph.
+The operator `mark_call` marks where the arguments, statuses and outputs of the call are. It is erased from the graph.
 """
 
 from collections.abc import Sequence

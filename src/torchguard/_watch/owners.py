@@ -1,6 +1,6 @@
 """Owners: which samples each element of a tensor depends on.
 
-Sizes do not tell which row belongs to which sample: `cat([a, b])`, a batch flattened time first, or windows of an image
+Sizes do not show which row belongs to which sample: `cat([a, b])`, a batch flattened time first, or windows of an image
 all have `batch * k` rows, in different orders. So the owners are computed: `OwnerMode` runs beside a call of the model,
 starts with the samples of the arguments, and derives the owners of each operation's outputs from those of its inputs by
 the rules of `owner_rules.py`. It reads shapes and constants, never values, so its answer holds for every batch of that
@@ -80,7 +80,7 @@ class OwnerMode(PathMode):
             samples, or that cannot be followed.
         is_lost: whether owners are not known from some operation on. One handed a value that depends on floating-point
             numbers of samples to Python, for example. (Integers are token ids and masks: models test them for
-            shortcuts that do not change what belongs to whom.)
+            shortcuts that do not change which rows belong to which sample.)
 
     Args:
         is_new: whether a tensor was created since the call began. With it, tensors that no operation of the call made
@@ -269,7 +269,7 @@ class OwnerMode(PathMode):
             self._is_making = before
 
     def lose(self, problem: str) -> None:
-        """Whose rows are whose cannot be told from here on."""
+        """From here on, it is not known which rows belong to which sample."""
         self.is_lost, self.problem = True, self.problem or problem
 
     def _set_outputs(self, call: Call) -> None:

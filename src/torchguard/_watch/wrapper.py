@@ -331,7 +331,7 @@ def new_wrapper(base: type[nn.Module], has_instance_forward: bool) -> nn.Module:
 #
 # Callers that know nothing of `watch` (a training loop, `generate`, a pipeline) expect the model's own output. They
 # fail at the pair with errors such as "cross_entropy_loss(): argument 'input' must be Tensor, not tuple", which do not
-# tell what to do. So in eager mode the pair is a tuple that names the remedy when it is used as an output. In a graph,
+# say what to do. So in eager mode the pair is a tuple that names the remedy when it is used as an output. In a graph,
 # and under transforms, it is a plain tuple.
 
 # What a tensor can do and a tuple cannot, or does in another way: a tuple times 2 is twice as long.

@@ -27,7 +27,7 @@ from torchguard.cli._terminal import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchguard.lint import Finding, Result
+    from torchguard.lint import Finding, LintResult
 
 EXAMPLE = """
 torchguard lint src
@@ -98,7 +98,7 @@ def _codes(given: list[str] | None) -> list[str] | None:
     return [code.strip() for one in given for code in one.split(",") if code.strip()]
 
 
-def _print(result: "Result", output_format: Format, statistics: bool) -> None:
+def _print(result: "LintResult", output_format: Format, statistics: bool) -> None:
     from torchguard.lint import _formats
 
     findings = result.findings

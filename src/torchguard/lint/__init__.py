@@ -6,6 +6,6 @@ from torchguard.lint._config import Settings
 from torchguard.lint._finding import Finding
 from torchguard.lint._rules.base import Rule
 from torchguard.lint._rules.registry import RULES
-from torchguard.lint._run import Result, check_paths
+from torchguard.lint._run import LintResult, check_paths
 
-__all__ = ["RULES", "Finding", "LintError", "Result", "Rule", "Settings", "check_paths", "check_source"]
+__all__ = ["RULES", "Finding", "LintError", "LintResult", "Rule", "Settings", "check_paths", "check_source"]

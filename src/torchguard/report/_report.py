@@ -21,8 +21,8 @@ class Report:
         facts: what the report is about: the script, the versions.
         created: when it was made, in ISO 8601; now if empty.
 
-    >>> from torchguard.report import Report, Section, Verdict
-    >>> print(Report("A run", (Section("Values", (Verdict("ok", "No sample went bad."),)),)).to_text().strip())
+    >>> from torchguard.report import Report, Section, Answer
+    >>> print(Report("A run", (Section("Values", (Answer("ok", "No sample went bad."),)),)).to_text().strip())
     A run
     <BLANKLINE>
     Values

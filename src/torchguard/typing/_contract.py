@@ -67,10 +67,10 @@ class Contract:
             terms = self._read() if self.terms.unresolved else self.terms
             if strictly:
                 for name, hint in terms.unresolved.items():
-                    told = f"{self.name}: {name}: {hint}"
+                    message = f"{self.name}: {name}: {hint}"
                     if hint.declares_a_tensor or get_config().strict_validation:
-                        raise AnnotationError(told)
-                    warnings.warn(f"{told} It is not validated.", ValidationWarning, stacklevel=4)
+                        raise AnnotationError(message)
+                    warnings.warn(f"{message} It is not validated.", ValidationWarning, stacklevel=4)
                 self.terms = terms = terms._replace(unresolved={})
             return terms
 
