@@ -56,18 +56,18 @@ class TracedGraph:
         from torch._dynamo.variables import TensorVariable
         from torch._dynamo.variables.base import VariableTracker
 
-        effects, found = self._side_effects, []
-        changed = [
+        effects, stored = self._side_effects, self._side_effects.store_attr_mutations
+        existing = [
             one for one in effects.id_to_variable.values() if effects.is_modified(one) and one.source is not None
         ]
-        left = [one for one in changed if not type(vars(one).get("value")).__module__.startswith(ours)]
+        left = [one for one in existing if not type(vars(one).get("value")).__module__.startswith(ours)]
         visited: dict[int, Any] = {}
         while left:
-            found.clear()
+            found: list[Any] = []
             VariableTracker.visit(found.append, left, visited)
             if any(isinstance(one, TensorVariable) for one in found):
                 return True
-            left = [value for one in found for value in effects.store_attr_mutations.get(one, {}).values()]
+            left = [value for one in found for value in stored.get(one, {}).values()]
         return False
 
 
