@@ -30,7 +30,7 @@ from transformers import BertConfig, BertModel
 import torchguard
 from torchguard import guards
 from torchguard._torch.dynamo import entries_of, frame_of
-from torchguard.guards._tree import tree_of
+from torchguard.guards._guard_tree import tree_of
 
 EVERY = 100
 CHECKS = 5  # in a turn back to back: the first check finds its guards evicted from the caches by the other variants

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from torchguard.cli import _targets, _views
+from torchguard.cli._model_graphs import check, trace
 from torchguard.cli._run_report import compilations_section
 from torchguard.cli._targets import Directory, Target, complete_device, open_store
 from torchguard.cli._terminal import CommandError, ExitCode, console, model_name, print_message
-from torchguard.cli._trace import check, trace
 from torchguard.exceptions import TorchGuardError
 from torchguard.report import Answer, Report, Section, Table
 

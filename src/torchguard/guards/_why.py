@@ -8,7 +8,7 @@ from torchguard._torch.dynamo import entries_of, frame_of, is_full, stance
 from torchguard._torch.guards import MARK_DYNAMIC
 from torchguard.exceptions import GuardError
 from torchguard.guards._audit import audits_paused
-from torchguard.guards._tree import GuardFailure, failures_of
+from torchguard.guards._guard_tree import GuardFailure, failures_of
 from torchguard.report import Answer, Section, Shown, Table
 
 _EQUAL_SIZES = re.compile(r"\.size\(\)\[\d+\] == .*\.size\(\)\[\d+\]")
