@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from torchguard._graphs.op_facts import PRODUCTS
 from torchguard._torch import inductor, tensors, tracing
 from torchguard._torch.fakes import TRACING_LOCK, trace
 from torchguard.compiled._derivatives import derivative_graph, for_forward_mode
@@ -215,7 +216,7 @@ def _outside_autograd(run: inductor.Boxed) -> Run:
 
 # Rounding. These formats have the exponents of float32 and fewer digits; torch.backends may allow them in products.
 _EPS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul", "attention")
+_PRODUCTS = (*PRODUCTS, "addmv", "linear", "matmul", "attention")
 
 
 def coarsest_eps(graph: GraphModule, *, in_products: bool = True) -> float:
