@@ -112,6 +112,16 @@ def test_the_tree_in_the_docs_is_the_tree():
         assert not listed or names == set(listed) - {"__init__.py"}, folder
 
 
+def test_the_files_that_contributing_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = [*re.findall(r"`([\w./-]+)`", text), *re.findall(r"\]\(([\w./-]+)\)", text)]
+    paths = {one for one in named if "/" in one or one.endswith((".md", ".toml", ".txt"))}
+    assert len(paths) > 30
+    assert {
+        one for one in paths if not any((folder / one).exists() for folder in (ROOT, ROOT / "src/torchguard"))
+    } == set()
+
+
 MOST_LINES, FEWEST_LINES = 400, 80
 # Short files with at most one importer that are files of their own, by the reason. Public modules need none.
 SHORT_FILES = {
