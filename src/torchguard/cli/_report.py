@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchguard._files import write_whole
 from torchguard.cli import _targets, _views
 from torchguard.cli._model_graphs import check, trace
 from torchguard.cli._run_report import compilations_section
@@ -73,7 +74,7 @@ def report(
     files = [file for file in (html, as_json) if file is not None]
     for file, content in ((html, made.to_html), (as_json, made.to_json)):
         if file is not None:
-            file.write_text(content(), encoding="utf-8")
+            write_whole(file, content())
             print_message(f"{file} has the report.")
     if not files:
         console().print(made)
