@@ -30,7 +30,7 @@ from transformers import BertConfig, BertModel
 import torchguard
 from torchguard import guards
 from torchguard._torch.dynamo import entries_of, frame_of
-from torchguard._torch.versions import can_read_words
+from torchguard._torch.words import can_read_words
 from torchguard.guards._tree import tree_of
 
 EVERY = 100
