@@ -31,7 +31,7 @@ import torchguard
 from torchguard import guards
 from torchguard._torch.dynamo import entries_of, frame_of
 from torchguard._torch.words import can_read_words
-from torchguard.guards._tree import tree_of
+from torchguard.guards._guard_tree import tree_of
 
 EVERY = 100
 CHECKS = 5  # in a turn back to back: the first check finds its guards evicted from the caches by the other variants

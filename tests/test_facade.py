@@ -112,6 +112,16 @@ def test_the_tree_in_the_docs_is_the_tree():
         assert not listed or names == set(listed) - {"__init__.py"}, folder
 
 
+def test_the_files_that_contributing_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = [*re.findall(r"`([\w./-]+)`", text), *re.findall(r"\]\(([\w./-]+)\)", text)]
+    paths = {one for one in named if "/" in one or one.endswith((".md", ".toml", ".txt"))}
+    assert len(paths) > 30
+    assert {
+        one for one in paths if not any((folder / one).exists() for folder in (ROOT, ROOT / "src/torchguard"))
+    } == set()
+
+
 MOST_LINES, FEWEST_LINES = 400, 80
 # Short files with at most one importer that are files of their own, by the reason. Public modules need none.
 SHORT_FILES = {
@@ -160,3 +170,15 @@ def test_a_short_file_has_several_importers_or_a_reason():
         and len(files[name].read_text().splitlines()) < FEWEST_LINES
     }
     assert alone - {name for names in SHORT_FILES.values() for name in names} == set()
+
+
+def test_a_public_class_name_means_one_thing():
+    classes = {}
+    for name, path in source_files().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(name)
+    public = {name for module in public_modules() for name in module.__all__}
+    several = {name: modules for name, modules in classes.items() if name in public and len(modules) > 1}
+    # Two trainers, each with its own.
+    assert set(several) == {"RetryMixin", "TorchGuardCallback"}

@@ -29,14 +29,15 @@ here, and the size of a file by its reader.
 import keyword
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from torchguard._graphs.source_lines import lines_of_trace
 from torchguard._torch.nodes import (
     ProgramCall,
     call_of,
@@ -52,7 +53,6 @@ from torchguard.exceptions import SavedGraphError
 
 _LONGEST_TEXT = 500  # characters of a value that is only described
 MAX_DEPTH = 32  # levels of lists within the arguments of a node
-_FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)\n\s*(.*)')
 _TORCH_TYPES = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Arithmetic on sizes, which stands in graphs beside the operators of torch.
@@ -240,9 +240,8 @@ def _encode_node(node: fx.Node, prefix: str) -> dict[str, Any]:
         found["args"] = [encode_argument(one, name_of, _describe) for one in node.args]
         if node.kwargs:
             found["kwargs"] = {key: encode_argument(one, name_of, _describe) for key, one in node.kwargs.items()}
-    if frames := _FRAME.findall(node.meta.get("stack_trace") or ""):
-        file, line, function, text = frames[-1]
-        found["source"] = {"file": file, "line": int(line), "function": function, "text": text.strip()}
+    if lines := lines_of_trace(node.meta.get("stack_trace") or ""):
+        found["source"] = asdict(lines[-1])
     modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if modules:
         found["modules"] = [{"path": str(path), "type": _type_name(kind)} for path, kind in modules.values()]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._health import health_of
-from torchguard._retry.closure import Closure, Losses, Result
+from torchguard._retry.closure import Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep
 from torchguard._retry.guarded_step import GuardedStep
 from torchguard._retry.report import RetryReport
-from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search
+from torchguard._retry.search import Outcome, Rows, RunLimitError, Search, SearchResult, Unexplained
 from torchguard._torch.training import tracing_errors
 from torchguard.exceptions import RetryError
 
@@ -51,7 +51,7 @@ class RecoverableStep(GuardedStep):
 
     # A step that is not finite.
 
-    def _recovered(self, first: Result) -> RetryReport:
+    def _recovered(self, first: RunResult) -> RetryReport:
         if bad := self._bad_parameters():
             self._undo()
             note = f"not finite before the step: {', '.join(bad)}. No sample is to blame: load an earlier checkpoint"
@@ -86,7 +86,7 @@ class RecoverableStep(GuardedStep):
         )
         with self._calling_again():
             finding = search.find()
-            if finding.reason in (Reason.NOT_REPRODUCED, Reason.MOVED) and scaled is None:
+            if finding.reason in (Unexplained.NOT_REPRODUCED, Unexplained.MOVED) and scaled is None:
                 self.guard.is_steady = False
             elif self.guard.is_steady is None and search.is_steady:
                 self.guard.is_steady = True
@@ -113,7 +113,7 @@ class RecoverableStep(GuardedStep):
         ]
         return self.ranks.union(found)
 
-    def _suspects(self, first: Result) -> tuple[list[int], list[int]]:
+    def _suspects(self, first: RunResult) -> tuple[list[int], list[int]]:
         """The samples of all ranks whose inputs, and those whose losses, are not finite."""
         inputs, start = [], 0
         for batch in self.closure.batches:
@@ -173,7 +173,7 @@ class RecoverableStep(GuardedStep):
         self.loss, self.norm, is_finite = self._read(result, is_scaled)
         return Outcome.FINITE if is_finite else Outcome.NON_FINITE
 
-    def _run_again(self, rows: Rows, stream: int, is_final: bool, is_scaled: bool, is_filled: bool) -> Result | None:
+    def _run_again(self, rows: Rows, stream: int, is_final: bool, is_scaled: bool, is_filled: bool) -> RunResult | None:
         if self.runs >= self.guard.max_runs - (not is_final):  # the last one is for the good samples
             raise RunLimitError
         self._restore(stream)
@@ -218,15 +218,15 @@ class RecoverableStep(GuardedStep):
         return 1e-2 if any(one.dtype in (torch.float16, torch.bfloat16) for one in self.parameters.values()) else 1e-4
 
     def _concluded(
-        self, search: Search, finding: Finding, inputs: list[int], shown: list[int], scaled: Gradients | None
+        self, search: Search, finding: SearchResult, inputs: list[int], shown: list[int], scaled: Gradients | None
     ) -> RetryReport:
         count = self.closure.size
-        if finding.reason is Reason.NOT_REPRODUCED:
+        if finding.reason is Unexplained.NOT_REPRODUCED:
             if scaled is not None:  # finite at scale 1: the scaler has to see that its scale is too large
                 return self._left_to_the_scaler(scaled)
             note = finding.reason.value
         elif finding.reason is not None:
-            is_all = finding.reason is Reason.ALL and len(shown) == count and not self.closure.is_scalar
+            is_all = finding.reason is Unexplained.ALL and len(shown) == count and not self.closure.is_scalar
             is_all = is_all and self.guard.is_steady is not False and search.stays_non_finite()
             self._undo()
             others = self.guard.tensors.non_finite()
@@ -240,7 +240,7 @@ class RecoverableStep(GuardedStep):
             return self._skipped(too_many, bad=[*finding.bad], inputs=inputs, shown=shown)
         return self._final(finding, note, inputs, shown)
 
-    def _final(self, finding: Finding, note: str, inputs: list[int], shown: list[int]) -> RetryReport:
+    def _final(self, finding: SearchResult, note: str, inputs: list[int], shown: list[int]) -> RetryReport:
         """Gradients of the good samples."""
         good = finding.good
         if self.last != (good, 0, True) or self.scaler is not None:

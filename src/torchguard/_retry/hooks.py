@@ -1,20 +1,34 @@
-"""Hooks of modules and parameters: which of them take part in what a step computes, and which only observe.
+"""Hooks of modules and parameters: those that a run registers, and those that take part in what a step computes.
 
 A hook whose return value replaces an output or a gradient is part of the model, and its state is restored like that of
 the model. One that returns None observes: a metric, a logger, somebody who asks `is_retrying()`. It runs in every run
-of a step and keeps what it has seen. Which it is, is read off its code: Python runs no code of a hook to find out.
+of a step and keeps what it has seen. Which of the two a hook is, is read off its code.
 """
 
 import dis
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
+
+from torch import nn
+
+from torchguard._torch.training import next_hook, remove_hooks
 
 # Methods that change their object and return None: what a lambda that observes ends with.
 _RETURN_NONE = frozenset({"add", "append", "appendleft", "extend", "insert", "update", "write", "writelines", "put"})
 _LOG = frozenset({"debug", "info", "warning", "error", "log", "print", "add_scalar", "add_histogram"})
 _METHODS = ("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL")
+
+
+def remove_new_hooks(modules: Iterable[tuple[str, nn.Module]], first: int, but: Collection[int]) -> None:
+    """Remove hooks that were registered in a run. Some models do so in their first call, and note it as an attribute.
+
+    Restoring that attribute alone would have them register the hooks once more.
+    """
+    if next_hook() != first:
+        for _, module in modules:
+            remove_hooks(module, first, but=but)
 
 
 def takes_part(hook: Callable[..., Any]) -> bool:

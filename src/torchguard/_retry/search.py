@@ -46,7 +46,7 @@ class Outcome(enum.Enum):
     UNKNOWN = "unknown"
 
 
-class Reason(enum.Enum):
+class Unexplained(enum.Enum):
     """Why no sample is accused although the step was not finite."""
 
     NOT_REPRODUCED = "the fault was not reproduced when the step was run again unchanged"
@@ -67,7 +67,7 @@ class RunLimitError(Exception):
 
 
 @dataclass(frozen=True)
-class Finding:
+class SearchResult:
     """The result of a search.
 
     Args:
@@ -83,7 +83,7 @@ class Finding:
     bad: Rows = ()
     groups: tuple[Rows, ...] = ()
     left_out: Rows = ()
-    reason: Reason | None = None
+    reason: Unexplained | None = None
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Search:
     is_doubled: bool = False  # whether a run has each sample twice
     _outcomes: dict[tuple[Rows, int], Outcome] = field(default_factory=dict)
 
-    def find(self) -> Finding:
+    def find(self) -> SearchResult:
         try:
             finding = self._find()
             shown = {*(self.shown if self.is_steady else ()), *self.certain()}
@@ -126,30 +126,30 @@ class Search:
             if self._is_stable(finding.good):
                 self.is_steady = True
                 return finding
-            return Finding(self.rows, reason=Reason.NOT_REPRODUCED)
+            return SearchResult(self.rows, reason=Unexplained.NOT_REPRODUCED)
         except RunLimitError:
-            return Finding(self.rows, reason=Reason.LIMIT)
+            return SearchResult(self.rows, reason=Unexplained.LIMIT)
 
-    def _find(self) -> Finding:
+    def _find(self) -> SearchResult:
         again = self._try(self.rows)
         if again is not Outcome.NON_FINITE:
-            reason = Reason.NOT_REPRODUCED if again is Outcome.FINITE else Reason.RAISED
-            return Finding(self.rows, reason=reason)
+            reason = Unexplained.NOT_REPRODUCED if again is Outcome.FINITE else Unexplained.RAISED
+            return SearchResult(self.rows, reason=reason)
         if self.is_moved():
-            return Finding(self.rows, reason=Reason.MOVED)
+            return SearchResult(self.rows, reason=Unexplained.MOVED)
         base = self._finite_part()
         if base is None and self.is_random() and any(self._is_finite(self.rows, stream) for stream in _STREAMS):
-            return Finding(self.rows, reason=Reason.RANDOM)
+            return SearchResult(self.rows, reason=Unexplained.RANDOM)
         if base is None:
             return self._beside_copies()
         good, bad, untried = list(base), [], []
         self._add(list(self._without(base)), good, bad, untried)
         if untried and not self._is_finite([*good, *untried]):
-            return Finding(self.rows, reason=Reason.UNTRIED)
+            return SearchResult(self.rows, reason=Unexplained.UNTRIED)
         good += untried
         uncertain = [row for row in bad if row not in self.certain()]
         if not uncertain or not (self.is_random() or self.is_coupled(_sorted(good))):
-            return Finding(_sorted(good), _sorted(bad)) if self._is_finite(good) else self._no_finite_part()
+            return SearchResult(_sorted(good), _sorted(bad)) if self._is_finite(good) else self._no_finite_part()
         return self._verified(bad)
 
     def stays_non_finite(self) -> bool:
@@ -166,7 +166,7 @@ class Search:
             for _ in range(_REPEATS)
         )
 
-    def _beside_copies(self) -> Finding:
+    def _beside_copies(self) -> SearchResult:
         """Search with each sample beside a copy of itself, its partner where a loss needs one.
 
         Without a bad sample and its only partner left out, no part of such a batch is finite.
@@ -184,32 +184,34 @@ class Search:
         good = self._without((*finding.bad, *left_out))
         if not good or not self._is_finite(good):
             return self._no_finite_part()
-        return Finding(good, finding.bad, finding.groups, _sorted(left_out))
+        return SearchResult(good, finding.bad, finding.groups, _sorted(left_out))
 
-    def _no_finite_part(self) -> Finding:
+    def _no_finite_part(self) -> SearchResult:
         alone = {outcome for (part, _), outcome in self._outcomes.items() if len(part) == 1}
-        return Finding(self.rows, reason=Reason.ALL if alone == {Outcome.NON_FINITE} else Reason.NO_FINITE_PART)
+        return SearchResult(
+            self.rows, reason=Unexplained.ALL if alone == {Outcome.NON_FINITE} else Unexplained.NO_FINITE_PART
+        )
 
-    def _verified(self, bad: list[int]) -> Finding:
+    def _verified(self, bad: list[int]) -> SearchResult:
         bad = self._fewest(bad)
         good = list(self._without(bad))
         groups: list[Rows] = []
         left_out: list[int] = []
         for row in [row for row in bad if row not in self.certain()]:
             if self.is_random() and not self._is_bad_for_other_draws(row, good):
-                return Finding(self.rows, reason=Reason.RANDOM)
+                return SearchResult(self.rows, reason=Unexplained.RANDOM)
             if self._is_finite([*good, row, row]):
                 left_out.append(row)
                 continue
             group = self._group_of(row, good)
             if group is None:
-                return Finding(self.rows, reason=Reason.TOGETHER)
+                return SearchResult(self.rows, reason=Unexplained.TOGETHER)
             if len(group) > 1:
                 good = [one for one in good if one not in group]
                 if self.is_random() and not all(
                     self._is_bad_for_other_draws(row, [*good, *(one for one in group if one != row)]) for row in group
                 ):
-                    return Finding(self.rows, reason=Reason.RANDOM)
+                    return SearchResult(self.rows, reason=Unexplained.RANDOM)
                 groups.append(group)
         accused = {*bad, *(row for group in groups for row in group)} - {*left_out}
         if not accused:
@@ -227,7 +229,7 @@ class Search:
             else:
                 continue
             accused.discard(row)
-        return Finding(_sorted(good), _sorted(accused), tuple(groups), _sorted(left_out))
+        return SearchResult(_sorted(good), _sorted(accused), tuple(groups), _sorted(left_out))
 
     def _without_partner(self, rows: list[int], accused: Collection[int]) -> list[int]:
         """Those of `rows` that make the batch without the accused non-finite unless a copy is beside them."""

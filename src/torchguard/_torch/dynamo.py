@@ -1,7 +1,8 @@
 """Dynamo: the cache entries of a compiled function, the frame of a call, and backends.
 
 Every function imports Dynamo itself: loading it takes seconds. What `torch.compile` returns, and the cache behind it,
-are private. Names that differ between torch 2.11 and 2.13 are looked up with a default, which the docstring names.
+are private, and the same in torch 2.11 to 2.15 but for the names that are looked up with a default: the docstring says
+what is degraded without each. All others are required.
 """
 
 import inspect
@@ -145,7 +146,7 @@ def _of_stance(name: str, default: Any) -> Any:
     return getattr(getattr(eval_frame, "_stance", None), name, default)
 
 
-class Frame(NamedTuple):
+class CallFrame(NamedTuple):
     """The first frame of a call: where its compiled code is cached, and its locals when it starts.
 
     `cells` are the variables of enclosing functions, and `arguments` the names of arguments, both by source.
@@ -157,7 +158,7 @@ class Frame(NamedTuple):
     arguments: dict[str, str]
 
 
-def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
+def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFrame | None:
     """The frame that Dynamo would look up for a call; None if `compiled` is not compiled."""
     warn_of_missing("guards")
     found = _function_and_cache(compiled)
@@ -177,7 +178,7 @@ def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fr
     arguments = {f"L['{name}']": name for name in f_locals}
     f_locals |= {name: cell.cell_contents for name, cell in cells.items()}
     of_source = {f"L['{name}']": cell for name, cell in cells.items()}
-    return Frame(cache, f_locals, of_source, arguments)
+    return CallFrame(cache, f_locals, of_source, arguments)
 
 
 def cache_of(compiled: Any) -> CacheLocation | None:

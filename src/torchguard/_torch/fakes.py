@@ -1,8 +1,9 @@
 """Fake tensors, symbolic sizes, and ATen graphs traced with them.
 
 Fake tensors (`torch._subclasses`), `make_fx` and symbolic shapes (`torch.fx.experimental`) have no public names. All of
-it is required: `compiled` and `torchguard analyze` cannot do without, and importing this module or the call raises
-ImportError where a name is missing. Importing it loads sympy. The names are the same in torch 2.11 to 2.15.
+it is required but for two functions that name a degraded mode: `compiled` and `torchguard analyze` cannot do without,
+and importing this module or the call raises ImportError where a name is missing. Importing it loads sympy. The names
+are the same in torch 2.11 to 2.15.
 """
 
 import contextlib
@@ -163,7 +164,8 @@ def inputs_have_all_symbols(graph: GraphModule) -> bool:
 def constant_of(value: Tensor) -> float | None:
     """The number of a fake tensor that torch knows: of a literal, and of what is computed from literals alone.
 
-    Fake tensors keep it in `constant`. Where that is missing, no number is known. It is read with all modes off.
+    Fake tensors keep it in `constant`, which is read with all modes off. Degraded where torch names it otherwise: no
+    number is known, and a `while_loop` is refused.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 

@@ -1,7 +1,8 @@
 """Which words of memory the guards of a compilation depend on: see `quick_check`.
 
 A guard tree is followed from the frame's modules and globals through the user's objects, without running their code.
-What cannot be followed is UNKNOWN, and the guards on it are left to the tree.
+What cannot be followed is UNKNOWN, and the guards on it are left to the tree. Degraded where torch names the
+class of a guard or accessor otherwise than torch 2.11 to 2.15 do: that guard is left to the tree, too.
 """
 
 import ast

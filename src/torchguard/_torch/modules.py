@@ -1,7 +1,8 @@
 """nn.Module: its hooks and children, and what `torch.compile` leaves on a module or function.
 
 The attributes used here (`_modules`, `_forward_hooks`, `_orig_mod`, `_compiled_call_impl`,
-`_torchdynamo_orig_callable`) exist in torch 2.11 to 2.15.
+`_torchdynamo_orig_callable`) exist in torch 2.11 to 2.15. Those of nn.Module itself are required; where what
+`torch.compile` leaves has other names, the functions are degraded as their docstrings say.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,8 @@
 """ATen operators: names, schemas, kernels.
 
 The class of operators (`torch._ops.OpOverload`), its `_schema` and the dispatcher's tables have no public names. They
-are the same in torch 2.11 to 2.15, and required: without a schema nothing can be said of an operator.
+are the same in torch 2.11 to 2.15, and required but for one that `op_names` names: without a schema nothing can be said
+of an operator.
 """
 
 import functools
@@ -53,7 +54,10 @@ def has_autograd(operation: Any) -> bool:
 
 @functools.cache
 def op_names(namespace: str = "aten") -> tuple[str, ...]:
-    """The names of all ops and overloads of a namespace, such as `aten.add.Tensor`."""
+    """The names of all ops and overloads of a namespace, such as `aten.add.Tensor`.
+
+    Degraded where torch has no `_higher_order_ops`: there are no names in the namespace "higher_order".
+    """
     return _op_names(namespace)
 
 
@@ -130,9 +134,7 @@ def matches(name: str, pattern: str) -> bool:
 
 def is_view(target: object) -> bool:
     """Whether an op returns a view of an input. torch 2.11 has no `OpOverload.is_view`."""
-    if (
-        target is torch.ops.aten._unsafe_view.default
-    ):  # its schema says that it returns a new tensor, but it returns a view
+    if target is torch.ops.aten._unsafe_view.default:  # its schema says that it returns a new tensor
         return True
     returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
     return any(value.alias_info is not None and not value.alias_info.is_write for value in returns)

@@ -58,6 +58,7 @@ class CallRecord:
         self.sample_of = sample_of
         self.checks, self.quarantine, self.probes, self.owners = checks, quarantine, probes, owners
         self.checks_values = quarantine or checks.nan or checks.inf
+        self.replaces = quarantine  # unless a graph needs no replacement: see `graph_plan.py`
         self.only_fault = None if checks.nan and checks.inf else NAN if checks.nan else INF
         self.first_input = locations  # the number of "input of location 0", see `check`
         self.argument: int | None = None  # the number of the model's argument that is being checked
@@ -288,6 +289,7 @@ class CallRecord:
             location_ids,
             self.batch,
             self.quarantine,
+            self.replaces,
             mixes,
             get_config(),
             self.probes,

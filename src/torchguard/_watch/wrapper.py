@@ -254,7 +254,8 @@ def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> S
     """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
     outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
     mark_results(call_record.statuses, outputs)
-    codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
+    replaces, *codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
+    call_record.replaces = watch.quarantine and replaces == 1
     count = len(call_record.statuses)
     call_record.set_rows(codes[:count])
     return codes[count:]

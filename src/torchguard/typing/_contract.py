@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from torchguard._channel.config import get_config
 from torchguard.exceptions import AnnotationError, ValidationWarning
+from torchguard.typing._containers import Node, specs_in
 from torchguard.typing._dims import Formula, Named, OfSelf
 from torchguard.typing._hints import Unresolved, resolve
 from torchguard.typing._message import error_of
-from torchguard.typing._nodes import Node, specs_in
 from torchguard.typing._reader import Reader
 from torchguard.typing._scope import Scope
 

@@ -1,4 +1,4 @@
-"""A training step of all ranks: losses over all samples; gradients and parameters averaged, for models without DDP."""
+"""Losses over the samples of all ranks; gradients and parameters averaged over ranks, for models without DDP."""
 
 import itertools
 import zlib
