@@ -325,7 +325,7 @@ def test_models_of_transformers_with_their_own_loss(name, value):
         assert guarded.draws() == plain.draws()
 
 
-# AOTAutograd has no second derivatives, and checkpoints of an eager model lie outside of compiled code.
+# AOTAutograd has no second derivatives, and a checkpointed batch norm counts a batch once, in eager mode twice.
 NOT_COMPILED = ("gradient penalty", "checkpointing")
 
 
