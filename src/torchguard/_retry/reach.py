@@ -225,14 +225,16 @@ def _enter_module(name: str, module: nn.Module, found: Reached) -> list[tuple[st
 def _enter_function(name: str, function: types.FunctionType, found: Reached) -> Iterator[tuple[str, Any]]:
     if (wrapped := wrapped_function(function)) is not None:
         yield name, wrapped
-    if _is_foreign(function.__module__ or ""):
+    # Not `__module__`, which `functools.wraps` copies: what `torch.compile` returns holds state of Dynamo.
+    home = function.__globals__.get("__name__") or ""
+    if _is_foreign(home):
         return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         _note_iterator(variable, cell.cell_contents if is_filled(cell) else None, found)
         yield variable, cell
     yield from (("a default", value) for value in function.__defaults__ or ())
     yield from (function.__kwdefaults__ or {}).items()
-    if not _is_own(function.__module__ or ""):
+    if not _is_own(home):
         return
     names = _names_of(function.__code__)
     namespace = function.__globals__
