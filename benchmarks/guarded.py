@@ -30,6 +30,7 @@ from transformers import BertConfig, BertModel
 import torchguard
 from torchguard import guards
 from torchguard._torch.dynamo import entries_of, frame_of
+from torchguard._torch.words import can_read_words
 from torchguard.guards._guard_tree import tree_of
 
 EVERY = 100
@@ -229,6 +230,7 @@ def main() -> None:
         **environment(),
         "transformers": transformers.__version__,
         "torchguard": torchguard.__version__,
+        "quick": can_read_words(),  # False: this Python has no version words, and an audit checks Dynamo's whole tree
         "work": f"BertModel, 12 layers of 768, eval, no_grad; filtered: {FILTER!r}; modules: {MODULES!r}; audit: "
         f"every={EVERY}; {ROUNDS} turns of {CHECKS * EVERY} calls back to back, {SWEPT_ROUNDS} of {EVERY} swept",
         "guards": {},

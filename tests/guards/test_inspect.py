@@ -1,5 +1,6 @@
 """What Dynamo compiled in a block, as data: frames, guards, recompiles and graph breaks."""
 
+import functools
 import json
 import logging
 import threading
@@ -382,6 +383,24 @@ def test_a_module_of_torch_has_the_name_of_its_class():
     (frame,) = inspection.frames
     assert frame.function == "Sequential"
     assert frame.file.endswith("container.py")
+
+
+def test_a_decorated_forward_has_the_name_of_its_class():
+    def logged(forward):
+        @functools.wraps(forward)
+        def wrapper(self, *args):
+            return forward(self, *args)
+
+        return wrapper
+
+    class Decorated(nn.Module):
+        @logged
+        def forward(self, x):
+            return x + 1
+
+    (frame,) = GuardInspector(Decorated()).run(torch.ones(2)).frames
+    assert frame.function == "Decorated.forward"
+    assert frame.line == Decorated.forward.__wrapped__.__code__.co_firstlineno
 
 
 def test_what_is_no_model_is_refused():

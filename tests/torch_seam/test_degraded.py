@@ -531,6 +531,20 @@ class TestTraining:
     def test_without_communication_hooks_none_are_seen(self):
         assert training.communication_hooks(nn.Linear(2, 1)) == []
 
+    def test_hooks_in_other_attributes_are_not_seen(self):
+        model = nn.Linear(2, 1)
+        model.register_forward_hook(print)
+        model.weight.register_hook(print)
+        assert training.hooks_of(model) == [print, print]
+        del model._forward_hooks
+        assert training.hooks_of(model) == [print]
+
+    def test_without_types_of_torchscript_its_attributes_are_not_seen(self, monkeypatch):
+        scripted = torch.jit.script(nn.Dropout())
+        assert "training" in modules.script_attributes(scripted)
+        monkeypatch.delattr(torch._C, "ConcreteModuleType")
+        assert modules.script_attributes(scripted) == []
+
     def test_without_the_mark_of_fused_optimizers_none_skips_on_the_device(self, monkeypatch):
         model = nn.Linear(2, 1)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -77,6 +77,7 @@ class RecoverableStep(GuardedStep):
             rows,
             stages=stages,
             shown=shown if len(shown) < self.closure.size else (),
+            is_steady=self.guard.is_steady is True,
             is_moved=lambda: self._shown(self.results[rows]) != shown,
             certain=lambda: () if self.is_random and len(shown) == self.closure.size else both,
             is_random=lambda: self.is_random,
@@ -85,6 +86,10 @@ class RecoverableStep(GuardedStep):
         )
         with self._calling_again():
             finding = search.find()
+            if finding.reason in (Unexplained.NOT_REPRODUCED, Unexplained.MOVED) and scaled is None:
+                self.guard.is_steady = False
+            elif self.guard.is_steady is None and search.is_steady:
+                self.guard.is_steady = True
             if changed := self.ranks.union(self.guard.tensors.changed_constants(constants)):
                 raise RetryError(
                     f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
@@ -96,7 +101,7 @@ class RecoverableStep(GuardedStep):
                     "container or array, an iterator, a sparse tensor, or an attribute of a tensor. Change it outside "
                     "of the closure."
                 )
-            return self._concluded(finding, first, inputs, shown, scaled)
+            return self._concluded(search, finding, inputs, shown, scaled)
 
     def _bad_parameters(self) -> list[str]:
         """Trained parameters that are not finite, and frozen ones with NaN: some masks are frozen parameters of Inf."""
@@ -213,7 +218,7 @@ class RecoverableStep(GuardedStep):
         return 1e-2 if any(one.dtype in (torch.float16, torch.bfloat16) for one in self.parameters.values()) else 1e-4
 
     def _concluded(
-        self, finding: SearchResult, first: RunResult, inputs: list[int], shown: list[int], scaled: Gradients | None
+        self, search: Search, finding: SearchResult, inputs: list[int], shown: list[int], scaled: Gradients | None
     ) -> RetryReport:
         count = self.closure.size
         if finding.reason is Unexplained.NOT_REPRODUCED:
@@ -221,10 +226,11 @@ class RecoverableStep(GuardedStep):
                 return self._left_to_the_scaler(scaled)
             note = finding.reason.value
         elif finding.reason is not None:
+            is_all = finding.reason is Unexplained.ALL and len(shown) == count and not self.closure.is_scalar
+            is_all = is_all and self.guard.is_steady is not False and search.stays_non_finite()
             self._undo()
             others = self.guard.tensors.non_finite()
             note = ". NaN before the step: ".join([finding.reason.value, *([", ".join(others)] if others else [])])
-            is_all = finding.reason is Unexplained.ALL and len(shown) == count and not self.closure.is_scalar
             return self._skipped(note, bad=[*range(count)] if is_all and not others else [], inputs=inputs, shown=shown)
         else:
             note = ""

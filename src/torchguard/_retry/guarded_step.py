@@ -14,11 +14,12 @@ from torchguard._health import all_finite, total_norm, wide_norm
 from torchguard._retry.batch import Batch
 from torchguard._retry.closure import BatchedClosure, Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep, decides_on_host
+from torchguard._retry.hooks import remove_new_hooks
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.scope import Scope
 from torchguard._retry.search import Rows
 from torchguard._retry.tensor_state import Replaced, TensorState
-from torchguard._torch.training import add_all, multiply_all, next_hook, remove_hooks
+from torchguard._torch.training import add_all, multiply_all, next_hook
 from torchguard.exceptions import RetryError
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class GuardedStep:
         self.scope.wrappers.reset()
         self.guard.tensors.restore()
         self.scope.python.restore()
-        _remove_hooks(self.scope, self.first_hook)
+        remove_new_hooks(self.scope.reached.modules, self.first_hook, self.scope.wrappers.own_hooks)
         self.random.restore(stream)
         self._clear()
         for tensor, grad in self.inputs:
@@ -251,15 +252,5 @@ def _aside(scope: Scope, tensors: TensorState) -> Iterator[None]:
     with tensors.aside():
         yield
     python.restore()
-    _remove_hooks(scope, first_hook)
+    remove_new_hooks(scope.reached.modules, first_hook, scope.wrappers.own_hooks)
     random.restore()
-
-
-def _remove_hooks(scope: Scope, first: int) -> None:
-    """Remove hooks that were registered in a run. Some models do so in their first call, and note it as an attribute.
-
-    Restoring that attribute alone would have them register the hooks once more.
-    """
-    if next_hook() != first:
-        for _, module in scope.reached.modules:
-            remove_hooks(module, first, but=scope.wrappers.own_hooks)

@@ -93,6 +93,8 @@ class Retry(Shown):
         self.process_group, self.on_bad = process_group, on_bad
         self.history: collections.deque[RetryReport] = collections.deque(maxlen=history)
         self.tensors = TensorState()
+        # Whether faults stay when they are run again: None until one was, False once one was not reproduced.
+        self.is_steady: bool | None = None
         self._steps = 0
         self._pending: Pending | None = None
         self._scope: Scope | None = None

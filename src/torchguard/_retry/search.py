@@ -11,8 +11,9 @@ became non-finite when the sample was added. It works in five steps:
 4. Where samples influence each other or random numbers were drawn, an accused sample has to be bad in other company,
    with other random numbers, and beside a copy of itself. If it is not, its partner is searched for, or it is not
    accused.
-5. Where the losses do not show the accused, batch and good samples are run twice more: a fault that comes and goes with
-   the time, and not with the samples, accuses nobody.
+5. Where the losses do not show the accused, batch and good samples are run six times more: a fault that comes and goes
+   with the time, and not with the samples, accuses nobody. So it is where losses show them, until a fault has stayed
+   (`is_steady`).
 
 A loss may need a partner for each sample: another one of its class, say. Then a part is non-finite because it lacks the
 partner of an innocent sample. A copy of the sample is a partner, too, so a sample that only lacks one is
@@ -32,8 +33,10 @@ _MAX_PARTS = 6  # parts of one size that are tried while no finite part is known
 _MAX_DOUBLED = 2  # the same, with each sample beside a copy
 _MAX_CHOICES = 16  # samples that are tried as the only bad one
 _MAX_PAIRS = 64  # pairs of samples that are tried as each other's partner
-_REPEATS = 2  # of the batch, and of its good samples, where the losses do not show the bad ones
-_STREAMS = (1, 2, 3)  # of random numbers other than those of the step, with which an accused sample is tried
+# Of the batch, and of its good samples, where the losses do not show the bad ones. A fault that comes and goes, every
+# other run at worst, passes all of them once in 4^6 = 4,096 times.
+_REPEATS = 6
+_STREAMS = (1, 2, 3, 4, 5, 6)  # of random numbers other than those of the step, with which an accused sample is tried
 _MAX_GROUP = 4  # samples that are reported as bad only together
 
 
@@ -94,6 +97,7 @@ class Search:
         stages: samples under suspicion, most suspicious first.
         certain: samples whose input and loss both show the fault: they are accused without step 4. Asked late.
         shown: samples whose losses show the fault, if not all do: these are accused without being tried once more.
+        is_steady: whether earlier faults stayed when they were run again. If not, only `certain` are accused so easily.
         is_moved: whether the fault showed in other samples when the batch was run again.
         is_random: whether the step draws random numbers; known once the batch was run again.
         is_coupled: whether samples influence each other; asked after a finite run of the batch without the accused.
@@ -105,6 +109,7 @@ class Search:
     stages: Sequence[Collection[int]] = ()
     certain: Callable[[], Collection[int]] = tuple
     shown: Collection[int] = ()
+    is_steady: bool = False
     is_moved: Callable[[], bool] = lambda: False
     is_random: Callable[[], bool] = lambda: False
     is_coupled: Callable[[Rows], bool] = lambda good: True
@@ -115,7 +120,11 @@ class Search:
     def find(self) -> SearchResult:
         try:
             finding = self._find()
-            if {*finding.bad} <= {*self.shown, *self.certain()} or self._is_stable(finding.good):
+            shown = {*(self.shown if self.is_steady else ()), *self.certain()}
+            if {*finding.bad} <= shown:
+                return finding
+            if self._is_stable(finding.good):
+                self.is_steady = True
                 return finding
             return SearchResult(self.rows, reason=Unexplained.NOT_REPRODUCED)
         except RunLimitError:
@@ -142,6 +151,13 @@ class Search:
         if not uncertain or not (self.is_random() or self.is_coupled(_sorted(good))):
             return SearchResult(_sorted(good), _sorted(bad)) if self._is_finite(good) else self._no_finite_part()
         return self._verified(bad)
+
+    def stays_non_finite(self) -> bool:
+        """Whether the batch is non-finite each time that it is run: no finite part of it has shown that it can be."""
+        try:
+            return all(self.run(self.rows, 0) is Outcome.NON_FINITE for _ in range(2 * _REPEATS))
+        except RunLimitError:
+            return False
 
     def _is_stable(self, good: Rows) -> bool:
         """Whether the batch stays non-finite, and the good samples finite, each time that they are run."""

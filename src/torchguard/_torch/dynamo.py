@@ -55,20 +55,25 @@ class FunctionName(NamedTuple):
 
 
 def function_name(code: types.CodeType | None, f_locals: Any = None) -> FunctionName:
-    """The name of a frame's function. A module of torch, which Dynamo calls in a frame of its own, has its class's.
+    """The name of a frame's function. That of a module's decorated `forward`, and of a module of torch, which Dynamo
+    calls in a frame of its own, is made of the module's class.
 
     An entry that Dynamo has invalidated has no code. Degraded where Dynamo names the frame around a module otherwise:
     that frame's own name, `wrap_inline.<locals>.inner`.
     """
     if code is None:
         return FunctionName("(a function that is gone)", "", 0)
-    called = (f_locals or {}).get("fn") if code.co_qualname == "wrap_inline.<locals>.inner" else None
-    if called is not None:
+    known, first = f_locals or {}, code.co_varnames[0] if code.co_argcount else ""
+    function = name = None
+    if code.co_qualname == "wrap_inline.<locals>.inner" and (called := known.get("fn")) is not None:
         function = type(called).forward if isinstance(called, nn.Module) else called
         name = type(called).__name__ if isinstance(called, nn.Module) else getattr(called, "__qualname__", "")
-        inner = getattr(inspect.unwrap(function), "__code__", None)
-        if name and inner is not None:
-            return FunctionName(name, inner.co_filename, inner.co_firstlineno)
+    elif "<locals>" in code.co_qualname and isinstance(module := known.get(first), nn.Module):
+        function = type(module).forward
+        name = f"{type(module).__name__}.forward" if getattr(function, "__code__", None) is code else None
+    inner = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    if name and inner is not None:
+        return FunctionName(name, inner.co_filename, inner.co_firstlineno)
     return FunctionName(code.co_qualname, code.co_filename, code.co_firstlineno)
 
 
