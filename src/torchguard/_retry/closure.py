@@ -176,13 +176,13 @@ class BatchedClosure:
 
     def without(self, rows: Rows, parts: Collection[tuple[int, int]]) -> Rows:
         """Those of some samples that are not in these parts, each a rank and a micro-batch."""
-        places = [
+        parts_of = [
             (rank, number)
             for rank, sizes in enumerate(self.sizes)
             for number, size in enumerate(sizes)
             for _ in range(size)
         ]
-        return tuple(row for row in rows if places[row] not in parts)
+        return tuple(row for row in rows if parts_of[row] not in parts)
 
     def first_run(self, scale: Scale) -> RunResult:
         """The step as it was given."""

@@ -36,13 +36,13 @@ def multiply_all(targets: Sequence[Tensor], factor: Tensor) -> None:
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The norm of each dense tensor, in one pass over those of a device and dtype."""
     found: list[Tensor | None] = [None] * len(tensors)
-    places = sorted(range(len(tensors)), key=lambda place: str((tensors[place].device, tensors[place].dtype)))
-    for _, group in itertools.groupby(places, key=lambda place: (tensors[place].device, tensors[place].dtype)):
+    indices = sorted(range(len(tensors)), key=lambda index: str((tensors[index].device, tensors[index].dtype)))
+    for _, group in itertools.groupby(indices, key=lambda index: (tensors[index].device, tensors[index].dtype)):
         chosen = [*group]
         real = [torch.view_as_real(tensors[one]) if tensors[one].is_complex() else tensors[one] for one in chosen]
         found_norms = torch._foreach_norm(real, order, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
-        for place, norm in zip(chosen, found_norms, strict=True):
-            found[place] = norm
+        for index, norm in zip(chosen, found_norms, strict=True):
+            found[index] = norm
     return [norm for norm in found if norm is not None]
 
 
