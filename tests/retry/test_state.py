@@ -472,6 +472,22 @@ def test_a_hook_that_is_registered_after_the_first_step_is_restored():
     assert count() == 1
 
 
+def test_a_hook_of_all_modules_that_takes_part_is_restored():
+    calls = [0]
+
+    def count(module, args, output):
+        calls[0] += 1
+        return output * 2
+
+    handle = nn.modules.module.register_module_forward_hook(count)
+    try:
+        model = nn.Linear(4, 1)
+        step(lambda x: losses(model, x), model)
+    finally:
+        handle.remove()
+    assert calls == [1]
+
+
 def test_hooks_that_only_observe_see_every_run():
     model, seen = nn.Linear(4, 1), []
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torchguard._retry.hooks import takes_part
 from torchguard._retry.names import ClassNames, GlobalNames, Length, ScriptAttributes, Slots, Variable, slots_of
 from torchguard._torch.modules import wrapped_function
-from torchguard._torch.training import hooks_of, module_dicts
+from torchguard._torch.training import hooks_of, hooks_of_all_modules, module_dicts
 from torchguard.exceptions import RetryError
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic)
@@ -105,6 +105,7 @@ def reach(roots: dict[str, Any], stepped: Iterable[torch.optim.Optimizer] = ()) 
         waiting += [(key, value, 0) for key, value in group.items() if key != "params"]
     _follow(waiting, seen, found)
     found.of_hooks = len(found.states)
+    found.hooks += [("a hook of all modules", hook) for hook in hooks_of_all_modules() if takes_part(hook)]
     while found.hooks and found.is_complete:  # hooks may reach modules with hooks
         waiting = collections.deque((name, hook, 0) for name, hook in found.hooks)
         found.hooks = []

@@ -201,6 +201,21 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [hook for hooks in held if isinstance(hooks, dict) for hook in hooks.values()]
 
 
+def hooks_of_all_modules() -> list[Any]:
+    """The hooks that run in forward and backward passes of every module.
+
+    Degraded where torch keeps them in other variables: those are not seen.
+    """
+    kinds = (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+    held = (getattr(nn.modules.module, kind, None) for kind in kinds)
+    return [hook for hooks in held if isinstance(hooks, dict) for hook in hooks.values()]
+
+
 def names_of_unsaved_buffers(module: nn.Module) -> set[str] | None:
     """The set in which a module has the names of buffers that are not in its state dict. It changes with these alone.
 
