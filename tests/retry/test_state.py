@@ -6,6 +6,7 @@ import collections
 import contextvars
 import copy
 import dataclasses
+import functools
 import queue
 import random
 import sys
@@ -21,6 +22,7 @@ from torch import nn
 
 from torchguard import Retry, RetryError
 from torchguard._retry import python_state
+from torchguard._retry.reach import reach
 
 B = 6
 COUNT = 0
@@ -381,6 +383,55 @@ def in_optimizer_of_the_closure(model):
     )
 
 
+def in_hooks_that_take_part(model):
+    """Of a module and of a parameter: what they return is part of what is computed."""
+    state = {"outputs": 0, "gradients": 0}
+
+    def of_module(module, args, output):
+        state["outputs"] += 1
+        return output * 2
+
+    def of_gradient(gradient):
+        state["gradients"] += 1
+        return gradient * 2
+
+    model.register_forward_hook(of_module)
+    model.weight.register_hook(of_gradient)
+    return lambda x: losses(model, x), lambda: (state["outputs"] + state["gradients"]) / 2
+
+
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.names, self.last = 0, [0], torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.names.append(1)
+        self.last = self.last + 1
+        return x * self.calls
+
+
+def in_torchscript(model):
+    scripted = torch.jit.script(Scripted())
+    count = lambda: (scripted.calls + len(scripted.names) - 1 + scripted.last.item()) / 3  # noqa: E731
+    return lambda x: losses(model, scripted(x)), count
+
+
+def in_decorator(model):
+    calls = [0]
+
+    def counted(function):
+        @functools.wraps(function)
+        def call(x):
+            calls[0] += 1
+            return function(x)
+
+        return call
+
+    return torch.enable_grad()(counted(lambda x: losses(model, x))), lambda: calls[0]
+
+
 PLACES = [
     in_attribute, in_buffer, in_buffer_by_data, in_replaced_buffer, in_lazy_buffer, in_frozen_parameter,
     in_module_of_closure, in_plain_tensor, in_expanded_tensor, in_cell, in_global, in_global_list, in_global_tensor,
@@ -388,7 +439,7 @@ PLACES = [
     behind_weak_reference,
     in_namespaces, in_numpy_array, in_bound_method, in_function_attribute, in_imported_module, in_private_slot,
     in_arrays_of_the_standard_library, in_classes_of_the_standard_library, in_context_variable,
-    in_optimizer_of_the_closure,
+    in_optimizer_of_the_closure, in_hooks_that_take_part, in_torchscript, in_decorator,
 ]  # fmt: skip
 
 
@@ -402,6 +453,51 @@ def test_a_retried_step_counts_once(place):
     closure, count = place(model)
     step(closure, model)
     assert count() == 1
+
+
+def test_state_of_dynamo_is_not_followed():
+    model = nn.Linear(4, 1)
+    compiled = torch.compile(lambda x: losses(model, x), backend="eager")
+    names = {name for name, _ in reach({"closure": compiled}).states}
+    assert "model" in names
+    assert not any("dynamo" in name for name in names)
+
+
+def test_a_hook_that_is_registered_after_the_first_step_is_restored():
+    model = nn.Linear(4, 1)
+    guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    guard.step(lambda x: losses(model, x), torch.randn(B, 4))
+    closure, count = in_hooks_that_take_part(model)
+    guard.step(closure, bad_batch())
+    assert count() == 1
+
+
+def test_a_hook_of_all_modules_that_takes_part_is_restored():
+    calls = [0]
+
+    def count(module, args, output):
+        calls[0] += 1
+        return output * 2
+
+    handle = nn.modules.module.register_module_forward_hook(count)
+    try:
+        model = nn.Linear(4, 1)
+        step(lambda x: losses(model, x), model)
+    finally:
+        handle.remove()
+    assert calls == [1]
+
+
+def test_hooks_that_only_observe_see_every_run():
+    model, seen = nn.Linear(4, 1), []
+
+    def observe(module, args, output):
+        seen.append(len(output))
+
+    model.register_forward_hook(observe)
+    model.register_forward_hook(lambda module, args, output: seen.append(output.mean().item()))
+    step(lambda x: losses(model, x), model)
+    assert len(seen) == 2 * 3
 
 
 @pytest.mark.parametrize("place", [in_attribute, in_lazy_buffer, in_nested_containers, in_object])

@@ -1,7 +1,8 @@
 """Which words of memory the guards of a compilation depend on: see `quick_check`.
 
 A guard tree is followed from the frame's modules and globals through the user's objects, without running their code.
-What cannot be followed is UNKNOWN, and the guards on it are left to the tree.
+What cannot be followed is UNKNOWN, and the guards on it are left to the tree. Degraded where torch names the
+class of a guard or accessor otherwise than torch 2.11 to 2.15 do: that guard is left to the tree, too.
 """
 
 import ast
@@ -227,7 +228,7 @@ class Plan:
         return False
 
     def _lacks_attributes(self, value: Any) -> bool:
-        """Whether the words tell that an object gets no further attribute. A module has attributes in four dicts."""
+        """Whether the words show that an object gets no further attribute. A module has attributes in four dicts."""
         cls = type(value)
         if _lookup(cls, "__getattribute__") not in _PLAIN_LOOKUPS or not (self._type(value) and self._class(cls)):
             return False

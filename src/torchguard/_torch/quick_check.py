@@ -15,7 +15,8 @@ of the frame dies, and before each full collection of garbage; the next checks r
 anew. Meanwhile a submodule that the user replaced can live until the next check.
 
 Degraded where Python is not CPython 3.11, its objects are not laid out as expected, or torch has no `TensorGuards` or
-`dict_version` (`can_read_words`): every check is one of the tree. Python 3.12 removed the public versions of dicts.
+`dict_version` (`can_read_words`): every check is one of the tree. torch 2.11 to 2.15 have both. Python 3.12
+removed the public versions of dicts.
 """
 
 import gc

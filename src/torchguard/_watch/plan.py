@@ -86,7 +86,7 @@ class FollowedCall:
         return may
 
     def lose(self, problem: str) -> None:
-        """Whose rows are whose cannot be told from here on."""
+        """From here on, it is not known which rows belong to which sample."""
         self.mode.lose(problem)
 
     def set_samples(self, z: Tensor, dim: int) -> None:
@@ -233,7 +233,7 @@ def _is_plain(value: Any) -> bool:
 def warn_of_mixing(model: str, problem: str | None) -> None:
     warnings.warn(
         f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one "
-        "goes bad, it cannot be told which others it touches: all samples of the call are flagged, and zero in the "
+        "goes bad, it is not known which others it affects: all samples of the call are flagged, and zero in the "
         "output. torchguard.Retry drops only the bad samples, on any model.",
         MixedRowsWarning,
         stacklevel=2,
@@ -299,7 +299,7 @@ _NEW_OBJECTS = _NewObjects()
 
 @contextmanager
 def created_since() -> Iterator[None]:
-    """Have `is_new` tell what was created since this began."""
+    """Have `is_new` report what was created since this began."""
     _NEW_OBJECTS.enter()
     try:
         yield

@@ -254,7 +254,8 @@ def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> S
     """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
     outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
     mark_results(call_record.statuses, outputs)
-    codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
+    replaces, *codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
+    call_record.replaces = watch.quarantine and replaces == 1
     count = len(call_record.statuses)
     call_record.set_rows(codes[:count])
     return codes[count:]
@@ -330,7 +331,7 @@ def new_wrapper(base: type[nn.Module], has_instance_forward: bool) -> nn.Module:
 #
 # Callers that know nothing of `watch` (a training loop, `generate`, a pipeline) expect the model's own output. They
 # fail at the pair with errors such as "cross_entropy_loss(): argument 'input' must be Tensor, not tuple", which do not
-# tell what to do. So in eager mode the pair is a tuple that names the remedy when it is used as an output. In a graph,
+# say what to do. So in eager mode the pair is a tuple that names the remedy when it is used as an output. In a graph,
 # and under transforms, it is a plain tuple.
 
 # What a tensor can do and a tuple cannot, or does in another way: a tuple times 2 is twice as long.

@@ -47,7 +47,7 @@ from torchguard._torch.tensors import any_autocast, grad_mode
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._audit_report import AuditReport, GuardViolation
 from torchguard.guards._filters import Filter, by_function
-from torchguard.guards._tree import GuardFailure, failures_of, format_value
+from torchguard.guards._guard_tree import GuardFailure, failures_of, format_value
 
 _ROOT = "L"  # the source of guards without one, such as those on grad mode
 Action = str | Callable[["list[GuardViolation]"], Any]

@@ -36,8 +36,20 @@ def _adaptive_matrix(n: int, m: int) -> Weights:
     return rows
 
 
+def _ratio(n: int, m: int, scale: float | None) -> Fraction:
+    """The distance of two neighbours of `m` samples in the `n` they are made of."""
+    return Fraction(n, m) if scale is None else 1 / Fraction(scale).limit_denominator(1000)
+
+
+def _position(i: int, n: int, m: int, align_corners: bool, scale: float | None) -> Fraction:
+    """Where sample `i` of `m` lies in the `n` samples it is made of."""
+    if align_corners:
+        return Fraction(i * (n - 1), m - 1) if m > 1 else Fraction(0)
+    return _ratio(n, m, scale) * (i + Fraction(1, 2)) - Fraction(1, 2)
+
+
 def _nearest_matrix(n: int, m: int, scale: float | None) -> Weights:
-    ratio = Fraction(n, m) if scale is None else 1 / Fraction(scale).limit_denominator(1000)
+    ratio = _ratio(n, m, scale)
     chosen = [min(math.floor(i * ratio), n - 1) for i in range(m)]
     return [[Fraction(j == c) for j in range(n)] for c in chosen]
 
@@ -45,11 +57,7 @@ def _nearest_matrix(n: int, m: int, scale: float | None) -> Weights:
 def _linear_matrix(n: int, m: int, align_corners: bool, scale: float | None) -> Weights:
     rows = []
     for i in range(m):
-        if align_corners:
-            at = Fraction(i * (n - 1), m - 1) if m > 1 else Fraction(0)
-        else:
-            ratio = Fraction(n, m) if scale is None else 1 / Fraction(scale).limit_denominator(1000)
-            at = max(ratio * (i + Fraction(1, 2)) - Fraction(1, 2), Fraction(0))
+        at = max(_position(i, n, m, align_corners, scale), Fraction(0))
         low = min(math.floor(at), n - 1)
         high, part = min(low + 1, n - 1), at - low
         rows.append([(1 - part) * (j == low) + part * (j == high) for j in range(n)])
@@ -70,11 +78,7 @@ def _cubic_weight(t: Fraction) -> Fraction:
 def _cubic_matrix(n: int, m: int, align_corners: bool, scale: float | None) -> Weights:
     rows = []
     for i in range(m):
-        if align_corners:
-            at = Fraction(i * (n - 1), m - 1) if m > 1 else Fraction(0)
-        else:
-            ratio = Fraction(n, m) if scale is None else 1 / Fraction(scale).limit_denominator(1000)
-            at = ratio * (i + Fraction(1, 2)) - Fraction(1, 2)
+        at = _position(i, n, m, align_corners, scale)
         row, low = [Fraction(0)] * n, math.floor(at)
         for j in range(low - 1, low + 3):
             row[min(max(j, 0), n - 1)] += _cubic_weight(at - j)
