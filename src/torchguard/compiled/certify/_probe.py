@@ -111,7 +111,7 @@ def measure_gap(graphs: ProgramGraphs, kind: str, code: CompiledCode, leaves: Se
     return replace(gap, scale=0.0)  # nothing was compared but rounding errors
 
 
-def _rounding_of_both(graphs: Graphs, base: str, leaves: Sequence[Tensor], v: Any, w: Any) -> float:
+def _rounding_of_both(graphs: ProgramGraphs, base: str, leaves: Sequence[Tensor], v: Any, w: Any) -> float:
     """The rounding error of a derivative, and of the one that it is compared with."""
     other = {"jvp": "vjp", "vjp": "jvp", "hvp": "hvp"}[base]
     try:
@@ -120,7 +120,9 @@ def _rounding_of_both(graphs: Graphs, base: str, leaves: Sequence[Tensor], v: An
         return _rounding(graphs, base, leaves, v, w)
 
 
-def _gap(graphs: Graphs, kind: str, code: Code, leaves: Sequence[Tensor], v: list[Tensor], w: list[Tensor]) -> Gap:
+def _gap(
+    graphs: ProgramGraphs, kind: str, code: CompiledCode, leaves: Sequence[Tensor], v: list[Tensor], w: list[Tensor]
+) -> Gap:
     base = kind.partition("_")[0]
     compiled = run_derivative(graphs, kind, code, leaves, v, w)
     eager = Executables(graphs, "eager")
@@ -179,7 +181,9 @@ def _hvp_gap(graphs: ProgramGraphs, hvp: Sequence[Tensor], leaves: Sequence[Tens
     return replace(gap, scale=max(gap.scale, rounding / graphs.tolerance)) if gap.is_conclusive else gap
 
 
-def _rounding(graphs: Graphs, base: str, leaves: Sequence[Tensor], v: Sequence[Tensor], w: Sequence[Tensor]) -> float:
+def _rounding(
+    graphs: ProgramGraphs, base: str, leaves: Sequence[Tensor], v: Sequence[Tensor], w: Sequence[Tensor]
+) -> float:
     """How much rounding may change a derivative, and its inner product with a tangent or cotangent.
 
     It is what eager mode's derivative changes by where the point, tangents and cotangents move by a few units in the

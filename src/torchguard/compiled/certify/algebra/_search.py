@@ -229,7 +229,7 @@ class Search:
             self._discount(sampler, before)
         return result
 
-    def _discount(self, sampler: Sampler, before: Coverage) -> None:
+    def _discount(self, sampler: Sampler, before: OutcomeCoverage) -> None:
         """Take back the new outcomes that make no difference at a point where a leaf is all zeros.
 
         There a wrong derivative may be zero like the right one. An outcome counts if inverting it changes results in
