@@ -140,6 +140,22 @@ def is_in_backward() -> bool:
     return not torch.compiler.is_compiling() and backward_number() != -1
 
 
+def is_in_checkpoint() -> bool:
+    """Whether `torch.utils.checkpoint` will run what runs now once more in backward, to save memory.
+
+    It sets hooks for saved tensors meanwhile. Degraded where torch names them otherwise: False, and the second run has
+    to save as many tensors as the first, or torch raises an error.
+    """
+    top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a transform of `torch.func`, or batched gradients, wrap a tensor. Required."""
+    return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
+
+
 def is_in_vmap(tensor: Tensor) -> bool:
     """Whether `vmap` hides a dim of a tensor. Required, as are the two functions below."""
     return _functorch.is_batchedtensor(tensor)

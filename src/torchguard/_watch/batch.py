@@ -18,8 +18,9 @@ from torchguard._pytrees import tensors_in
 from torchguard._torch.tracing import is_surely
 from torchguard.exceptions import WatchError
 
-# Row codes of tensors that belong to no sample, and of those that mix samples.
-UNBATCHED, MIXED = -2, -3
+# Row codes of tensors that belong to no sample, of those that mix samples, and, for statuses alone, of those in which a
+# fault of one sample counts for all.
+UNBATCHED, MIXED, FOR_ALL = -2, -3, -4
 # Added to the number of a sample that a whole tensor belongs to.
 _ONE_SAMPLE = 1 << 60
 _OUTER_SHIFT, _INNER_SHIFT, _MASK = 8, 34, (1 << 26) - 1

@@ -13,6 +13,7 @@ from torchguard._torch.modules import is_torch_leaf
 from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
+from torchguard._watch.parameter_uses import SAFE_NORM
 from torchguard._watch.parts import (
     address_of,
     check_indices_in_part,
@@ -46,6 +47,7 @@ class ModuleHooks:
         # A non-finite gradient that one of torch's own modules makes is masked at the output of the module before it.
         self.mask_gradient = not is_torch_leaf(module)
         self.in_place = is_qkv_projection(module)
+        self.is_layer, self.is_recurrent = is_layer(module), isinstance(module, (nn.RNNBase, nn.RNNCellBase))
         self.address = address_of(watch.key, location)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,6 +58,8 @@ class ModuleHooks:
                 return None
         if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
+        if self.is_layer and not call_record.in_graph:
+            call_record.is_within_layer = True
         if self.is_embedding:
             if args:
                 return (self._clamped(args[0], module, call_record), *args[1:]), kwargs
@@ -74,15 +78,19 @@ class ModuleHooks:
             call_record = self.watch.record_for_recompute()
             if call_record is None:
                 return None
+        if self.is_layer and not call_record.in_graph:
+            call_record.is_within_layer = False
         if is_in_part(call_record):
             check_output_in_part(module, output, self.address)
             return None
         if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
+        call_record.is_for_all = self.is_recurrent  # its own weights cannot be kept from a fault inside of it
         if isinstance(output, Tensor):
             output = call_record.check(output, self.location, in_place=self.in_place)
         else:
             output = checked_output(module, output, call_record, self.location)
+        call_record.is_for_all = False
         if call_record.checks.others:
             for _, z in tensors_in(output, objects=OBJECTS):
                 run_other_checks(z, call_record, self.location)
@@ -104,6 +112,14 @@ def num_squares_of(module: nn.Module) -> int:
     if not _SQUARING.search(type(module).__name__):
         return 0
     return math.prod(getattr(module, "normalized_shape", (_NUM_SQUARES,)))
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether nothing can go wrong between two parameters of a module: one of torch's own that takes one step, or a
+    norm, whose square roots have an epsilon."""
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return False
+    return is_torch_leaf(module) or bool(SAFE_NORM.search(type(module).__name__))
 
 
 def is_qkv_projection(module: nn.Module) -> bool:

@@ -101,6 +101,12 @@ class OwnerMode(PathMode):
         self._of_floats: dict[int, StorageWeakRef] = {}
         self._unwritten: dict[int, StorageWeakRef] = {}
         self._samples = 0
+        # Storages that a check left finite, with their number of changes then.
+        self._clean: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Results of uses of parameters (`parameter_uses.py`) that no check and no operation has met yet, each with the
+        # key of the use; and the keys of uses whose results an operation met before a check.
+        self.unmet: dict[int, tuple[Any, bool]] = {}
+        self.met: set[Any] = set()
 
     def set_samples(self, z: Tensor, dim: int) -> None:
         """Let the samples lie along a dim of an argument."""
@@ -136,6 +142,9 @@ class OwnerMode(PathMode):
         """Whether -Inf may have been put into a tensor on purpose, as into masked logits."""
         return _has_storage(z) and _key(z) in self._neg_inf
 
+    def note_neg_inf(self, z: Tensor) -> None:
+        self._neg_inf.setdefault(_key(z), weak_storage(z))
+
     @torch.no_grad()
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         arguments = named_arguments(op, args, kwargs)
@@ -155,7 +164,7 @@ class OwnerMode(PathMode):
         self._note_constants(op, given, outputs, written)
         if self._passes_neg_inf(call, given):
             for one in (*outputs, *written):
-                self._neg_inf.setdefault(_key(one), weak_storage(one))
+                self.note_neg_inf(one)
         if not any(_key(one) in self._storages for one in given):
             for one in outputs:
                 self._forget(one)
@@ -167,6 +176,8 @@ class OwnerMode(PathMode):
             self._has_picked = self._has_picked or any(one.dtype in _INTEGERS for one in outputs)
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
         self._set_outputs(call)
+        if self.unmet and not makes_view(op):
+            self._meet(given, outputs)
         for one in written:
             if one is arguments.get("self") and len(outputs) == 1 and outputs[0].shape == one.shape:
                 if outputs[0] is not one:  # a constant that a graph changes by fake tensors
@@ -177,6 +188,33 @@ class OwnerMode(PathMode):
         after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
         if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
             self.problem = str(op)
+
+    def note_clean(self, z: Tensor) -> None:
+        """Note that a check left a tensor finite, and masks its gradient."""
+        self._clean[_key(z)] = (weak_storage(z), mutation_count(z))
+        self.unmet.pop(_key(z), None)
+
+    def is_clean(self, z: Tensor) -> bool:
+        found = self._clean.get(_key(z))
+        return found is not None and found[1] == mutation_count(z)
+
+    def note_use(self, key: Any, results: Iterable[Tensor], is_opaque: bool) -> None:
+        """Note the results of a use of parameters."""
+        for z in results:
+            self.unmet[_key(z)] = (key, is_opaque)
+
+    def _meet(self, given: list[Tensor], outputs: list[Tensor]) -> None:
+        for one in given:
+            key, is_opaque = self.unmet.pop(_key(one), (None, False))
+            if key is not None:
+                self.met.add(key)
+            if is_opaque:
+                for z in outputs:
+                    self.mix_used(z)
+
+    def mix_used(self, z: Tensor) -> None:
+        """A parameter was used in a checkpoint, where a fault cannot be kept from its gradient."""
+        self.mix(z, "a parameter is used in a torch.utils.checkpoint, outside of torch's own layers")
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors for older than the call, such as the parameters of the model."""
@@ -203,12 +241,12 @@ class OwnerMode(PathMode):
             else:
                 is_foreign = mutation_count(one) - changes.first > changes.count
             if is_foreign or (is_fresh and not self._is_making and self._may_hold_samples(one)):
-                self._mix(one, f"data that no operation of this call made, before {call.op}")
+                self.mix(one, f"data that no operation of this call made, before {call.op}")
                 changes.first, changes.count = mutation_count(one), 0
             elif is_fresh and self._read_on_host is not None:
                 self.set_owners(one, self._read_on_host.expand(one.shape))
         if call.name == "set" and _key(outputs[0]) not in self._changes:
-            self._mix(outputs[0], f"{call.op}")
+            self.mix(outputs[0], f"{call.op}")
         for one in written:
             self._changes[_key(one)].count += 1
         self.know(outputs)
@@ -226,7 +264,7 @@ class OwnerMode(PathMode):
         with self.paused():
             return self._is_new(z)
 
-    def _mix(self, z: Tensor, problem: str) -> None:
+    def mix(self, z: Tensor, problem: str) -> None:
         """Let a tensor depend on all samples."""
         low, high = (torch.tensor(number, dtype=torch.int32) for number in (0, max(1, self._samples - 1)))
         self.set_owners(z, Owners(low.expand(z.shape), high.expand(z.shape)))
@@ -234,7 +272,7 @@ class OwnerMode(PathMode):
 
     def read(self, tensor: Tensor, how: str) -> None:
         """Python or NumPy reads a tensor: see `Listener`."""
-        owners = None if self._is_paused else self.owners_of(tensor)
+        owners = None if self.is_paused else self.owners_of(tensor)
         if owners is None:
             return
         if _key(tensor) in self._of_floats or self._is_float_of_samples(tensor):
@@ -287,7 +325,7 @@ class OwnerMode(PathMode):
         for one in () if makes_view(call.op) else given:
             is_written = any(one is other for other in written)
             if self._unwritten.pop(_key(one), None) is not None and not is_written and _may_have_changed(one):
-                self._mix(one, f"a kernel that is no operation of torch, before {call.op}")
+                self.mix(one, f"a kernel that is no operation of torch, before {call.op}")
         if call.name in _NEW:
             self._unwritten |= {_key(one): weak_storage(one) for one in call.outputs}
 

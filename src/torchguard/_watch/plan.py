@@ -14,7 +14,6 @@ A batch of one sample needs no plan. Nor is there one under `torch.func` transfo
 
 import gc
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -26,20 +25,20 @@ from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.host_data import listening
 from torchguard._torch.modules import has_compiled_parts
-from torchguard._torch.tracing import constant_in_graphs, is_in_backward, is_plain
+from torchguard._torch.tensors import flatten
+from torchguard._torch.tracing import is_in_backward, is_in_checkpoint, is_plain, is_wrapped
 from torchguard._torch.training import sharding_of
-from torchguard._watch.batch import MIXED, Batch
+from torchguard._watch.batch import MIXED, UNBATCHED, Batch
 from torchguard._watch.call_path import PathMode
 from torchguard._watch.owner_storages import rows_of
 from torchguard._watch.owners import OwnerMode
-from torchguard.exceptions import MixedRowsWarning
+from torchguard._watch.parameter_uses import RECURRENT, Argument, Use
 
 _PLAIN = torch.empty(0)
 # How many plans a watched model keeps.
 _MOST_PLANS = 256
 # After how many calls that take another way than their plan all calls of that form are followed.
 _MOST_MISFITS = 2
-_WARNED_OF_SIZES: set[str] = set()
 
 
 class OwnerPlan(NamedTuple):
@@ -51,6 +50,8 @@ class OwnerPlan(NamedTuple):
         outputs: the row code of each tensor that the model returns.
         path: that of all operations of the call.
         problem: what mixes samples; None if the model keeps them apart.
+        uses: of parameters, by the path of operations before and the name of the function.
+        paths: those before any function of torch that the model called.
     """
 
     checks: tuple[tuple[int, int, int], ...]
@@ -58,6 +59,8 @@ class OwnerPlan(NamedTuple):
     outputs: tuple[int, ...]
     path: int
     problem: str | None
+    uses: Mapping[tuple[int, str], Use] = {}
+    paths: frozenset[int] = frozenset()
 
     @property
     def mixes(self) -> bool:
@@ -71,6 +74,9 @@ class FollowedCall:
         self.mode, self.size, self._known = mode, size, known
         self._checks: list[tuple[int, int, int]] = []
         self._neg_inf: set[int] = set()
+        self._uses: dict[tuple[int, str], Use] = {}
+        self._paths: set[int] = set()
+        self._key = (0, "")  # of the last use
 
     def rows(self, z: Tensor, location: int) -> int:
         """The row code of a tensor that is checked."""
@@ -95,6 +101,10 @@ class FollowedCall:
             with self.mode.paused():
                 self.mode.set_samples(z, dim)
 
+    @property
+    def is_paused(self) -> bool:
+        return self.mode.is_paused
+
     def paused(self) -> AbstractContextManager[None]:
         return self.mode.paused()
 
@@ -111,9 +121,62 @@ class FollowedCall:
             with self.mode.paused():
                 self.mode.set_owners(new, self.mode.owners_of(z))
 
+    def checked(self, z: Tensor, new: Tensor) -> None:
+        """A check replaced a tensor by another, which is finite."""
+        self.replaced(z, new)
+        if new.layout == torch.strided and not new.is_nested:
+            self.mode.note_clean(new)
+
+    def use_of(self, name: str, leaves: Sequence[Any]) -> Use | None:
+        """The use that a call of a function with these arguments is, if it is one."""
+        self._paths.add(self.mode.path)
+        samples, weights = [], []
+        for i, z in enumerate(leaves):
+            if not isinstance(z, Tensor) or not (z.is_floating_point() or z.is_complex()):
+                continue
+            if is_wrapped(z) or z.layout != torch.strided or z.is_nested:
+                return None
+            with self.mode.paused():
+                belongs_to_nobody = rows_of(self.mode.owners_of(z), self.size) == UNBATCHED
+            if not belongs_to_nobody:
+                samples.append((i, z, self._code(z)))
+            elif z.requires_grad:
+                weights.append(i)
+        if not samples or not weights:
+            return None
+        unknown = [
+            Argument(i, code, self.mode.may_have_neg_inf(z)) for i, z, code in samples if not self.mode.is_clean(z)
+        ]
+        self._key = (self.mode.path, name)
+        return Use(tuple(unknown), tuple(weights), name in RECURRENT or is_in_checkpoint())
+
+    def enters(self, use: Use) -> None:
+        """The last use is a function whose steps are followed one by one."""
+        self._uses[self._key] = use
+        self.mode.met.add(self._key)
+
+    def codes_of_use(self, result: Any, use: Use) -> tuple[int | None, ...]:
+        """The row code of each leaf of a result; None if it is no tensor of floating-point numbers."""
+        return tuple([self._code(one) if _is_float(one) else None for one in flatten(result)[0]])
+
+    def used(self, result: Any, use: Use) -> Any:
+        """Note the result of a use."""
+        found = [one for one in flatten(result)[0] if _is_float(one)]
+        self._uses[self._key] = use._replace(outputs=self.codes_of_use(result, use))
+        is_mixed = use.is_opaque and self._key[1] not in RECURRENT
+        self.mode.note_use(self._key, found, is_mixed)
+        if use.arguments or self._key[1] in RECURRENT:
+            self.mode.met.add(self._key)
+            for z in found if is_mixed else ():
+                with self.mode.paused():
+                    self.mode.mix_used(z)
+        return result
+
     def finish(self, output: Any) -> OwnerPlan:
         outputs = tuple([self._code(z) for _, z in tensors_in(output, objects=OBJECTS)])
-        return OwnerPlan(tuple(self._checks), frozenset(self._neg_inf), outputs, self.mode.path, self.mode.problem)
+        uses = {key: use for key, use in self._uses.items() if key in self.mode.met}
+        known = (self.mode.path, self.mode.problem, uses, frozenset(self._paths))
+        return OwnerPlan(tuple(self._checks), frozenset(self._neg_inf), outputs, *known)
 
     def _code(self, z: Tensor) -> int:
         if self.mode.is_lost or z.layout != torch.strided or z.is_nested:
@@ -152,6 +215,10 @@ class PlannedCall:
     def set_samples(self, z: Tensor, dim: int) -> None:
         return None
 
+    @property
+    def is_paused(self) -> bool:
+        return self._mode is None or self._mode.is_paused
+
     def paused(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._mode is None else self._mode.paused()
 
@@ -160,6 +227,31 @@ class PlannedCall:
 
     def replaced(self, z: Tensor, new: Tensor) -> None:
         return None
+
+    def checked(self, z: Tensor, new: Tensor) -> None:
+        return None
+
+    def use_of(self, name: str, leaves: Sequence[Any]) -> Use | None:
+        path = None if self._mode is None else self._mode.path
+        use = None if path is None else self.plan.uses.get((path, name))
+        if use is not None or path is None or path in self.plan.paths:
+            return use
+        # Another way than the one that was followed: all samples count as mixed, and whatever may be a use as one.
+        floats = [i for i, one in enumerate(leaves) if _is_float(one) and not is_wrapped(one)]
+        given = [i for i in floats if leaves[i].requires_grad]
+        arguments = tuple([Argument(i, MIXED, False) for i in floats])
+        return Use(arguments, tuple(given), name in RECURRENT or is_in_checkpoint()) if given else None
+
+    def enters(self, use: Use) -> None:
+        return None
+
+    def codes_of_use(self, result: Any, use: Use) -> tuple[int | None, ...]:
+        if use.outputs:
+            return use.outputs
+        return tuple([MIXED if _is_float(one) else None for one in flatten(result)[0]])
+
+    def used(self, result: Any, use: Use) -> Any:
+        return result
 
     def finish(self, output: Any) -> OwnerPlan:
         tensors = tensors_in(output, objects=OBJECTS)
@@ -206,11 +298,15 @@ class Plans:
         return plan
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
     modules = [*model.modules()]
     # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
-    modes = (torch.is_grad_enabled(), *[module.training for module in modules])
+    modes = (torch.is_grad_enabled(), is_in_checkpoint(), *[module.training for module in modules])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
     plain += tuple([_cached_length(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
@@ -228,32 +324,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def warn_of_mixing(model: str, problem: str | None) -> None:
-    warnings.warn(
-        f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one "
-        "goes bad, it cannot be told which others it touches: all samples of the call are flagged, and zero in the "
-        "output. torchguard.Retry drops only the bad samples, on any model.",
-        MixedRowsWarning,
-        stacklevel=2,
-    )
-
-
-@constant_in_graphs
-def warn_of_sizes(model: str) -> None:
-    """Say, once for each class of models, that a call is not followed."""
-    if model in _WARNED_OF_SIZES:
-        return
-    _WARNED_OF_SIZES.add(model)
-    warnings.warn(
-        f"watch: {model} is called under a transform of torch.func, in an export or under another dispatch mode, where "
-        "operations are not followed. Sizes decide which rows belong to which sample: right where each sample keeps "
-        "its rows, in order, and it is not noticed where that does not hold. "
-        "torchguard.export follows them before it exports. torchguard.Retry is exact on any model.",
-        MixedRowsWarning,
-        stacklevel=2,
-    )
 
 
 def can_follow() -> bool:

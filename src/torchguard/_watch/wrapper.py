@@ -5,6 +5,7 @@ import functools
 import inspect
 import types
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,18 +15,21 @@ from torchguard._channel.codes import ErrorCode
 from torchguard._channel.record import push
 from torchguard._operators import use_operators
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
-from torchguard._torch.modules import compiled_call_at, without_compiled_call
+from torchguard._torch.modules import compiled_call_at, has_compiled_parts, without_compiled_call
 from torchguard._torch.tensors import register_tuple
 from torchguard._torch.tracing import in_transform, is_exporting, is_plain, is_surely
 from torchguard._watch.batch import MIXED, Batch, batch_of
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
+from torchguard._watch.finite_gradients import require_finite_gradients, require_in_graph
 from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
 from torchguard._watch.hooks import checked_arguments, checked_output, holds_floats
-from torchguard._watch.plan import PlannedCall, can_follow, form_of, warn_of_mixing, warn_of_sizes
+from torchguard._watch.parameter_uses import UseMode
+from torchguard._watch.plan import PlannedCall, can_follow, form_of
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
 from torchguard._watch.state import IDS, MAX_PROBED_BATCH, WatchState
+from torchguard._watch.warn import warn_of_mixing, warn_of_recurrent_layer, warn_of_sizes
 from torchguard._watch.zeros import zero_samples
 from torchguard.exceptions import ReturnsError, WatchError
 from torchguard.flags import require_boundary
@@ -47,20 +51,24 @@ class WatchedModel:
             return forward(*args, **kwargs)
         ids = None if watch.takes_ids else kwargs.pop(IDS, None)
         batch = batch_of(args, kwargs, watch.batch_dim)
-        if can_follow() and batch.size > 1:
+        if can_follow() and batch.size > (0 if watch.quarantine else 1):
             output, call_record, codes = self._call_with_plan(forward, args, kwargs, batch)
         elif is_exporting():
             output, call_record, codes = self._call_in_export(forward, args, kwargs, batch)
         else:
             call_record = watch.new_record(batch)
             output, codes = self.forward_of_model(forward, args, kwargs, call_record), None
-            if use_operators() and not is_surely(batch.size < 2):
+            if use_operators() and not is_surely(batch.size < (1 if watch.quarantine else 2)):
                 codes = codes_of_graph(watch, call_record, output)
             elif watch.quarantine and not is_surely(batch.size < 2):
                 warn_of_sizes(type(watch.model).__name__)
         mixes = watch.quarantine and codes is not None and MIXED in codes
         ids = None if ids is None else _ids(ids, batch)
         summary = call_record.summarize(watch.location_ids, mixes)
+        if watch.quarantine and not summary.is_clean and call_record.has_fault_for_all():
+            warn_of_recurrent_layer(type(watch.model).__name__)
+        if call_record.needs_finite_gradients:
+            summary = summary._replace(flags=require_in_graph(summary.flags, watch.history.handle))
         if not is_exporting():  # nothing of the call outlives the trace
             summary = watch.history.record(summary, ids)
             watch.save(summary)
@@ -94,10 +102,14 @@ class WatchedModel:
         form = form_of(watch.model, args, kwargs)
         owners = watch.plans.start(form, watch.model, args, kwargs, batch)
         call_record = watch.new_record(batch, owners)
-        with owners.running():
+        protects = watch.quarantine and torch.is_grad_enabled()
+        uses = UseMode(owners, call_record) if protects else nullcontext()
+        if protects and has_compiled_parts(watch.model):
+            require_finite_gradients(watch)
+        with owners.running(), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         plan = watch.plans.finish(form, owners, output)
-        if watch.quarantine and plan.mixes and not watch.warned:
+        if watch.quarantine and plan.mixes and batch.size > 1 and not watch.warned:
             watch.warned = True
             warn_of_mixing(type(watch.model).__name__, plan.problem)
         return output, call_record, plan.outputs
@@ -145,13 +157,15 @@ class WatchedModel:
     def report(self) -> list[Incident]:
         """The incidents of the last call, sample by sample, each with its full path. Waits for the device.
 
-        Where every sample went bad at a module that has a non-finite parameter, `incident.cause` names it.
+        Where every sample went bad at a module that has a non-finite parameter, `incident.cause` names it, and the step
+        since which every sample is bad there.
         """
         require_boundary("report", "the flags")
         watch, summary = self._watch, self._watch.last_summary()
         if summary is None:
             return []
-        return with_causes(incidents_of(summary, watch.labels), len(summary.flags), self)
+        incidents = incidents_of(summary, watch.labels)
+        return with_causes(incidents, len(summary.flags), self, watch.history, watch.labels)
 
     @property
     def history(self) -> list[Incident]:
@@ -254,7 +268,8 @@ def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> S
     """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
     outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
     mark_results(call_record.statuses, outputs)
-    codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
+    needs_finite_gradients, *codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
+    call_record.needs_finite_gradients = watch.quarantine and needs_finite_gradients == 1
     count = len(call_record.statuses)
     call_record.set_rows(codes[:count])
     return codes[count:]
