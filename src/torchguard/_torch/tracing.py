@@ -4,8 +4,8 @@ This module is loaded with `import torchguard` and runs in every eager check: it
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -171,6 +171,17 @@ def outside_vmap(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor
             left.enter_context(temporarily_pop_interpreter_stack())
         result = function(_functorch.get_unwrapped(tensor))
     return _functorch._add_batch_dim(result, dim, level)
+
+
+@contextmanager
+def outside_all_transforms() -> Iterator[None]:
+    """Leave all transforms of `torch.func`. Required."""
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+    with ExitStack() as left:
+        while _functorch.maybe_current_level() is not None:
+            left.enter_context(temporarily_pop_interpreter_stack())
+        yield
 
 
 def outside_transforms(tensor: Tensor) -> Tensor:

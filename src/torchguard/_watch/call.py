@@ -163,7 +163,7 @@ class CallRecord:
             return outside_vmap(z, lambda inner: self._check(inner, *how))
         if self.owners is not None:
             values = outside_transforms(z)
-            if values.shape != z.shape:  # a transform within `vmap`
+            if values.shape != z.shape and not self.in_transform:  # a transform within `vmap`
                 self.owners.lose("a module is called under a transform of torch.func within vmap")
                 return z
             rows = MIXED if rows == MIXED else self.owners.rows(values, location)

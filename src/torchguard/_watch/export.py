@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from torchguard._watch.batch import batch_of, size_free
-from torchguard._watch.history import History
+from torchguard._watch.arguments import batch_of
+from torchguard._watch.batch import size_free
 from torchguard._watch.plan import OwnerPlan, follow
-from torchguard._watch.state import Running
-from torchguard._watch.wrapper import is_watched
+from torchguard._watch.state import unrecorded
 
 
 @contextmanager
@@ -29,22 +28,6 @@ def planned(guarded: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_d
             yield
         finally:
             watch.export_plan = None
-
-
-@contextmanager
-def unrecorded(model: Any) -> Iterator[None]:
-    """Within it, a watched model returns `(out, f)`, and its calls leave no trace in what it reports."""
-    watch = getattr(model, "_watch", None) if is_watched(model) else None
-    if watch is None:
-        yield
-        return
-    new = {"returns": "both", "history": History(), "warned": True, "running": Running()}
-    before = {name: getattr(watch, name) for name in (*new, "summary", "is_summary_lost", "is_summary_of_graph")}
-    watch.__dict__.update(new)
-    try:
-        yield
-    finally:
-        watch.__dict__.update(before)
 
 
 def batch_dim(guarded: Any) -> int:

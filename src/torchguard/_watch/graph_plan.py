@@ -16,24 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from torchguard._operators import define
+from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, run
 from torchguard._torch.tracing import constant_in_graphs
+from torchguard._watch.arguments import set_arguments, tensors_by_sample
 from torchguard._watch.batch import FOR_ALL, MIXED, UNBATCHED, Batch, size_free
 from torchguard._watch.detect import empty_status
 from torchguard._watch.graph_uses import GraphUses
 from torchguard._watch.owner_storages import rows_of
 from torchguard._watch.owners import OwnerMode
 from torchguard._watch.parameter_uses import steps_of
-from torchguard._watch.plan import set_arguments
 from torchguard._watch.warn import warn_of_mixing
 
 # Positions among the arguments of `replace_nonfinite`, and of `row_status`.
 _ROWS, _KEEP_NEG_INF = 6, {"replace_nonfinite": 11, "row_status": 2}
 
 
-def mark_arguments(tensors: Sequence[Tensor], batch: Batch) -> None:
+def mark_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> None:
     """Mark the arguments of a call in the graph. Calls the operator `mark_call`."""
+    tensors = [z for _, z in tensors_in((args, kwargs), objects=OBJECTS)]
     _MARK_CALL(tensors, "arguments", batch.size, batch.dim)
+    for number, of_sample in enumerate(tensors_by_sample(args, kwargs, batch)):
+        _MARK_CALL(of_sample, "sample", batch.size, number)
 
 
 def mark_results(statuses: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -183,6 +187,9 @@ class _Finder:
         if role == "arguments":
             self.has_arguments, self._size = True, size
             set_arguments(self.mode, tensors, size, dim)
+        elif role == "sample":
+            for z in tensors:
+                self.mode.set_sample(z, dim)
         elif role == "samples":
             if self.has_arguments and tensors[0].shape[dim] == self._size:
                 self.mode.set_samples(tensors[0], dim)

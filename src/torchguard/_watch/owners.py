@@ -115,6 +115,12 @@ class OwnerMode(PathMode):
         shaped = numbers.reshape([-1 if i == dim else 1 for i in range(z.ndim)]).expand(z.shape)
         self.set_owners(z, Owners(shaped, shaped))
 
+    def set_sample(self, z: Tensor, number: int) -> None:
+        """Let a tensor belong to one sample."""
+        self._samples = max(self._samples, number + 1)
+        one = torch.tensor(number, dtype=torch.int32)
+        self.set_owners(z, Owners(one, one).expand(z.shape))
+
     def owners_of(self, z: Any) -> Owners | None:
         """The owners of a tensor; None if it depends on no sample, or is no tensor."""
         if not isinstance(z, Tensor) or not _has_storage(z):

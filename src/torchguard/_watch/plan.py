@@ -8,8 +8,9 @@ mixing samples from there on, and the next one is followed again; after two such
 Parts of a model that are compiled on their own would not run compiled under any dispatch mode. A model that has some
 goes without this comparison.
 
-A batch of one sample needs no plan. Nor is there one under `torch.func` transforms, where sizes decide. For an export,
-`export.py` finds one before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
+Without quarantine, a batch of one sample needs no plan, and under `torch.func` transforms sizes decide. With it,
+`transform_plan.py` finds a plan before. For an export, `export.py` does so. In a graph, `graph_plan.py` finds the plan
+while Dynamo traces.
 """
 
 import gc
@@ -28,6 +29,7 @@ from torchguard._torch.modules import has_compiled_parts
 from torchguard._torch.tensors import flatten
 from torchguard._torch.tracing import is_in_backward, is_in_checkpoint, is_plain, is_wrapped
 from torchguard._torch.training import sharding_of
+from torchguard._watch.arguments import set_arguments, tensors_by_sample
 from torchguard._watch.batch import MIXED, UNBATCHED, Batch
 from torchguard._watch.call_path import PathMode
 from torchguard._watch.owner_storages import rows_of
@@ -65,6 +67,10 @@ class OwnerPlan(NamedTuple):
     @property
     def mixes(self) -> bool:
         return MIXED in self.outputs
+
+
+# The plan of a call of which nothing is known.
+NOTHING_KNOWN = OwnerPlan((), frozenset(), (), 0, "its operations cannot be followed under this transform")
 
 
 class FollowedCall:
@@ -191,10 +197,13 @@ class PlannedCall:
 
     Args:
         compares: whether to compare the operations with those of the plan.
+        protects_all: whether all operations that may be uses of parameters count as such, and as mixing samples: under
+            a transform it is not known which are.
     """
 
-    def __init__(self, plan: OwnerPlan, compares: bool) -> None:
-        self.plan, self._count, self.fits = plan, 0, True
+    def __init__(self, plan: OwnerPlan, compares: bool, protects_all: bool = False) -> None:
+        self.plan, self._count, self.fits, self._protects_all = plan, 0, True, protects_all
+        self._is_paused = False
         self._mode = PathMode() if compares else None
 
     def rows(self, z: Tensor, location: int) -> int:
@@ -217,10 +226,20 @@ class PlannedCall:
 
     @property
     def is_paused(self) -> bool:
-        return self._mode is None or self._mode.is_paused
+        if self._mode is None:
+            return self._is_paused or not self._protects_all
+        return self._mode.is_paused
 
     def paused(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._mode is None else self._mode.paused()
+        return self._pause() if self._mode is None else self._mode.paused()
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._is_paused, before = True, self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def running(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._mode is None else self._mode
@@ -234,10 +253,10 @@ class PlannedCall:
     def use_of(self, name: str, leaves: Sequence[Any]) -> Use | None:
         path = None if self._mode is None else self._mode.path
         use = None if path is None else self.plan.uses.get((path, name))
-        if use is not None or path is None or path in self.plan.paths:
+        if use is not None or path in self.plan.paths:
             return use
         # Another way than the one that was followed: all samples count as mixed, and whatever may be a use as one.
-        floats = [i for i, one in enumerate(leaves) if _is_float(one) and not is_wrapped(one)]
+        floats = [i for i, one in enumerate(leaves) if _is_float(one) and (self._protects_all or not is_wrapped(one))]
         given = [i for i in floats if leaves[i].requires_grad]
         arguments = tuple([Argument(i, MIXED, False) for i in floats])
         return Use(arguments, tuple(given), name in RECURRENT or is_in_checkpoint()) if given else None
@@ -272,6 +291,7 @@ class Plans:
     def __init__(self) -> None:
         self._by_form: dict[Any, OwnerPlan] = {}
         self._misfits: dict[Any, int] = {}  # how many calls of a form took another way than its plan
+        self.of_transforms: dict[Any, OwnerPlan | None] = {}  # of calls under `torch.func`: see `transform_plan.py`
 
     def start(
         self, form: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch
@@ -282,6 +302,9 @@ class Plans:
             return follow(model, args, kwargs, batch)
         # In backward, a checkpoint repeats a call with other tensors, and may leave it early.
         return PlannedCall(plan, not has_compiled_parts(model) and not is_in_backward())
+
+    def known(self, form: Any) -> OwnerPlan | None:
+        return self._by_form.get(form)
 
     def finish(self, form: Any, call: Call, output: Any) -> OwnerPlan:
         """The plan of a call that is over. It is kept for others, unless owners were lost."""
@@ -336,6 +359,9 @@ def follow(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], b
     mode = OwnerMode(is_new)
     given = [z for _, z in tensors_in((args, kwargs), objects=OBJECTS)]
     set_arguments(mode, given, batch.size, batch.dim)
+    for number, tensors in enumerate(tensors_by_sample(args, kwargs, batch)):
+        for z in tensors:
+            mode.set_sample(z, number)
     return FollowedCall(mode, batch.size, (*given, *model.parameters(), *model.buffers()))
 
 
@@ -380,13 +406,3 @@ def created_since() -> Iterator[None]:
 def is_new(value: object) -> bool:
     """Whether an object was created since `created_since` began."""
     return any(value is one for one in gc.get_objects(0))
-
-
-def set_arguments(mode: OwnerMode, tensors: Sequence[Tensor], size: int, dim: int) -> None:
-    """Set the owners of the arguments. One without the batch along its dim is for all samples, but for states of
-    recurrent layers, `(layers, batch, width)`."""
-    for z in tensors:
-        if z.ndim > dim and z.shape[dim] == size:
-            mode.set_samples(z, dim)
-        elif z.ndim == 3 and z.is_floating_point() and [side == size for side in z.shape] == [False, True, False]:
-            mode.set_samples(z, 1)

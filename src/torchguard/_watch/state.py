@@ -3,6 +3,8 @@
 import itertools
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -197,6 +199,22 @@ class WatchState:
         self.running = Running()
         self.allocate(device)
         allow_side_effects_under_checkpoint(self)
+
+
+@contextmanager
+def unrecorded(model: Any) -> Iterator[None]:
+    """Within it, a watched model returns `(out, f)`, and its calls leave no trace in what it reports."""
+    watch = getattr(model, "_watch", None) if getattr(type(model), "_is_watched", False) else None
+    if watch is None:
+        yield
+        return
+    new = {"returns": "both", "history": History(), "warned": True, "running": Running()}
+    before = {name: getattr(watch, name) for name in (*new, "summary", "is_summary_lost", "is_summary_of_graph")}
+    watch.__dict__.update(new)
+    try:
+        yield
+    finally:
+        watch.__dict__.update(before)
 
 
 def _save_probe_gradient(state: WatchState | None, probes: Tensor) -> None:

@@ -30,16 +30,16 @@ def warn_of_recurrent_layer(model: str) -> None:
 
 
 @constant_in_graphs
-def warn_of_sizes(model: str) -> None:
+def warn_of_unfollowed(model: str) -> None:
     """Say, once for each class of models, that a call is not followed."""
-    if (model, "sizes") in _WARNED:
+    if (model, "unfollowed") in _WARNED:
         return
-    _WARNED.add((model, "sizes"))
+    _WARNED.add((model, "unfollowed"))
     warnings.warn(
-        f"watch: {model} is called under a transform of torch.func, in an export or under another dispatch mode, where "
-        "operations are not followed. Sizes decide which rows belong to which sample: right where each sample keeps "
-        "its rows, in order, and it is not noticed where that does not hold. "
-        "torchguard.export follows them before it exports. torchguard.Retry is exact on any model.",
+        f"watch: {model} is called in a compiled transform of torch.func, in an export or under another dispatch mode, "
+        "where operations are not followed. It cannot be told which samples a bad one touches: all samples of the call "
+        "are flagged, and zero in the output. In eager mode, transforms are followed; torchguard.export follows before "
+        "it exports. torchguard.Retry is exact on any model.",
         MixedRowsWarning,
         stacklevel=2,
     )

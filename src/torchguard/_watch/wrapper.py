@@ -16,22 +16,24 @@ from torchguard._channel.record import push
 from torchguard._operators import use_operators
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
 from torchguard._torch.modules import compiled_call_at, has_compiled_parts, without_compiled_call
-from torchguard._torch.tensors import register_tuple
-from torchguard._torch.tracing import in_transform, is_exporting, is_plain, is_surely
-from torchguard._watch.batch import MIXED, Batch, batch_of
+from torchguard._torch.tracing import in_transform, is_exporting, is_surely
+from torchguard._watch.arguments import batch_of
+from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
 from torchguard._watch.finite_gradients import require_finite_gradients, require_in_graph
 from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
 from torchguard._watch.hooks import checked_arguments, checked_output, holds_floats
+from torchguard._watch.pair import returned
 from torchguard._watch.parameter_uses import UseMode
-from torchguard._watch.plan import PlannedCall, can_follow, form_of
+from torchguard._watch.plan import NOTHING_KNOWN, OwnerPlan, PlannedCall, can_follow, form_of
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
 from torchguard._watch.state import IDS, MAX_PROBED_BATCH, WatchState
-from torchguard._watch.warn import warn_of_mixing, warn_of_recurrent_layer, warn_of_sizes
+from torchguard._watch.transform_plan import plan_of_transform
+from torchguard._watch.warn import warn_of_mixing, warn_of_recurrent_layer, warn_of_unfollowed
 from torchguard._watch.zeros import zero_samples
-from torchguard.exceptions import ReturnsError, WatchError
+from torchguard.exceptions import WatchError
 from torchguard.flags import require_boundary
 
 # The public names that a watched model adds to those of its class.
@@ -53,15 +55,20 @@ class WatchedModel:
         batch = batch_of(args, kwargs, watch.batch_dim)
         if can_follow() and batch.size > (0 if watch.quarantine else 1):
             output, call_record, codes = self._call_with_plan(forward, args, kwargs, batch)
-        elif is_exporting():
-            output, call_record, codes = self._call_in_export(forward, args, kwargs, batch)
+        elif watch.export_plan is not None and is_exporting():
+            output, call_record, codes = self._call_planned(forward, args, kwargs, batch, watch.export_plan)
+        elif watch.quarantine and not torch.compiler.is_compiling() and in_transform():
+            plan = plan_of_transform(self, args, kwargs)
+            output, call_record, codes = self._call_planned(forward, args, kwargs, batch, plan)
         else:
             call_record = watch.new_record(batch)
             output, codes = self.forward_of_model(forward, args, kwargs, call_record), None
             if use_operators() and not is_surely(batch.size < (1 if watch.quarantine else 2)):
                 codes = codes_of_graph(watch, call_record, output)
             elif watch.quarantine and not is_surely(batch.size < 2):
-                warn_of_sizes(type(watch.model).__name__)
+                warn_of_unfollowed(type(watch.model).__name__)
+                call_record.set_rows([MIXED] * len(call_record.statuses))
+                codes = [MIXED] * len(tensors_in(output, objects=OBJECTS))
         mixes = watch.quarantine and codes is not None and MIXED in codes
         ids = None if ids is None else _ids(ids, batch)
         summary = call_record.summarize(watch.location_ids, mixes)
@@ -85,7 +92,7 @@ class WatchedModel:
         """
         watch = self._watch
         if use_operators():
-            mark_arguments([z for _, z in tensors_in((args, kwargs), objects=OBJECTS)], call_record.batch)
+            mark_arguments(args, kwargs, call_record.batch)
         args, kwargs = _checked_inputs(args, kwargs, call_record, watch)
         watch.begin(call_record)
         try:
@@ -114,17 +121,23 @@ class WatchedModel:
             warn_of_mixing(type(watch.model).__name__, plan.problem)
         return output, call_record, plan.outputs
 
-    def _call_in_export(
-        self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
-    ) -> tuple[Any, CallRecord, Sequence[int] | None]:
-        """The same in an export, with the plan that was found for it. Without one, sizes decide."""
-        watch = self._watch
-        planned = None if watch.export_plan is None else PlannedCall(watch.export_plan, compares=False)
-        if planned is None:
-            warn_of_sizes(type(watch.model).__name__)
+    def _call_planned(
+        self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, plan: OwnerPlan | None
+    ) -> tuple[Any, CallRecord, Sequence[int]]:
+        """The same in an export or under a transform, with the plan that was found for it.
+
+        Without one, samples count as mixed.
+        """
+        watch, is_export = self._watch, is_exporting()
+        planned = PlannedCall(plan or NOTHING_KNOWN, compares=False, protects_all=not is_export)
         call_record = watch.new_record(batch, planned)
-        output = self.forward_of_model(forward, args, kwargs, call_record)
-        return output, call_record, None if planned is None else planned.finish(output).outputs
+        with nullcontext() if is_export else UseMode(planned, call_record):
+            output = self.forward_of_model(forward, args, kwargs, call_record)
+        codes = planned.finish(output).outputs
+        if not is_export and MIXED in codes and batch.size > 1 and not watch.warned:
+            watch.warned = True
+            warn_of_mixing(type(watch.model).__name__, NOTHING_KNOWN.problem if plan is None else plan.problem)
+        return output, call_record, codes
 
     @property
     def flags(self) -> Tensor | None:
@@ -339,56 +352,3 @@ def new_wrapper(base: type[nn.Module], has_instance_forward: bool) -> nn.Module:
         has_instance_forward: whether the model has a `forward` that is set on the instance.
     """
     return object.__new__(_wrapper_class(base, has_instance_forward))
-
-
-# The pair (out, f).
-#
-# Callers that know nothing of `watch` (a training loop, `generate`, a pipeline) expect the model's own output. They
-# fail at the pair with errors such as "cross_entropy_loss(): argument 'input' must be Tensor, not tuple", which do not
-# tell what to do. So in eager mode the pair is a tuple that names the remedy when it is used as an output. In a graph,
-# and under transforms, it is a plain tuple.
-
-# What a tensor can do and a tuple cannot, or does in another way: a tuple times 2 is twice as long.
-_OPERATIONS = ("neg", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "matmul", "rmatmul", "float")
-
-
-class WatchedOutput(tuple):
-    """`(out, f)`, which unpacks, indexes and compares as a tuple does. To use it as `out` is an error."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        raise _error(f"it has no attribute {name!r}")
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, (int, slice)):
-            return tuple.__getitem__(self, key)
-        raise _error(f"it has no item {key!r}")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _error(f"{getattr(function, '__name__', function)} does not take it")
-
-
-def _refusing(name: str) -> Any:
-    def refuse(self: WatchedOutput, *_: Any) -> Any:
-        raise _error(f"it has no {name}")
-
-    return refuse
-
-
-for _name in _OPERATIONS:
-    setattr(WatchedOutput, f"__{_name}__", _refusing(f"__{_name}__"))
-register_tuple(WatchedOutput)
-
-
-def _error(what: str) -> ReturnsError:
-    return ReturnsError(
-        f"watch: the watched model returned the tuple (out, f), and {what}. Unpack it, `out, f = guarded(...)`. For "
-        "callers that expect the model's own output: watch(model, returns='output'), with the flags in guarded.flags."
-    )
-
-
-def returned(output: Any, flags: Tensor) -> tuple[Any, Tensor]:
-    """The pair that a call returns."""
-    return WatchedOutput((output, flags)) if is_plain(flags) else (output, flags)
