@@ -7,7 +7,6 @@ the end of the `capture` block (none here, without Graphviz and exports) is not 
 
 import argparse
 import gc
-import json
 import os
 import tempfile
 import time
@@ -19,7 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import transformers
-from record import RESULTS, environment
+from record import RESULTS, environment, write
 from transformers import BertConfig, BertModel
 
 import torchguard
@@ -77,9 +76,7 @@ def main() -> None:
     print(f"compiling, captured / not: {ratio:.3f}, target: <= {TARGET:.2f}")
     print("seconds: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in found["compile seconds"].items()))
     print(f"{found['nodes']} nodes, {format_size(found['bytes'])}")
-    options.result.parent.mkdir(exist_ok=True)
-    options.result.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"\nwritten to {options.result}")
+    write(found, options.result)
 
 
 if __name__ == "__main__":

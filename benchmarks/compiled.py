@@ -6,7 +6,6 @@ device is idle. A measurement that fails is recorded as failed, and the others s
 """
 
 import argparse
-import json
 import os
 import time
 import traceback
@@ -18,7 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.nn.functional as F
-from record import RESULTS, environment
+from record import RESULTS, environment, write
 
 import torchguard
 from torchguard import compiled
@@ -192,9 +191,7 @@ def main() -> None:
     table(found)
     name = "compiled.json" if options.device == "cpu" else "compiled-cuda.json"
     result = options.result or RESULTS / name
-    result.parent.mkdir(exist_ok=True)
-    result.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"\nwritten to {result}")
+    write(found, result)
     if failures(found):
         raise SystemExit(1)
 

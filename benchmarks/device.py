@@ -10,7 +10,6 @@ already, is reported beside them: it is all that the mock backend adds.
 
 import argparse
 import gc
-import json
 import os
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from record import RESULTS, environment
+from record import RESULTS, environment, write
 from transformers import BertConfig, BertForSequenceClassification
 
 import torchguard
@@ -148,9 +147,7 @@ def main() -> None:
     }
     measure(model, inputs, found)
     table(found)
-    options.result.parent.mkdir(exist_ok=True)
-    options.result.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"\nwritten to {options.result}")
+    write(found, options.result)
 
 
 if __name__ == "__main__":

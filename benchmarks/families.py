@@ -1,4 +1,4 @@
-"""Models that nobody here wrote: transformers' Llama, ViT, GPT-2, BERT and T5 with random weights; and the GPT of ours.
+"""Models from elsewhere: transformers' Llama, ViT, GPT-2, BERT and T5 with random weights; and the GPT of `models`.
 
 Each has the sizes of its benchmark on a GPU, and tiny ones for the CPU.
 """
@@ -27,10 +27,9 @@ class Family(NamedTuple):
     loss: Callable[[Any], Tensor] = lambda output: output.logits.float().square().mean()
 
 
-def llama(is_large: bool) -> Family:
+def new_llama(width: int, layers: int, words: int, is_large: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, layers, length, words = (2048, 8, 1024, 32_000) if is_large else (64, 8, 16, 100)
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=width * 11 // 4,
@@ -40,9 +39,14 @@ def llama(is_large: bool) -> Family:
         vocab_size=words,
         use_cache=False,
     )
+    return LlamaForCausalLM(config)
+
+
+def llama(is_large: bool) -> Family:
+    width, layers, length, words = (2048, 8, 1024, 32_000) if is_large else (64, 8, 16, 100)
     ids, few = _ids(words, 4, length), _ids(words, 4, 4)
     work = f"Llama, {layers} layers of {width}, 4x{length}; decoding 4x4"
-    return Family(LlamaForCausalLM(config), ids, work, few)
+    return Family(new_llama(width, layers, words, is_large), ids, work, few)
 
 
 def vit(is_large: bool) -> Family:

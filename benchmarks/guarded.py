@@ -13,7 +13,6 @@ process, and alternate on one thread.
 import argparse
 import gc
 import itertools
-import json
 import os
 import statistics
 import time
@@ -25,13 +24,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import transformers
-from record import RESULTS, environment
+from record import RESULTS, environment, write
 from transformers import BertConfig, BertModel
 
 import torchguard
 from torchguard import guards
 from torchguard._torch.dynamo import entries_of, frame_of
-from torchguard.guards._tree import tree_of
+from torchguard._torch.words import can_read_words
+from torchguard.guards._guard_tree import tree_of
 
 EVERY = 100
 CHECKS = 5  # in a turn back to back: the first check finds its guards evicted from the caches by the other variants
@@ -230,6 +230,7 @@ def main() -> None:
         **environment(),
         "transformers": transformers.__version__,
         "torchguard": torchguard.__version__,
+        "quick": can_read_words(),  # False: this Python has no version words, and an audit checks Dynamo's whole tree
         "work": f"BertModel, 12 layers of 768, eval, no_grad; filtered: {FILTER!r}; modules: {MODULES!r}; audit: "
         f"every={EVERY}; {ROUNDS} turns of {CHECKS * EVERY} calls back to back, {SWEPT_ROUNDS} of {EVERY} swept",
         "guards": {},
@@ -240,9 +241,7 @@ def main() -> None:
         found["compile seconds"] = {backend: compile_seconds(backend, model, inputs) for backend in BACKENDS}
     found["ratios"] = rows_of(found)
     table(found)
-    options.result.parent.mkdir(exist_ok=True)
-    options.result.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"\nwritten to {options.result}")
+    write(found, options.result)
 
 
 if __name__ == "__main__":

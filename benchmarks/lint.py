@@ -6,7 +6,6 @@ commands alternate, and the result is the minimum over the rounds.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import RESULTS, environment
+from record import RESULTS, environment, write
 
 import torchguard
 
@@ -80,9 +79,7 @@ def main() -> None:
         if "torchfix" in measured["seconds"]:
             measured["torchfix / ours"] = measured["seconds"]["torchfix"] / measured["seconds"]["torchguard, first run"]
             print(f"{measured['package']}: TorchFix takes {measured['torchfix / ours']:.1f} times as long")
-    options.result.parent.mkdir(exist_ok=True)
-    options.result.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"\nwritten to {options.result}")
+    write(found, options.result)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Where the benchmarks write their results, and what every result states about its run."""
 
+import json
 import platform
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +21,13 @@ def environment(device: str = "cpu") -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def write(found: dict[str, Any], result: Path) -> None:
+    """Write a result as JSON, and print where."""
+    result.parent.mkdir(exist_ok=True)
+    result.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"\nwritten to {result}")
 
 
 def _cpu_name() -> str:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.report.browser import Opened, browser
 
-from torchguard.report import HeatMap, LineChart, Report, Section, Series, Table, Verdict
+from torchguard.report import Answer, HeatMap, LineChart, Report, Section, Series, Table
 
 STEPS, MODULES, PER_STEP, LIMIT = 10_000, 1_000, 50, 2.0
 
@@ -31,7 +31,7 @@ def make() -> Report:
     )
     heat_map = HeatMap("Where", "module", "step", modules, STEPS, cells, "samples")
     table = Table(("step", "sample", "code", "origin"), rows, "Incidents")
-    return Report("A long run", (Section("Values", (Verdict("bad", "bad"), curve, heat_map, table)),))
+    return Report("A long run", (Section("Values", (Answer("bad", "bad"), curve, heat_map, table)),))
 
 
 class Stopwatch:

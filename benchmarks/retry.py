@@ -21,6 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.nn.functional as F
+from families import new_llama
 from record import RESULTS, environment
 from torch import Tensor, nn
 
@@ -31,18 +32,7 @@ TARGETS = {"gpu": {"wait=True": 1.03, "wait=False": 1.005}, "cpu": {"wait=True":
 
 
 def llama(is_large: bool) -> tuple[nn.Module, Callable[[], Any], Callable[[nn.Module], Step]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     width, layers, length, vocabulary = (2048, 8, 1024, 32_000) if is_large else (128, 4, 64, 1000)
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=16 if is_large else 4,
-        num_key_value_heads=8 if is_large else 2,
-        vocab_size=vocabulary,
-        use_cache=False,
-    )
 
     def losses(model: nn.Module) -> Step:
         def of(batch: dict[str, Tensor]) -> Tensor:
@@ -56,7 +46,7 @@ def llama(is_large: bool) -> tuple[nn.Module, Callable[[], Any], Callable[[nn.Mo
     def batch() -> dict[str, Tensor]:
         return {"ids": torch.randint(vocabulary, (4, length)), "noise": torch.zeros(4, length, width)}
 
-    return LlamaForCausalLM(config), batch, losses
+    return new_llama(width, layers, vocabulary, is_large), batch, losses
 
 
 def vit(is_large: bool) -> tuple[nn.Module, Callable[[], Any], Callable[[nn.Module], Step]]:

@@ -4,13 +4,12 @@ Each figure is a ratio of two minima from one run in which the variants alternat
 import name, so it is installed into its own directory and measured by its own process.
 """
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from record import HERE, RESULTS, environment
+from record import HERE, RESULTS, environment, write
 
 PEER = HERE.parent / ".benchmark-peers" / "torchguard-1.1.0"
 RESULT = RESULTS / "cpu.json"
@@ -127,9 +126,7 @@ def report(rows, took) -> None:
         ],
         "microseconds": {f"{who}: {name}": value for (who, name), value in took.items()},
     }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"\nwritten to {RESULT.relative_to(HERE.parent)}")
+    write(found, RESULT)
 
 
 if __name__ == "__main__":

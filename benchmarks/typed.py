@@ -3,7 +3,6 @@
 Three arguments and a return value. The variants alternate in one process on one thread; minima over the rounds.
 """
 
-import json
 import os
 import timeit
 
@@ -13,7 +12,7 @@ import beartype
 import jaxtyping
 import torch
 from jaxtyping import Float, jaxtyped
-from record import RESULTS, environment
+from record import RESULTS, environment, write
 
 from torchguard.typing import Tensor, float32_t, tensorcheck
 
@@ -74,8 +73,7 @@ def main() -> None:
         "ratios": [{"work": name, "to reach": target, "ours": ratio} for name, target, ratio in rows],
         "microseconds": took,
     }
-    (RESULTS / "typing.json").write_text(json.dumps(found, indent=2) + "\n")
-    print("\nwritten to benchmarks/results/typing.json")
+    write(found, RESULTS / "typing.json")
 
 
 if __name__ == "__main__":

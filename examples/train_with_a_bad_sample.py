@@ -9,26 +9,14 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from gpt import LENGTH, VOCAB, WIDTH, Block
 from torch import Tensor, nn
 
 from torchguard import err, fix, flag_nan_and_inf, flag_oob_indices, flags, has_err, tracked
 
-VOCAB, WIDTH, LENGTH, BATCH, STEPS = 64, 32, 12, 16, 20
+BATCH, STEPS = 16, 20
 BAD = {3: "NaN in its style vector", 7: "token 99 of 64", 12: "style vector of 1e30"}
 GOOD = [row for row in range(BATCH) if row not in BAD]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
 
 
 @tracked

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Net(nn.Module):
+class ScaledLayer(nn.Module):
     """Something for each common kind of guard: a parameter, a number as an attribute, and a branch on an argument."""
 
     def __init__(self):

@@ -1,5 +1,6 @@
 """What `import torchguard` exports, and what it does not load."""
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -109,3 +110,75 @@ def test_the_tree_in_the_docs_is_the_tree():
         names = {path.name for path in (package / folder).iterdir() if path.suffix == ".py" or path.is_dir()}
         names -= {"__init__.py", "__main__.py", "__pycache__"}
         assert not listed or names == set(listed) - {"__init__.py"}, folder
+
+
+def test_the_files_that_contributing_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = [*re.findall(r"`([\w./-]+)`", text), *re.findall(r"\]\(([\w./-]+)\)", text)]
+    paths = {one for one in named if "/" in one or one.endswith((".md", ".toml", ".txt"))}
+    assert len(paths) > 30
+    assert {
+        one for one in paths if not any((folder / one).exists() for folder in (ROOT, ROOT / "src/torchguard"))
+    } == set()
+
+
+MOST_LINES, FEWEST_LINES = 400, 80
+# Short files with at most one importer that are files of their own, by the reason. Public modules need none.
+SHORT_FILES = {
+    "one file a verb": ("cli._diff", "cli._list", "cli._show"),
+    "one file a topic of rules": ("device._rules.memory", "device._rules.ops"),
+    "part of the seam to private torch": ("_torch.collectives",),
+    "an entry point of flake8": ("lint._flake8",),
+}
+
+
+def source_files() -> dict[str, Path]:
+    """The modules of src by name, without `torchguard.`; a package is named like its folder."""
+    package = ROOT / "src/torchguard"
+    names = {path: ".".join(path.relative_to(package).with_suffix("").parts) for path in package.rglob("*.py")}
+    return {name.removesuffix("__init__").rstrip("."): path for path, name in names.items()}
+
+
+def importers(files: dict[str, Path]) -> dict[str, set[str]]:
+    """The modules that import each module; a package does not count as an importer of its own modules."""
+    found = {name: set() for name in files}
+    for importer, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{one.name}" for one in node.names)]
+            else:
+                names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            for name in {one.removeprefix("torchguard.") for one in names} & files.keys():
+                if name.rpartition(".")[0] != importer:
+                    found[name].add(importer)
+    return found
+
+
+def test_no_file_is_long():
+    sizes = {name: len(path.read_text().splitlines()) for name, path in source_files().items()}
+    assert {name: size for name, size in sizes.items() if size > MOST_LINES} == {}
+
+
+def test_a_short_file_has_several_importers_or_a_reason():
+    files = source_files()
+    alone = {
+        name
+        for name, users in importers(files).items()
+        if len(users) < 2
+        and any(part.startswith("_") for part in name.split("."))
+        and files[name].name not in ("__init__.py", "__main__.py")
+        and len(files[name].read_text().splitlines()) < FEWEST_LINES
+    }
+    assert alone - {name for names in SHORT_FILES.values() for name in names} == set()
+
+
+def test_a_public_class_name_means_one_thing():
+    classes = {}
+    for name, path in source_files().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(name)
+    public = {name for module in public_modules() for name in module.__all__}
+    several = {name: modules for name, modules in classes.items() if name in public and len(modules) > 1}
+    # Two trainers, each with its own.
+    assert set(several) == {"RetryMixin", "TorchGuardCallback"}

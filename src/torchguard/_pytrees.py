@@ -7,7 +7,7 @@ torchguard walks pytrees in four places, because one walker cannot serve them al
   registered with torch; with `objects`, for what a model returns, also plain objects.
 - `PytreeSpec` below describes the arguments and results of a compiled function. It uses torch's own pytrees, which
   compare two structures exactly and know the classes that a user registered. It raises for leaves that are no tensors.
-- `typing/_nodes.py` walks an annotation and a value side by side: the annotation decides what is entered.
+- `typing/_containers.py` walks an annotation and a value side by side: the annotation decides what is entered.
 - `control._select` walks two values side by side in traced code, and raises where they differ.
 """
 

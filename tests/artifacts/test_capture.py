@@ -10,7 +10,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from functorch.compile import default_partition, make_boxed_func, nop
-from tests.models import TwoLayers as Net
+from tests.models import TwoLayers
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.graph import GraphLowering
@@ -54,7 +54,7 @@ def captured_of(tmp_path):
 
 class TestContent:
     def test_forward_and_backward_graphs_with_shapes_lines_and_modules(self, captured_of):
-        compiled = torch.compile(Net(), backend="aot_eager")
+        compiled = torch.compile(TwoLayers(), backend="aot_eager")
         (one,) = captured_of(lambda: compiled(torch.randn(3, 4)).sum().backward())
         assert (one.state, names(one)) == ("whole", ["dynamo", "forward", "backward"])
         assert "torch.ops.aten.addmm.default" in one.read_text("forward.py")
@@ -63,12 +63,12 @@ class TestContent:
         tensor = {"shape": [3, 8], "stride": [8, 1], "dtype": "float32", "device": "cpu", "requires_grad": False}
         assert tanh["values"] == [{"tensor": tensor}]
         assert tanh["source"]["text"] == "hidden = torch.tanh(self.first(x))"
-        assert tanh["source"]["file"] == Net.forward.__code__.co_filename
+        assert tanh["source"]["file"] == TwoLayers.forward.__code__.co_filename
         linear = next(n for n in one.read_json("backward.json")["nodes"] if n["target"] == "aten.mm.default")
         assert linear["modules"][-1]["type"] == "torch.nn.modules.linear.Linear"
 
     def test_guards_and_environment(self, captured_of):
-        compiled = torch.compile(Net(), backend="eager")
+        compiled = torch.compile(TwoLayers(), backend="eager")
         (one,) = captured_of(lambda: compiled(torch.randn(3, 4)))
         found = one.read_json("guards.json")
         assert found["count"] == len(found["guards"]) > 5
@@ -88,7 +88,7 @@ class TestContent:
         assert one.read_json("environment.json")["variables"]["TORCH_SOMETHING"] == "loud"
 
     def test_reasons_of_a_recompile(self, captured_of):
-        compiled = torch.compile(Net(), backend="eager", dynamic=False)
+        compiled = torch.compile(TwoLayers(), backend="eager", dynamic=False)
 
         def twice():
             compiled(torch.randn(3, 4))
@@ -99,12 +99,12 @@ class TestContent:
         assert "expected 3, actual 5" in miss["failures"][0]["why"]
 
     def test_eager_has_only_the_graph_of_dynamo(self, captured_of):
-        compiled = torch.compile(Net(), backend="eager")
+        compiled = torch.compile(TwoLayers(), backend="eager")
         (one,) = captured_of(lambda: compiled(torch.randn(3, 4)).sum().backward())
         assert names(one) == ["dynamo"]
 
     def test_without_gradients_there_is_one_inference_graph(self, captured_of):
-        compiled = torch.compile(Net(), backend="aot_eager")
+        compiled = torch.compile(TwoLayers(), backend="aot_eager")
         with torch.no_grad():
             (one,) = captured_of(lambda: compiled(torch.randn(3, 4)))
         assert names(one) == ["dynamo", "inference"]
@@ -114,11 +114,11 @@ class TestContent:
         def mine(graph, inputs):
             return graph.forward
 
-        (one,) = captured_of(lambda: torch.compile(Net(), backend=mine)(torch.randn(3, 4)))
+        (one,) = captured_of(lambda: torch.compile(TwoLayers(), backend=mine)(torch.randn(3, 4)))
         assert (one.manifest()["backend"], names(one)) == ("mine", ["dynamo"])
 
     def test_inductor_and_its_code(self, captured_of):
-        compiled = torch.compile(Net(), backend="inductor")
+        compiled = torch.compile(TwoLayers(), backend="inductor")
         (one,) = captured_of(lambda: compiled(torch.randn(3, 4)).sum().backward())
         assert names(one) == ["dynamo", "forward", "backward"]
         for graph in ("forward", "backward"):
@@ -127,7 +127,7 @@ class TestContent:
     def test_graph_caches_are_bypassed(self, captured_of):
         def run():
             torch._dynamo.reset()
-            torch.compile(Net(), backend="inductor")(torch.randn(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend="inductor")(torch.randn(3, 4)).sum().backward()
 
         functorch, inductor = torch._functorch.config, torch._inductor.config
         with functorch.patch(enable_autograd_cache=True), inductor.patch(fx_graph_cache=True):
@@ -148,13 +148,13 @@ class TestContent:
         assert "aten.mul.Tensor" in second.read_text("inference.py")
 
     def test_symbolic_sizes_are_text(self, captured_of):
-        compiled = torch.compile(Net(), backend="aot_eager", dynamic=True)
+        compiled = torch.compile(TwoLayers(), backend="aot_eager", dynamic=True)
         (one,) = captured_of(lambda: compiled(torch.randn(3, 4)).sum().backward())
         rows, columns = shapes(one, "forward")["tanh"]
         assert (type(rows), columns) == (str, 8)
 
     def test_graphs_within_graphs(self, captured_of):
-        net = Net()
+        net = TwoLayers()
 
         def step(x):
             return checkpoint(net, x, use_reentrant=False).sum()
@@ -169,7 +169,7 @@ class TestContent:
             raise RuntimeError("not on this device")
 
         with artifacts.capture(tmp_path) as captured, pytest.raises(Exception, match="not on this device"):
-            torch.compile(Net(), backend=refusing)(torch.randn(3, 4))
+            torch.compile(TwoLayers(), backend=refusing)(torch.randn(3, 4))
         (one,) = captured.artifacts
         assert any("not on this device" in note for note in one.manifest()["notes"])
         assert names(one) == ["dynamo"]
@@ -180,7 +180,7 @@ class TestContent:
 
         backend = aot_autograd(fw_compiler=nop, bw_compiler=refusing)
         with artifacts.capture(tmp_path) as captured, pytest.raises(RuntimeError, match="no way back"):
-            torch.compile(Net(), backend=backend)(torch.randn(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend=backend)(torch.randn(3, 4)).sum().backward()
         (one,) = captured.artifacts
         assert any("no way back" in note for note in one.manifest()["notes"])
         assert "backward" in names(one)
@@ -200,7 +200,7 @@ class TestContent:
 class TestLateBackward:
     def test_is_added_when_it_is_compiled(self, tmp_path):
         with artifacts.capture(tmp_path) as captured:
-            loss = torch.compile(Net(), backend="aot_eager")(torch.randn(3, 4)).sum()
+            loss = torch.compile(TwoLayers(), backend="aot_eager")(torch.randn(3, 4)).sum()
             (before,) = captured.artifacts
             waiting = before.manifest()["waiting_for"]
             loss.backward()
@@ -210,7 +210,7 @@ class TestLateBackward:
 
     def test_in_another_thread(self, tmp_path):
         with artifacts.capture(tmp_path) as captured:
-            loss = torch.compile(Net(), backend="aot_eager")(torch.randn(3, 4)).sum()
+            loss = torch.compile(TwoLayers(), backend="aot_eager")(torch.randn(3, 4)).sum()
             thread = threading.Thread(target=loss.backward)
             thread.start()
             thread.join()
@@ -218,7 +218,7 @@ class TestLateBackward:
 
     def test_after_the_block_is_not_captured_and_noted_as_missing(self, tmp_path):
         with artifacts.capture(tmp_path) as captured:
-            loss = torch.compile(Net(), backend="aot_eager")(torch.randn(3, 4)).sum()
+            loss = torch.compile(TwoLayers(), backend="aot_eager")(torch.randn(3, 4)).sum()
         loss.backward()
         about = captured.artifacts[0].manifest()
         assert about["notes"][-1] == "not compiled while this was captured: backward"
@@ -231,7 +231,7 @@ class TestNothingChanges:
         def run():
             torch._dynamo.reset()
             torch.manual_seed(0)
-            net = Net()
+            net = TwoLayers()
             compiled = torch.compile(net, backend="aot_eager", dynamic=dynamic)
             found = []
             with guards.inspect() as seen:
@@ -251,7 +251,7 @@ class TestNothingChanges:
         assert all(torch.equal(a, b) for a, b in zip(grads, same_grads, strict=True))
 
     def test_code_compiled_before_the_capture_is_reused(self, tmp_path):
-        net = Net()
+        net = TwoLayers()
         compiled = torch.compile(net, backend="aot_eager")
         compiled(torch.ones(3, 4)).sum().backward()
         with artifacts.capture(tmp_path) as captured, guards.expect_no_recompile():
@@ -269,7 +269,7 @@ class TestFailures:
 
     def test_a_directory_that_is_removed_later_is_one_warning(self, tmp_path, caplog):
         root = tmp_path / "store"
-        compiled = torch.compile(Net(), backend="aot_eager", dynamic=False)
+        compiled = torch.compile(TwoLayers(), backend="aot_eager", dynamic=False)
         with caplog.at_level(logging.WARNING, "torchguard"), artifacts.capture(root) as captured:
             root.rmdir()
             root.write_text("something else is here now")
@@ -281,7 +281,7 @@ class TestFailures:
 
     def test_an_artifact_that_is_removed_before_its_backward(self, tmp_path, caplog):
         with artifacts.capture(tmp_path) as captured:
-            loss = torch.compile(Net(), backend="aot_eager")(torch.randn(3, 4)).sum()
+            loss = torch.compile(TwoLayers(), backend="aot_eager")(torch.randn(3, 4)).sum()
             artifacts.Store(tmp_path).clean(keep=0)
             loss.backward()
         assert captured.artifacts == []
@@ -297,7 +297,7 @@ class TestFailures:
 
         backend = aot_autograd(fw_compiler=nop, partition_fn=spoiling)
         with artifacts.capture(tmp_path) as captured:
-            torch.compile(Net(), backend=backend)(torch.ones(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend=backend)(torch.ones(3, 4)).sum().backward()
         (one,) = captured.artifacts
         assert (one.state, names(one)) == ("whole", ["dynamo", "forward", "backward"])
         assert "aten.tanh" in one.read_text("forward.py")
@@ -307,7 +307,7 @@ class TestFailures:
 
     def test_a_callback_that_fails_is_noted(self, tmp_path, caplog):
         with artifacts.capture(tmp_path, on_graphs=lambda graphs: 1 / 0) as captured:
-            torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
         (one,) = captured.artifacts
         assert [note for note in one.manifest()["notes"] if "on_graphs" in note and "ZeroDivisionError" in note]
         assert len(warnings_of_torchguard(caplog)) == 1
@@ -315,14 +315,14 @@ class TestFailures:
     def test_under_warnings_as_errors(self, captured_of):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert captured_of(lambda: torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4)))
+            assert captured_of(lambda: torch.compile(TwoLayers(), backend="aot_eager")(torch.ones(3, 4)))
 
 
 class TestMissingPrivateFunctions:
     def test_of_output_code(self, tmp_path, monkeypatch):
         monkeypatch.delattr(GraphLowering, "save_output_code")
         with artifacts.capture(tmp_path) as captured:
-            torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4))
+            torch.compile(TwoLayers(), backend="aot_eager")(torch.ones(3, 4))
         about = captured.artifacts[0].manifest()
         assert about["notes"][0] == f"output code: torch {torch.__version__} has no save_output_code"
 
@@ -330,13 +330,13 @@ class TestMissingPrivateFunctions:
         original = torch._functorch.aot_autograd.aot_stage2_compile
         monkeypatch.setattr(torch._functorch.aot_autograd, "aot_stage2_compile", lambda *args: original(*args))
         with artifacts.capture(tmp_path) as captured:
-            torch.compile(Net(), backend="eager")(torch.ones(3, 4))
+            torch.compile(TwoLayers(), backend="eager")(torch.ones(3, 4))
         assert captured.artifacts[0].manifest()["notes"][0].startswith("forward and backward graphs: torch")
 
     def test_of_guards(self, tmp_path, monkeypatch):
         monkeypatch.delattr(torch._dynamo.guards, "get_guard_fail_reason")  # which torch needs to recompile alone
         with artifacts.capture(tmp_path) as captured:
-            torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
         (one,) = captured.artifacts
         assert names(one) == ["dynamo", "forward", "backward"]
         assert "guards.json" not in one.files
@@ -383,7 +383,7 @@ class TestConcurrency:
 
 class TestNested:
     def test_both_captures_have_what_is_compiled_in_both(self, tmp_path):
-        compiled = torch.compile(Net(), backend="aot_eager", dynamic=False)
+        compiled = torch.compile(TwoLayers(), backend="aot_eager", dynamic=False)
         with artifacts.capture(tmp_path / "outer") as outer:
             compiled(torch.ones(1, 4)).sum().backward()
             with artifacts.capture(tmp_path / "inner") as inner:
@@ -395,7 +395,7 @@ class TestNested:
 
     def test_into_the_same_directory(self, tmp_path):
         with artifacts.capture(tmp_path), artifacts.capture(tmp_path):
-            torch.compile(Net(), backend="eager")(torch.ones(1, 4))
+            torch.compile(TwoLayers(), backend="eager")(torch.ones(1, 4))
         assert [one.state for one in artifacts.Store(tmp_path)] == ["whole", "whole"]
 
 
@@ -407,7 +407,7 @@ class TestAttachedFilesAndCallbacks:
 
         with artifacts.capture(tmp_path) as captured:
             backend = aot_autograd(fw_compiler=reporting)
-            torch.compile(Net(), backend=backend)(torch.ones(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend=backend)(torch.ones(3, 4)).sum().backward()
         (one,) = captured.artifacts
         assert one.attached("device.json") == ("device.json", "device_2.json")
         nodes = {graph["name"]: graph["nodes"] for graph in one.manifest()["graphs"]}
@@ -426,7 +426,7 @@ class TestAttachedFilesAndCallbacks:
             return graph.forward
 
         with artifacts.capture(tmp_path / "store") as captured:
-            torch.compile(Net(), backend=attaching)(torch.ones(3, 4))
+            torch.compile(TwoLayers(), backend=attaching)(torch.ones(3, 4))
         (one,) = captured.artifacts
         assert (one.state, one.attached(name)) == ("whole", ())
         assert any("cannot be the name" in note for note in one.manifest()["notes"])
@@ -436,7 +436,7 @@ class TestAttachedFilesAndCallbacks:
     def test_on_graphs_is_called_when_graphs_are_compiled(self, tmp_path, backend):
         found = []
         with artifacts.capture(tmp_path, on_graphs=found.append):
-            torch.compile(Net(), backend=backend)(torch.ones(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend=backend)(torch.ones(3, 4)).sum().backward()
         given = [(g.dynamo is not None, g.forward is not None, g.backward is not None) for g in found]
         assert given == ([(True, False, False)] if backend == "eager" else [(True, True, False), (True, True, True)])
 
@@ -447,7 +447,7 @@ class TestAttachedFilesAndCallbacks:
                     graph.graph = torch.fx.Graph()
 
         with artifacts.capture(tmp_path, on_graphs=empty) as captured:
-            torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
         assert not captured.problems
 
 
@@ -467,20 +467,20 @@ class TestExported:
 
     def test_forward_and_backward(self, tmp_path):
         with artifacts.capture(tmp_path, exported=True) as captured:
-            torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
         (one,) = captured.artifacts
         for name in ("forward", "backward"):
             assert isinstance(one.load_graph(name), torch.export.ExportedProgram)
 
     def test_the_error_says_why_a_graph_was_not_exported(self, tmp_path):
         with artifacts.capture(tmp_path, exported=True) as captured:
-            torch.compile(Net(), backend="aot_eager", dynamic=True)(torch.ones(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend="aot_eager", dynamic=True)(torch.ones(3, 4)).sum().backward()
         with pytest.raises(artifacts.NoSuchArtifactError, match=r"forward cannot be loaded.*SymInt"):
             captured.artifacts[0].load_graph("forward")
 
     def test_is_off_by_default(self, tmp_path):
         with artifacts.capture(tmp_path) as captured:
-            torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4))
+            torch.compile(TwoLayers(), backend="aot_eager")(torch.ones(3, 4))
         with pytest.raises(artifacts.NoSuchArtifactError, match="exported=True"):
             captured.artifacts[0].load_graph("forward")
         with pytest.raises(LookupError, match=r"has no graph 'joint'\. It has: dynamo, forward"):
@@ -495,7 +495,7 @@ class TestDrawings:
         dot.chmod(0o755)
         monkeypatch.setenv("PATH", str(dot.parent), prepend=":")
         with artifacts.capture(tmp_path / "store") as captured:
-            torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
+            torch.compile(TwoLayers(), backend="aot_eager")(torch.ones(3, 4)).sum().backward()
         (one,) = captured.artifacts
         assert one.state == "whole"
         for graph in names(one):
@@ -515,19 +515,19 @@ class TestDrawings:
         dot.chmod(0o755)
         monkeypatch.setenv("PATH", str(dot.parent), prepend=":")
         with artifacts.capture(tmp_path / "store") as captured:
-            torch.compile(Net(), backend="eager")(torch.ones(3, 4))
+            torch.compile(TwoLayers(), backend="eager")(torch.ones(3, 4))
         assert any(note.startswith("dynamo.svg") for note in captured.artifacts[0].manifest()["notes"])
 
     def test_missing_graphviz_is_noted(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", "")
         with artifacts.capture(tmp_path) as captured:
-            torch.compile(Net(), backend="eager")(torch.ones(3, 4))
+            torch.compile(TwoLayers(), backend="eager")(torch.ones(3, 4))
         assert "there is no SVG: dot of Graphviz is not on PATH" in captured.artifacts[0].manifest()["notes"]
 
 
 class TestLimit:
     def test_the_oldest_are_removed_first_and_the_newest_stays(self, tmp_path):
-        compiled = torch.compile(Net(), backend="eager", dynamic=False)
+        compiled = torch.compile(TwoLayers(), backend="eager", dynamic=False)
         with artifacts.capture(tmp_path, limit=1) as captured:
             for rows in (1, 2, 3):
                 compiled(torch.ones(rows, 4))
@@ -535,7 +535,7 @@ class TestLimit:
         assert (left.manifest()["compile_id"], captured.artifacts) == ("0/2", [left])
 
     def test_artifacts_below_the_limit_stay(self, tmp_path):
-        compiled = torch.compile(Net(), backend="eager", dynamic=False)
+        compiled = torch.compile(TwoLayers(), backend="eager", dynamic=False)
         with artifacts.capture(tmp_path, limit="10MB") as captured:
             for rows in (1, 2, 3):
                 compiled(torch.ones(rows, 4))
@@ -544,7 +544,7 @@ class TestLimit:
     def test_can_be_set_by_the_environment(self, tmp_path, monkeypatch):
         monkeypatch.setenv("TORCHGUARD_ARTIFACTS_LIMIT", "1")
         monkeypatch.setenv("TORCHGUARD_ARTIFACTS", str(tmp_path))
-        compiled = torch.compile(Net(), backend="eager", dynamic=False)
+        compiled = torch.compile(TwoLayers(), backend="eager", dynamic=False)
         with artifacts.capture():
             for rows in (1, 2, 3):
                 compiled(torch.ones(rows, 4))

@@ -11,7 +11,7 @@ from torchguard import artifacts
 from torchguard.artifacts import diff
 
 
-class Net(nn.Module):
+class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.scale = nn.Linear(4, 8), 2
@@ -41,7 +41,7 @@ def by_name(difference):
 
 
 def test_the_same_compiled_twice_is_the_same(captured):
-    net = Net()
+    net = Scaled()
     (first,), (second,) = captured(net, torch.ones(3, 4)), captured(net, torch.ones(3, 4))
     found = diff(first, second)
     assert found.same
@@ -50,7 +50,7 @@ def test_the_same_compiled_twice_is_the_same(captured):
 
 
 def test_another_shape_changes_nodes_and_guards(captured):
-    first, second = captured(Net(), torch.ones(3, 4), torch.ones(5, 4))
+    first, second = captured(Scaled(), torch.ones(3, 4), torch.ones(5, 4))
     found = diff(first, second)
     forward = by_name(found)["forward"]
     assert (forward.added, forward.removed) == ((), ())
@@ -61,14 +61,14 @@ def test_another_shape_changes_nodes_and_guards(captured):
 
 
 def test_another_dtype_changes_nodes(captured):
-    net = Net()
+    net = Scaled()
     (first,) = captured(net, torch.ones(3, 4))
     (second,) = captured(net.double(), torch.ones(3, 4, dtype=torch.float64))
     assert "relu dtype: float32 -> float64" in map(str, by_name(diff(first, second))["forward"].changed)
 
 
 def test_nodes_that_only_one_has(captured):
-    net = Net()
+    net = Scaled()
     (first,) = captured(net, torch.ones(3, 4))
     net.scale = 3
     (second,) = captured(net, torch.ones(3, 4))
@@ -109,11 +109,11 @@ def test_operands_that_were_swapped(captured):
 
 
 def test_a_graph_that_only_one_has(captured):
-    (first,) = captured(Net(), torch.ones(3, 4))
+    (first,) = captured(Scaled(), torch.ones(3, 4))
     with torch.no_grad():
         torch._dynamo.reset()
         with artifacts.capture(first.path.parent) as inference:
-            torch.compile(Net(), backend="aot_eager")(torch.ones(3, 4))
+            torch.compile(Scaled(), backend="aot_eager")(torch.ones(3, 4))
     found = by_name(diff(first, inference.artifacts[0]))
     assert {"forward", "backward", "inference"} <= {*found}
     assert found["backward"].removed
@@ -121,7 +121,7 @@ def test_a_graph_that_only_one_has(captured):
 
 
 def test_metadata_is_compared_by_key(captured, monkeypatch):
-    net = Net()
+    net = Scaled()
     (first,) = captured(net, torch.ones(3, 4))
     monkeypatch.setenv("TORCH_SOMETHING", "1")
     (second,) = captured(net, torch.ones(3, 4))
@@ -129,7 +129,7 @@ def test_metadata_is_compared_by_key(captured, monkeypatch):
 
 
 def test_a_difference_as_json(captured):
-    first, second = captured(Net(), torch.ones(3, 4), torch.ones(5, 4))
+    first, second = captured(Scaled(), torch.ones(3, 4), torch.ones(5, 4))
     data = json.loads(diff(first, second).to_json())
     assert data["same"] is False
     assert {graph["name"] for graph in data["graphs"]} == {"dynamo", "forward", "backward"}
@@ -137,7 +137,7 @@ def test_a_difference_as_json(captured):
 
 
 def test_a_damaged_artifact_is_an_artifact_error(captured):
-    first, second = captured(Net(), torch.ones(3, 4), torch.ones(5, 4))
+    first, second = captured(Scaled(), torch.ones(3, 4), torch.ones(5, 4))
     (second.path / "forward.json").write_text("{}")
     with pytest.raises(artifacts.ArtifactError, match=r"forward\.json is not what was written"):
         diff(first, second)
@@ -155,7 +155,7 @@ def test_a_damaged_artifact_is_an_artifact_error(captured):
     ids=["list", "binary", "deep", "keys missing", "wrong type"],
 )
 def test_a_forged_artifact_is_an_artifact_error(captured, content):
-    first, second = captured(Net(), torch.ones(3, 4), torch.ones(5, 4))
+    first, second = captured(Scaled(), torch.ones(3, 4), torch.ones(5, 4))
     (second.path / "forward.json").write_bytes(content)
     manifest = second.manifest()
     manifest["files"]["forward.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

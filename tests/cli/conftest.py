@@ -12,7 +12,7 @@ from torchguard import artifacts
 from torchguard.cli import app
 
 
-class Net(nn.Module):
+class ScaledResidual(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
@@ -35,7 +35,7 @@ def captured(tmp_path_factory):
     torch._dynamo.reset()
     torch.manual_seed(0)
     with artifacts.capture(root):
-        model = torch.compile(Net(), backend="aot_eager", dynamic=False)
+        model = torch.compile(ScaledResidual(), backend="aot_eager", dynamic=False)
         model(torch.randn(16, 16)).sum().backward()
         model(torch.randn(8, 16)).sum().backward()
         torch.compile(broken, backend="aot_eager")(torch.randn(4))

@@ -10,9 +10,9 @@ import torch
 from tests.models import gpt2
 
 from torchguard import artifacts
+from torchguard.cli._model_graphs import GraphCollector, check
 from torchguard.cli._rebuild import pairs_in
 from torchguard.cli._targets import load_target
-from torchguard.cli._trace import GraphCollector, check
 from torchguard.device import Device, mock_backend
 
 BUILD = """

@@ -28,7 +28,7 @@ def test_list_shows_the_newest_first(invoke, captured):
     assert result.exit_code == 0
     listed = [line.split()[0] for line in result.stdout.splitlines()[1:]]
     assert listed == ids(captured)
-    assert "Net.forward" in result.stdout
+    assert "ScaledResidual.forward" in result.stdout
 
 
 def test_list_as_json_is_json_alone(invoke, captured):
@@ -171,7 +171,7 @@ def test_diff_of_an_artifact_with_itself_exits_with_0(invoke, captured):
 
 
 def test_diff_prints_shapes_that_differ(invoke, captured):
-    a, b = sorted(one.id for one in captured if "Net" in one.manifest()["function"])
+    a, b = sorted(one.id for one in captured if "ScaledResidual" in one.manifest()["function"])
     result = invoke("diff", a, b, "--dir", captured.root)
     assert result.exit_code == 1
     assert "[16, 16] -> [8, 16]" in result.stdout

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchguard._torch import support
-from torchguard.cli._doctor import Finding, _private_names, _torch, finding_lines
+from torchguard.cli._doctor import CheckResult, _private_names, _torch, finding_lines
 
 
 def test_doctor_finds_that_torchguard_works_here(command):
@@ -33,12 +33,12 @@ def test_a_missing_compiler_is_printed_with_a_remedy(command):
 
 
 def test_what_is_needed_and_missing_is_printed_as_broken():
-    broken = Finding("torch", False, "not installed", "Install torch.")
+    broken = CheckResult("torch", False, "not installed", "Install torch.")
     assert broken.is_broken
     line, remedy = finding_lines(broken)
     assert str(line).startswith("broken  torch")
     assert "Install torch." in str(remedy.renderable)
-    assert not Finding("graphviz", False, "dot not found", needed=False).is_broken
+    assert not CheckResult("graphviz", False, "dot not found", needed=False).is_broken
 
 
 def test_doctor_exits_with_1_if_torch_is_too_old(invoke, tmp_path, monkeypatch):

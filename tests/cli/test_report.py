@@ -56,7 +56,7 @@ def test_run_writes_what_was_bad_what_retry_did_and_what_was_compiled(command, s
     assert facts["Retry"].startswith("step 2: trained without 1 bad sample")
     (retried,) = blocks(found["Retry"], "table")[0]["rows"]
     assert retried[2] == "3"
-    assert "1 compilation" in blocks(found["Compile"], "verdict")[0]["text"]
+    assert "1 compilation" in blocks(found["Compile"], "answer")[0]["text"]
     memory = found["Device"]["sections"][0]["blocks"][0]
     assert memory["kind"] == "line"
     assert max(memory["series"][0]["values"]) > 0
@@ -78,7 +78,7 @@ def test_a_report_is_made_of_the_newest_run_of_files_and_of_the_linter(invoke, c
     assert invoke("report", tmp_path / "certificate.json", *options).exit_code == 0
     found = sections(json.loads((tmp_path / "all.json").read_text()))
     assert [*found] == ["Certificate of sin", "Lint"]
-    assert "1 finding in 1 file" in blocks(found["Lint"], "verdict")[0]["text"]
+    assert "1 finding in 1 file" in blocks(found["Lint"], "answer")[0]["text"]
     again = invoke("report", tmp_path / "all.json")
     assert "Claims of the layer typed" in again.stdout
     newest = invoke("report", "--dir", captured.root)
@@ -93,7 +93,7 @@ def test_a_model_is_traced_with_the_cost_of_its_guards(invoke, module, tmp_path)
     found = sections(json.loads((tmp_path / "report.json").read_text()))
     assert [*found] == ["Compile", "Cost of guards", "Device", "Graphs and code"]
     assert blocks(found["Cost of guards"], "flame")
-    assert blocks(found["Device"], "verdict")[0]["text"].startswith("Does not fit edge-npu, because")
+    assert blocks(found["Device"], "answer")[0]["text"].startswith("Does not fit edge-npu, because")
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ("{}", "is no report of torchguard")])

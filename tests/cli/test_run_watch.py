@@ -16,7 +16,7 @@ from torchguard.cli._watched import Watcher
 from torchguard.guards._section import inspection_data
 
 
-class Net(nn.Module):
+class TwoLayersAndRelu(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
@@ -51,7 +51,7 @@ def watcher(monkeypatch):
 
 @pytest.fixture
 def model():
-    return Net()
+    return TwoLayersAndRelu()
 
 
 def bad(log):
@@ -124,7 +124,7 @@ def test_models_are_watched_however_they_are_compiled(watcher, model, compiled):
     (log,) = watcher.logs
     watcher.finish()
     assert bad(log) == [(2, 2, "input"), (2, 4, "input")]
-    assert (log.name, log.calls, log.bad_calls, log.problem) == ("Net", 3, 1, "")
+    assert (log.name, log.calls, log.bad_calls, log.problem) == ("TwoLayersAndRelu", 3, 1, "")
     assert watcher.unwatched == {}
 
 
@@ -160,12 +160,12 @@ def test_a_part_of_a_watched_model_is_not_watched_again(watcher, model):
 def test_a_loss_without_parameters_is_not_watched(watcher, model):
     loss = nn.MSELoss()
     torch.compile(lambda x: loss(model(x), torch.zeros(6, 2)), backend="eager")(batch())
-    assert [log.name for log in watcher.logs] == ["Net"]
+    assert [log.name for log in watcher.logs] == ["TwoLayersAndRelu"]
 
 
 def test_a_model_with_a_compiled_method_is_named_as_not_watched(watcher):
-    class Decorated(Net):
-        forward = torch.compile(Net.forward, backend="eager")
+    class Decorated(TwoLayersAndRelu):
+        forward = torch.compile(TwoLayersAndRelu.forward, backend="eager")
 
     assert Decorated()(batch(1)).shape == (6, 2)
     assert watcher.logs == []
@@ -173,7 +173,7 @@ def test_a_model_with_a_compiled_method_is_named_as_not_watched(watcher):
 
 
 def test_a_model_that_cannot_be_watched_runs_unwatched(watcher):
-    class Own(Net):
+    class Own(TwoLayersAndRelu):
         def report(self):
             return "mine"
 
@@ -199,7 +199,7 @@ def test_training_saving_and_copying_work_as_before(watcher, model):
     compiled.eval()
     torch.save(compiled.state_dict(), io.BytesIO())
     assert "_orig_mod.first.weight" in compiled.state_dict()
-    assert isinstance(compiled._orig_mod, Net)
+    assert isinstance(compiled._orig_mod, TwoLayersAndRelu)
     assert copy.deepcopy(model)(batch()).shape == (6, 2)
     assert watcher.logs[0].calls == 2
 
@@ -220,7 +220,7 @@ def test_a_model_watched_in_place_is_copied_and_pickled_with_its_own_class(watch
     step = as_closure(model)
     step(batch())
     copy_of_model = copied(model)
-    assert type(copy_of_model) is Net
+    assert type(copy_of_model) is TwoLayersAndRelu
     assert "_watch" not in vars(copy_of_model)
     assert torch.equal(copy_of_model(batch()), model(batch()))
     step(batch(3))
@@ -259,7 +259,7 @@ def test_the_report_has_bad_samples_and_device_violations(command, invoke, tmp_p
 
 
 def test_recompiles_of_watched_models_are_printed_without_those_of_torchguard(watcher):
-    class Scaled(Net):
+    class Scaled(TwoLayersAndRelu):
         def __init__(self):
             super().__init__()
             self.scale = 1
@@ -268,7 +268,7 @@ def test_recompiles_of_watched_models_are_printed_without_those_of_torchguard(wa
             return super().forward(x) * self.scale
 
     with guards.inspect() as inspection:
-        model, other = Scaled(), Net()
+        model, other = Scaled(), TwoLayersAndRelu()
         compiled = torch.compile(model, backend="eager", dynamic=False)
         compiled(batch())
         model.scale = 2
@@ -280,7 +280,7 @@ def test_recompiles_of_watched_models_are_printed_without_those_of_torchguard(wa
     assert [line.split()[1:3] for line in lines if " watched " in line and " s" in line] == [
         ["Scaled", "watched"],
         ["Scaled", "watched"],
-        ["Net", "watched"],
+        ["TwoLayersAndRelu", "watched"],
     ]
     assert "    - L['self'].scale == 1, but it is 2" in lines
     assert "_watch" not in output.getvalue()

@@ -94,6 +94,18 @@ PYTHON_NAMES = {
     "nn.Unfold": lambda x: nn.Unfold(2)(x[None, None]),
     "F.fold": lambda x: nn.functional.fold(x.T, (2, 2), (1, 1)),
     "F.cross_entropy": lambda x: nn.functional.cross_entropy(x, torch.arange(4)),
+    "torch.select": lambda x: torch.select(x, 0, 1),
+}
+# Calls that are decomposed to ops that many others use, and what the graph contains instead.
+CALLS = {
+    "torch.max": (lambda x: torch.max(x, 2 * x), "maximum"),
+    "torch.Tensor.min": (lambda x: x.min(2 * x), "minimum"),
+    "nn.CrossEntropyLoss": (lambda x: nn.functional.cross_entropy(x, x.softmax(-1)), "_log_softmax"),
+    "nn.AdaptiveAvgPool2d": (lambda x: nn.AdaptiveAvgPool2d(1)(x[None]), "mean"),
+    "torch.repeat_interleave": (lambda x: x.repeat_interleave(2), "clone"),
+    "torch.linalg.norm": (lambda x: torch.linalg.norm(x, "nuc"), "_linalg_svd"),
+    "torch.einsum": (lambda x: torch.einsum("ij->j", x), "sum"),
+    "torch.split": (lambda x: torch.split(x, [1, 3])[0] * 2, "split_with_sizes"),
 }
 
 
@@ -102,6 +114,32 @@ def test_an_op_is_found_by_its_name_in_python(name, monkeypatch):
     assert codes(violations_of(PYTHON_NAMES[name], x, deny=[name], **ANY)) == ["TGD501"]
     monkeypatch.setenv("MOCK_DENY", name)
     assert Device.from_environment().deny == Device(deny=[name]).deny
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_whose_ops_many_others_use_is_found_where_it_is_called(name):
+    call, in_graph = CALLS[name]
+    with torch.no_grad():
+        violation = only(violations_of(call, x, deny=[name], **ANY))
+        assert violation.op.startswith(f"aten.{in_graph}.")
+        assert violations_of(lambda x: x.maximum(2 * x).mean(), x, deny=[name], **ANY) == ()
+
+
+def test_where_with_one_argument_is_found():
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert codes(violations_of(lambda x: torch.where(x > 0)[0] * 2, x, deny=["torch.where"])) == ["TGD501"]
+
+
+def test_a_call_that_the_device_decomposes_is_no_violation():
+    fields = {"deny": "layer_norm", "decompositions": ["aten.native_layer_norm"]}
+    with torch.no_grad():
+        assert violations_of(lambda x: nn.functional.layer_norm(x, (8,)), x, **fields) == ()
+
+
+@pytest.mark.parametrize("name", ["torch.masked.mean", "torch.nn.init.normal_", "torch.Tensor.T", "torch.equal"])
+def test_a_name_that_is_no_op_is_not_taken_for_another(name):
+    with pytest.raises(DeviceError, match=r"There is no op|No graph contains"):
+        Device(deny=[name])
 
 
 @pytest.mark.parametrize("name", ["nn.Sequential", "F.normalize", "nn.Dropout2d", "torch.foo", "prims.foo", "nn.LSTM"])

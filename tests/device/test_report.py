@@ -13,7 +13,7 @@ from torchguard.device import Device, mock_backend
 from torchguard.device._partitions import _Supported
 
 
-class Net(nn.Module):
+class TwoLayersAndGelu(nn.Module):
     def __init__(self):
         super().__init__()
         self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 16)
@@ -34,11 +34,11 @@ x = torch.randn(4, 16)
 
 
 def test_coverage_counts_ops_and_their_flops():
-    coverage = report_of(Net(), x, deny="aten.gelu").coverage
+    coverage = report_of(TwoLayersAndGelu(), x, deny="aten.gelu").coverage
     assert (coverage.ops, coverage.supported_ops) == (3, 2)
     assert coverage.by_count == pytest.approx(100 * 2 / 3)
     assert coverage.by_flops == 100  # of these ops torch counts products alone
-    assert report_of(Net(), x, deny="aten.addmm").coverage.by_flops == 0
+    assert report_of(TwoLayersAndGelu(), x, deny="aten.addmm").coverage.by_flops == 0
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -52,7 +52,7 @@ def test_flops_equal_those_of_torchs_counter(dynamic):
 
 def test_flops_of_training_are_counted_in_both_graphs():
     backend = mock_backend(Device())
-    model = Net()
+    model = TwoLayersAndGelu()
     torch.compile(model, backend=backend)(x).sum().backward()
     with FlopCounterMode(display=False) as counted:
         model(x).sum().backward()
@@ -60,7 +60,7 @@ def test_flops_of_training_are_counted_in_both_graphs():
 
 
 def test_an_unsupported_op_splits_the_graph_and_its_tensors_are_transferred():
-    report = report_of(Net(), x, deny="aten.gelu")
+    report = report_of(TwoLayersAndGelu(), x, deny="aten.gelu")
     assert [partition.ops for partition in report.partitions] == [1, 1]
     assert [(one.bytes, one.direction) for one in report.transfers] == [
         (4 * 32 * 4, "to the host"),
@@ -71,7 +71,7 @@ def test_an_unsupported_op_splits_the_graph_and_its_tensors_are_transferred():
 
 
 def test_a_supported_graph_is_one_partition_without_transfers():
-    report = report_of(Net(), x)
+    report = report_of(TwoLayersAndGelu(), x)
     assert [partition.ops for partition in report.partitions] == [3]
     assert report.transfers == ()
     assert report.coverage.by_count == 100
@@ -122,7 +122,7 @@ def test_partitions_come_from_torchs_partitioner():
 
 
 def test_a_condition_that_holds_now_makes_no_op_unsupported():
-    report = report_of(Net(), torch.randn(8, 16), dynamic=True, alignment={0: 8})
+    report = report_of(TwoLayersAndGelu(), torch.randn(8, 16), dynamic=True, alignment={0: 8})
     assert all(one.condition and one.holds_now for one in report.violations)
     assert report.violations
     assert report.coverage.by_count == 100
@@ -130,7 +130,7 @@ def test_a_condition_that_holds_now_makes_no_op_unsupported():
 
 def test_violations_are_counted_by_rule_op_and_line():
     backend = mock_backend(Device(name="chip", deny=["aten.gelu", "aten.addmm"]))
-    torch.compile(Net(), backend=backend)(x)
+    torch.compile(TwoLayersAndGelu(), backend=backend)(x)
     report = backend.report()
     assert report.by_rule() == {"TGD501": 3}
     assert report.by_op() == {"aten.addmm.default": 2, "aten.gelu.default": 1}
@@ -139,7 +139,7 @@ def test_violations_are_counted_by_rule_op_and_line():
 
 
 def test_the_report_as_text_and_as_json():
-    report = report_of(Net(), x, deny="aten.gelu", alignment=128, max_memory="1MB")
+    report = report_of(TwoLayersAndGelu(), x, deny="aten.gelu", alignment=128, max_memory="1MB")
     text = str(report)
     assert text.startswith("Does not fit chip, because ")
     assert "\n1 graph on chip: " in text
@@ -162,13 +162,13 @@ def test_the_text_has_singulars_and_says_where_no_flops_are_counted():
     text = str(report_of(torch.relu, x, deny="aten.relu"))
     assert "\n1 graph on chip: 0.0 % of 1 op, no FLOPs counted; 1 violation\n" in text
     assert "  0 partitions, 1 host fallback, " in text
-    text = str(report_of(Net(), x))
+    text = str(report_of(TwoLayersAndGelu(), x))
     assert "% of 3 ops, 100.0 % of 8,192 FLOPs; 0 violations" in text
     assert "  1 partition, 0 host fallbacks, 0 bytes to transfer" in text
 
 
 def test_the_sum_of_reports_covers_the_graphs_of_both():
-    one, other = report_of(Net(), x, deny="aten.gelu"), report_of(Net(), x)
+    one, other = report_of(TwoLayersAndGelu(), x, deny="aten.gelu"), report_of(TwoLayersAndGelu(), x)
     both = one + other
     assert len(both.graphs) == 2
     assert both.coverage == one.coverage + other.coverage
@@ -179,7 +179,7 @@ def test_the_sum_of_reports_covers_the_graphs_of_both():
 def test_a_capture_contains_the_report(tmp_path):
     with artifacts.capture(tmp_path) as captured:
         backend = mock_backend(Device(deny="aten.gelu"))
-        torch.compile(Net(), backend=backend)(x).sum().backward()
+        torch.compile(TwoLayersAndGelu(), backend=backend)(x).sum().backward()
     (artifact,) = captured.artifacts
     (name,) = artifact.attached("device.json")
     attached = artifact.read_json(name)
@@ -191,7 +191,7 @@ def test_a_capture_contains_the_report(tmp_path):
 def test_compiling_does_not_wait_for_partitions(tmp_path):
     with artifacts.capture(tmp_path):
         backend = mock_backend(Device(deny="aten.gelu"))
-        torch.compile(Net(), backend=backend)(x)
+        torch.compile(TwoLayersAndGelu(), backend=backend)(x)
     graph = backend.report().graphs[0]
     assert "partitions" not in vars(graph)  # a cached property that was not read
     assert graph.to_dict()["partitions"][0]["ops"] == 1
@@ -201,7 +201,7 @@ def test_a_capture_of_a_rejected_graph_contains_the_report(tmp_path):
     with artifacts.capture(tmp_path) as captured:
         backend = mock_backend(Device(deny="aten.gelu"), mode="strict")
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
-            torch.compile(Net(), backend=backend)(x)
+            torch.compile(TwoLayersAndGelu(), backend=backend)(x)
     attached = [artifact for artifact in captured.artifacts if artifact.attached("device.json")]
     assert len(attached) == 1
 

@@ -32,7 +32,7 @@ class Exponential(nn.Module):
         return x.exp()
 
 
-class Net(nn.Module):
+class BlocksAndHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(4, 2)
@@ -43,9 +43,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def network() -> Net:
+def network() -> BlocksAndHead:
     torch.manual_seed(0)
-    net = Net().double()
+    net = BlocksAndHead().double()
     with torch.no_grad():
         net.blocks[0].up.weight[7, 0] = 100.0  # the last rank of tensor parallelism has this row
         net.blocks[0].up.weight[:7, 0] = 0.0

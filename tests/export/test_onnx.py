@@ -104,6 +104,25 @@ def test_flags_by_hand_and_of_quarantine_are_those_of_eager_mode(make, tmp_path)
     assert_same_flags(path, model, (4,))
 
 
+class FourErrors(nn.Module):
+    """Records up to four errors of a sample, which share one word of its flags."""
+
+    def forward(self, x):
+        f = err.new(x)
+        for location, column in zip(["one", "two", "three", "four"], x.unbind(1), strict=True):
+            f = err.push(f, err.OVERFLOW, location, where=column > 1)
+        return x.sum(-1), f
+
+
+def test_four_errors_in_one_word_keep_all_their_bits(tmp_path):
+    """onnxruntime sums int64 in floating point."""
+    x = torch.tensor([[float(bit) * 2 for bit in f"{number:04b}"] for number in range(16)])
+    model, path = FourErrors().eval(), str(tmp_path / "m.onnx")
+    export.to_onnx(model, x, path)
+    _, found = run(path, x)
+    assert torch.equal(torch.from_numpy(found), model(x)[1])
+
+
 @pytest.mark.long
 def test_samples_are_followed_where_sizes_do_not_tell(tmp_path):
     model, path = watch(TimeMajor()).eval(), str(tmp_path / "m.onnx")

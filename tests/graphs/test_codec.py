@@ -22,6 +22,7 @@ from torchguard._graphs.codec import (
     target_name,
 )
 from torchguard._torch.fakes import fake_tensors
+from torchguard._torch.nodes import ProgramCall, call_of, set_call
 from torchguard.exceptions import SavedGraphError
 
 
@@ -140,6 +141,17 @@ def test_targets_have_the_names_that_users_write(target, name):
 
 def traced(function, *sizes, **options):
     return make_fx(function, **options)(*(torch.ones(size) for size in sizes))
+
+
+def test_the_call_that_a_node_was_traced_from_is_saved():
+    graph = make_fx(lambda x: x.cos(), tracing_mode="fake")(torch.ones(2))
+    (cos,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    set_call(cos, ProgramCall("cos_1", "cos"))
+    data = json.loads(json.dumps({"name": "forward", **encode_graph(graph)}))
+    with fake_tensors():
+        assert [call_of(node) for node in decode_graph(data).graph.nodes if node.op == "call_function"] == [
+            ("cos_1", "cos")
+        ]
 
 
 def test_a_graph_is_the_same_after_the_way_to_json_and_back():

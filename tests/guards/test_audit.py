@@ -36,7 +36,7 @@ def scaled(x):
     return x * FACTOR
 
 
-class Net(nn.Module):
+class ScaledDropout(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.drop, self.k = nn.Linear(3, 3), nn.Dropout(0.5), 2
@@ -115,7 +115,7 @@ def patch_forward(model, on):
 )
 @pytest.mark.parametrize("filter", [skip_all(), skip_nn_modules()])
 def test_recompiling_heals_for_good(toggle, filter):
-    model, x = Net().eval(), torch.randn(2, 3)
+    model, x = ScaledDropout().eval(), torch.randn(2, 3)
     model.drop.p = 0.0
     toggle(model, True)
     toggle(model, False)
@@ -214,7 +214,7 @@ def test_a_budget_sets_how_often_it_checks():
 
 
 def test_train_and_eval_are_noticed_at_once():
-    model = Net().eval()
+    model = ScaledDropout().eval()
     net, auditor = audited(model, skip_inbuilt_nn_modules(), every=1000)
     x = torch.randn(2, 3)
     want = net(x)
@@ -281,7 +281,7 @@ def test_closures():
 
 
 def test_all_violations_are_reported():
-    model = Net().eval()
+    model = ScaledDropout().eval()
     net, auditor = audited(model, keep_portable(), every=1)
     x = torch.randn(2, 3)
     net(x)
@@ -365,7 +365,7 @@ def test_a_guard_that_fails_with_many_values_is_one_violation(factor):
 
 
 def test_copies_of_an_audited_model(factor):
-    model = Net().eval()
+    model = ScaledDropout().eval()
     auditor = audit(skip_nn_modules() & ~named("self.k"), every=1)
     net, x = compile(model, filter=auditor, backend="eager"), torch.randn(2, 3)
     net(x)
@@ -379,7 +379,7 @@ def test_copies_of_an_audited_model(factor):
 
 
 def test_nothing_is_kept_alive():
-    model = Net().eval()
+    model = ScaledDropout().eval()
     net, auditor = audited(model, skip_inbuilt_nn_modules(), every=1)
     net(torch.randn(2, 3))
     net(torch.randn(2, 3))
@@ -393,7 +393,7 @@ def test_nothing_is_kept_alive():
 
 
 def test_train_is_noticed_whatever_self_is_called():
-    class Odd(Net):
+    class Odd(ScaledDropout):
         def forward(this, x):  # noqa: N805
             return this.drop(this.layer(x))
 
@@ -406,7 +406,7 @@ def test_train_is_noticed_whatever_self_is_called():
 
 
 def test_where_torch_reads_the_value_the_line_is_still_the_users():
-    model = Net().train()
+    model = ScaledDropout().train()
     net, auditor = audited(model, skip_inbuilt_nn_modules(), every=1)
     net(torch.randn(2, 3))
     model.drop.p = 0.25
@@ -418,7 +418,7 @@ def test_where_torch_reads_the_value_the_line_is_still_the_users():
 
 def test_an_audit_that_knows_the_model_does_not_keep_it_alive():
     def there():
-        model, seen = Net().eval(), []
+        model, seen = ScaledDropout().eval(), []
         auditor = audit(skip_inbuilt_nn_modules(), every=1, action=lambda violations: seen.append((model, violations)))
         compile(model, filter=auditor, backend="eager")(torch.randn(2, 3))
         return weakref.ref(model)

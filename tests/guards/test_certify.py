@@ -35,7 +35,7 @@ certify = functools.partial(_certify.certify, backend="eager")
 suggest = functools.partial(_suggest.suggest, backend="eager")
 
 
-class Net(nn.Module):
+class NormAndDropout(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
@@ -52,13 +52,13 @@ def results(certificate):
 
 
 def test_without_dropped_guards_all_is_correct_but_late_hooks():
-    found = results(certify(Net(), torch.randn(3, 4), keep_all()))
+    found = results(certify(NormAndDropout(), torch.randn(3, 4), keep_all()))
     assert found.pop("a late forward hook") in (CORRECT, UNGUARDED)
     assert set(found.values()) <= {CORRECT, EAGER_FAILS}
 
 
 def test_dropout_after_eval_is_harmful():
-    certificate = certify(Net(), torch.randn(3, 4), skip_inbuilt_nn_modules())
+    certificate = certify(NormAndDropout(), torch.randn(3, 4), skip_inbuilt_nn_modules())
     assert results(certificate)["eval"] == STALE
     names = [guard.name for guard in certificate.labelled(HARMFUL)]
     assert any("drop" in name and "training" in name for name in names)
@@ -67,7 +67,7 @@ def test_dropout_after_eval_is_harmful():
 
 
 def test_globals():
-    certificate = certify(Net(), torch.randn(3, 4), skip_globals())
+    certificate = certify(NormAndDropout(), torch.randn(3, 4), skip_globals())
     assert results(certificate)["G['LIMIT'] = 4"] == STALE
     assert {guard.name for guard in certificate.labelled(HARMFUL)} == {"G['LIMIT']"}
     assert certificate.labelled(NOT_EXERCISED)
@@ -75,7 +75,7 @@ def test_globals():
 
 
 def test_a_change_without_effect_is_harmless():
-    certificate = certify(Net(), torch.randn(3, 4), keep_portable())
+    certificate = certify(NormAndDropout(), torch.randn(3, 4), keep_portable())
     labels = {guard.name: guard.label for guard in certificate.guards}
     assert labels["self.unused"] == "harmless"
     assert labels["self.k"] == HARMFUL
@@ -102,7 +102,7 @@ def test_shapes_strides_dtypes_and_state():
 
 
 def test_custom_changes():
-    model = Net().eval()
+    model = NormAndDropout().eval()
 
     @contextlib.contextmanager
     def wider():
@@ -116,7 +116,7 @@ def test_custom_changes():
 
 @pytest.mark.long
 def test_the_model_is_left_as_it_was():
-    model = Net()
+    model = NormAndDropout()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     hooks = len(model.drop._forward_hooks)
     certify(model, torch.randn(3, 4), skip_all())
@@ -202,7 +202,7 @@ def test_a_trial_keeps_no_model_alive():
     there = []
 
     def trial():
-        model = Net().eval()
+        model = NormAndDropout().eval()
         there.append(weakref.ref(model))
         certify(model, torch.randn(2, 4), skip_inbuilt_nn_modules())
 
@@ -213,7 +213,7 @@ def test_a_trial_keeps_no_model_alive():
 
 def test_what_is_suggested_was_exercised_and_is_clean(monkeypatch):
     monkeypatch.setattr(_suggest, "_microseconds", lambda *checks: [10.0, 9.0])
-    model, x = Net().eval(), torch.randn(3, 4)
+    model, x = NormAndDropout().eval(), torch.randn(3, 4)
     found = suggest(model, x)
     assert found.saves
     assert found.certificate.is_clean
@@ -248,7 +248,7 @@ def test_progress_in_a_pipe_has_a_line_for_each_change(capsys):
 
 def test_what_does_not_save_is_not_suggested(monkeypatch):
     monkeypatch.setattr(_suggest, "_microseconds", lambda *checks: [2.1, 2.9])
-    found = suggest(Net().eval(), torch.randn(3, 4))
+    found = suggest(NormAndDropout().eval(), torch.randn(3, 4))
     assert not found.saves
     assert repr(found.filter) == "keep_all()"
     assert "Nothing to suggest" in str(found)
@@ -256,7 +256,7 @@ def test_what_does_not_save_is_not_suggested(monkeypatch):
 
 
 def test_the_code_names_the_backend_that_was_tried(monkeypatch):
-    found = suggest(Net().eval(), torch.randn(3, 4), backend="aot_eager")
+    found = suggest(NormAndDropout().eval(), torch.randn(3, 4), backend="aot_eager")
     assert "backend='aot_eager'" in found.code
     assert [trial.backend for trial in found.tried] == ["aot_eager"] * 2  # in eval and in train mode
 
@@ -359,11 +359,11 @@ def test_a_value_that_matters_only_after_another_change_stays_guarded(suggested)
 
 
 def test_a_certificate_says_how_much_was_tried():
-    certificate = certify(Net().eval(), torch.randn(3, 4), ~of_type("DICT_NOT_CONTAINS", "DUPLICATE_INPUT"))
+    certificate = certify(NormAndDropout().eval(), torch.randn(3, 4), ~of_type("DICT_NOT_CONTAINS", "DUPLICATE_INPUT"))
     assert certificate.exercised == 0 < len(certificate.guards)
     assert not certificate.is_clean
     assert f"No change made {len(certificate.guards)} of them fail: nothing is known about those." in str(certificate)
-    certificate = certify(Net().eval(), torch.randn(3, 4), ~named("self.unused"))
+    certificate = certify(NormAndDropout().eval(), torch.randn(3, 4), ~named("self.unused"))
     assert certificate.exercised == len(certificate.guards) > 0
     assert certificate.is_clean
 

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
-from tests.models import Net
+from tests.models import ScaledLayer
 
 from torchguard.exceptions import GuardError, RecompileError
 from torchguard.guards._inspect import expect_no_recompile
@@ -18,15 +18,15 @@ def compiled(fn, **options):
 
 
 def test_a_recompile_is_an_error_with_all_failing_guards_and_advice():
-    model = Net()
+    model = ScaledLayer()
     net = compiled(model)
     net(torch.ones(2, 3))
     model.k = 5
     with pytest.raises(RecompileError) as error, expect_no_recompile():
         net(torch.ones(4, 3), flag=False)
     text = str(error.value)
-    assert "Net.forward" in text
-    assert Net.forward.__code__.co_filename in text
+    assert "ScaledLayer.forward" in text
+    assert ScaledLayer.forward.__code__.co_filename in text
     assert "was recompiled" in text
     assert "L['self'].k == 2, but it is 5" in text
     assert "size mismatch at index 0" in text
@@ -35,20 +35,20 @@ def test_a_recompile_is_an_error_with_all_failing_guards_and_advice():
 
 
 def test_the_first_compilation_is_allowed():
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     with expect_no_recompile():
         net(torch.ones(2, 3))
         net(torch.ones(2, 3))
 
 
 def test_a_second_compilation_in_the_same_block_is_an_error():
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     with pytest.raises(RecompileError, match="size mismatch"), expect_no_recompile():
         _ = net(torch.ones(2, 3)), net(torch.ones(4, 3))
 
 
 def test_declared_inputs_are_compiled_for_first():
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     inputs = [(torch.ones(2, 3),), (torch.ones(4, 3), False), {"x": torch.ones(5, 3)}, torch.ones(6, 3)]
     with expect_no_recompile(net, inputs):
         net(torch.ones(2, 3))
@@ -58,7 +58,7 @@ def test_declared_inputs_are_compiled_for_first():
 
 
 def test_after_declared_inputs_nothing_may_be_compiled():
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     with pytest.raises(RecompileError, match="was recompiled"), expect_no_recompile(net, [(torch.ones(2, 3),)]):
         net(torch.ones(4, 3))
     other = compiled(lambda x: x + 1)
@@ -67,7 +67,7 @@ def test_after_declared_inputs_nothing_may_be_compiled():
 
 
 def test_one_dynamic_graph_serves_all_sizes():
-    net = compiled(Net(), dynamic=None)
+    net = compiled(ScaledLayer(), dynamic=None)
     with expect_no_recompile(net, [torch.ones(2, 3), torch.ones(4, 3)]):
         for size in range(2, 9):
             net(torch.ones(size, 3))
@@ -109,7 +109,7 @@ def test_another_backend_is_no_recompile():
 
 
 def test_at_the_recompile_limit(caplog):
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     net(torch.ones(2, 3))
     with (
         torch._dynamo.config.patch(recompile_limit=1),
@@ -121,7 +121,7 @@ def test_at_the_recompile_limit(caplog):
 
 
 def test_an_error_of_the_block_comes_first():
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     net(torch.ones(2, 3))
     with pytest.raises(KeyError), expect_no_recompile():  # noqa: PT012
         net(torch.ones(4, 3))
@@ -131,7 +131,7 @@ def test_an_error_of_the_block_comes_first():
 
 
 def test_inductor():
-    net = compiled(Net(), backend="inductor")
+    net = compiled(ScaledLayer(), backend="inductor")
     with expect_no_recompile(net, [torch.ones(2, 3)]):
         net(torch.ones(2, 3)).sum().backward()
 

@@ -35,7 +35,7 @@ FACTOR = 3
 LAYER = nn.Linear(4, 4)
 
 
-class Net(nn.Module):
+class DropoutAndBuffer(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.dropout, self.scale = nn.Linear(4, 4), nn.Dropout(), 2
@@ -79,7 +79,7 @@ def entries_of(fn, *args, **options):
 
 X = torch.ones(2, 4)
 SUBJECTS = {
-    "module": lambda: entries_of(Net(), X),
+    "module": lambda: entries_of(DropoutAndBuffer(), X),
     "transformer": lambda: entries_of(nn.TransformerEncoderLayer(8, 2, 16), torch.ones(2, 3, 8)),
     "globals": lambda: entries_of(uses_globals, X),
     "free variable": lambda: entries_of(scaled_by(5), X),

@@ -1,5 +1,6 @@
 """What Dynamo compiled in a block, as data: frames, guards, recompiles and graph breaks."""
 
+import functools
 import json
 import logging
 import threading
@@ -7,7 +8,7 @@ import types
 
 import pytest
 import torch
-from tests.models import Net, bert
+from tests.models import ScaledLayer, bert
 from torch import nn
 
 from torchguard.exceptions import GuardError
@@ -34,10 +35,14 @@ def broken_in_the_middle(x):
 
 def test_a_frame_has_its_guards_as_a_tree():
     with inspect() as inspection:
-        compiled(Net())(torch.ones(2, 3))
+        compiled(ScaledLayer())(torch.ones(2, 3))
     (frame,) = inspection.frames
-    assert (frame.function, frame.file, frame.cache_size) == ("Net.forward", Net.forward.__code__.co_filename, 1)
-    assert frame.line == Net.forward.__code__.co_firstlineno
+    assert (frame.function, frame.file, frame.cache_size) == (
+        "ScaledLayer.forward",
+        ScaledLayer.forward.__code__.co_filename,
+        1,
+    )
+    assert frame.line == ScaledLayer.forward.__code__.co_firstlineno
     assert frame.seconds is not None
     assert frame.seconds > 0
     assert frame.guards.source == "L"
@@ -50,18 +55,18 @@ def test_a_frame_has_its_guards_as_a_tree():
 
 def test_a_guard_has_the_users_source_line_and_the_stack_into_torch():
     with inspect() as inspection:
-        compiled(Net())(torch.ones(2, 3))
+        compiled(ScaledLayer())(torch.ones(2, 3))
     guard = next(
         g for g in inspection.frames[0].guards.all_guards() if g.type == "TENSOR_MATCH" and g.source == "L['x']"
     )
-    line = line_of(Net.forward, "self.layer(x)")
-    assert f"{Net.forward.__code__.co_filename}:{line} in forward" in guard.line
+    line = line_of(ScaledLayer.forward, "self.layer(x)")
+    assert f"{ScaledLayer.forward.__code__.co_filename}:{line} in forward" in guard.line
     assert guard.stack[0].line == line
     assert "linear.py" in guard.stack[-1].file
 
 
 def test_a_cache_hit_is_not_recorded():
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     net(torch.ones(2, 3))
     with inspect() as inspection:
         net(torch.ones(2, 3))
@@ -69,7 +74,7 @@ def test_a_cache_hit_is_not_recorded():
 
 
 def test_a_recompile_has_all_failing_guards_of_everything_before():
-    model = Net()
+    model = ScaledLayer()
     net = compiled(model)
     net(torch.ones(2, 3))
     net(torch.ones(4, 3))
@@ -194,19 +199,19 @@ def test_a_break_in_a_loop_leaves_the_function_uncompiled():
 
 
 def test_past_the_recompile_limit_a_call_is_not_compiled(caplog):
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     with torch._dynamo.config.patch(recompile_limit=1), caplog.at_level(logging.CRITICAL), inspect() as inspection:
         net(torch.ones(2, 3))
         net(torch.ones(4, 3))
     assert len(inspection.frames) == 1
     (not_compiled,) = inspection.not_compiled
-    assert not_compiled.function == "Net.forward"
+    assert not_compiled.function == "ScaledLayer.forward"
     assert "size mismatch" in str(not_compiled)
     assert "not compiled" in str(inspection)
 
 
 def test_json():
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     with inspect() as inspection:
         net(torch.ones(2, 3))
         net(torch.ones(4, 3))
@@ -236,9 +241,9 @@ def test_nothing_is_reset_and_nothing_is_run_but_the_block():
     def counted(graph, inputs):
         return lambda *args: (ran.append(1), graph(*args))[1]
 
-    net = compiled(Net(), backend=counted)
+    net = compiled(ScaledLayer(), backend=counted)
     net(torch.ones(2, 3))
-    code = Net.forward.__code__
+    code = ScaledLayer.forward.__code__
     with inspect() as inspection:
         net(torch.ones(4, 3))
         net(torch.ones(2, 3))
@@ -279,12 +284,12 @@ def test_no_logger_is_touched_and_nothing_is_printed(capfd):
 
 def test_other_threads_are_recorded():
     with inspect() as inspection:
-        threads = [threading.Thread(target=compiled(Net()), args=(torch.ones(i + 1, 3),)) for i in range(3)]
+        threads = [threading.Thread(target=compiled(ScaledLayer()), args=(torch.ones(i + 1, 3),)) for i in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert {frame.function for frame in inspection.frames} == {"Net.forward"}
+    assert {frame.function for frame in inspection.frames} == {"ScaledLayer.forward"}
     assert len(inspection.frames) == 3
 
 
@@ -312,8 +317,8 @@ def test_more_frames_than_torch_keeps_metrics_of():
 
 def test_inductor():
     with inspect() as inspection:
-        compiled(Net(), backend="inductor")(torch.ones(2, 3))
-    assert inspection.frames[0].function == "Net.forward"
+        compiled(ScaledLayer(), backend="inductor")(torch.ones(2, 3))
+    assert inspection.frames[0].function == "ScaledLayer.forward"
     assert not inspection.graph_breaks
 
 
@@ -334,7 +339,7 @@ def test_an_inspector_runs_the_model_as_often_as_asked():
     def counted(graph, inputs):
         return lambda *args: (ran.append(1), graph(*args))[1]
 
-    inspector = GuardInspector(Net(), backend=counted, dynamic=False)
+    inspector = GuardInspector(ScaledLayer(), backend=counted, dynamic=False)
     assert ran == []
     assert inspector.cached() == []
     inspection = inspector.run(torch.ones(2, 3))
@@ -348,7 +353,7 @@ def test_an_inspector_runs_the_model_as_often_as_asked():
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has one cache for all before 2.13")
 def test_an_inspector_does_not_touch_cached_entries():
-    model = Net()
+    model = ScaledLayer()
     net = compiled(model)
     net(torch.ones(2, 3))
     GuardInspector(model, dynamic=False).run(torch.ones(4, 3))
@@ -358,13 +363,13 @@ def test_an_inspector_does_not_touch_cached_entries():
 
 
 def test_an_inspector_of_a_compiled_model():
-    model = Net()
+    model = ScaledLayer()
     net = compiled(model)
     net(torch.ones(2, 3))
     inspector = GuardInspector(net)
     assert inspector.compiled is net
     (frame,) = inspector.cached()
-    assert frame.function == "Net.forward"
+    assert frame.function == "ScaledLayer.forward"
     model.compile(backend="eager", dynamic=False)
     assert len(GuardInspector(model).cached()) == 1
     model.compile(backend="eager")  # which torch takes for another backend
@@ -378,6 +383,24 @@ def test_a_module_of_torch_has_the_name_of_its_class():
     (frame,) = inspection.frames
     assert frame.function == "Sequential"
     assert frame.file.endswith("container.py")
+
+
+def test_a_decorated_forward_has_the_name_of_its_class():
+    def logged(forward):
+        @functools.wraps(forward)
+        def wrapper(self, *args):
+            return forward(self, *args)
+
+        return wrapper
+
+    class Decorated(nn.Module):
+        @logged
+        def forward(self, x):
+            return x + 1
+
+    (frame,) = GuardInspector(Decorated()).run(torch.ones(2)).frames
+    assert frame.function == "Decorated.forward"
+    assert frame.line == Decorated.forward.__wrapped__.__code__.co_firstlineno
 
 
 def test_what_is_no_model_is_refused():

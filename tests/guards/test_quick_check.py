@@ -18,9 +18,9 @@ from tests.models import bert
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torchguard._torch import versions, words
+from torchguard._torch import quick_check, words
 from torchguard._torch.dynamo import entries_of, frame_of
-from torchguard._torch.versions import QuickCheck, can_read_words
+from torchguard._torch.quick_check import QuickCheck, can_read_words
 from torchguard.guards import audit, compile, skip_all
 
 needs_words = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="only Python 3.11 has these words")
@@ -385,7 +385,7 @@ def test_a_model_that_is_gone_is_released(is_cyclic):
     compiled = compile(model, filter=auditor, backend="eager", fullgraph=True)
     for _ in range(4):
         compiled(torch.randn(2, 4))
-    (quick,) = [one for one in versions._quick_checks if one.is_quick]
+    (quick,) = [one for one in quick_check._quick_checks if one.is_quick]
     gone = weakref.ref(model.blocks[0].layer.weight)
     del model, compiled
     gc.collect()
@@ -439,7 +439,7 @@ def test_a_model_that_changes_all_the_time_is_read_ever_more_rarely(everything):
 
 def test_a_python_without_these_words_checks_the_tree(everything, monkeypatch):
     model, tree, quick, f_locals = everything
-    monkeypatch.setattr(versions, "can_read_words", lambda: False)
+    monkeypatch.setattr(quick_check, "can_read_words", lambda: False)
     for _ in range(100):
         assert quick.check(f_locals)
     assert not quick.is_quick

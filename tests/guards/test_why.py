@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from tests.models import Net
+from tests.models import ScaledLayer
 from torch import nn
 
 from torchguard._torch.dynamo import entries_of, frame_of
@@ -20,7 +20,7 @@ def compiled(fn, **options):
 
 
 def test_a_call_that_matches_an_entry_has_no_reasons():
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     net(torch.ones(2, 3))
     answer = why(net, torch.ones(2, 3))
     assert not answer
@@ -28,7 +28,7 @@ def test_a_call_that_matches_an_entry_has_no_reasons():
     assert str(answer) == "This call matches a cached entry: it would not recompile."
 
 
-@pytest.mark.parametrize("make", [Net, lambda: torch.sin], ids=["module", "function"])
+@pytest.mark.parametrize("make", [ScaledLayer, lambda: torch.sin], ids=["module", "function"])
 def test_an_entry_of_another_backend_does_not_match(make):
     model = make()
 
@@ -56,7 +56,7 @@ def test_an_entry_compiled_for_a_deallocated_object_does_not_count():
 
 
 def test_an_entry_of_another_backend_does_not_match_a_module_either():
-    model = Net()
+    model = ScaledLayer()
     compiled(model)(torch.ones(2, 3))
     assert why(torch.compile(model, backend="aot_eager"), torch.ones(2, 3))
     model.compile(backend="aot_eager")
@@ -78,8 +78,8 @@ def test_custom_backends_are_told_apart():
     assert why(torch.compile(fn, backend=other), torch.ones(2))
 
 
-class Decorated(Net):
-    forward = torch.compile(Net.forward, backend="eager")
+class Decorated(ScaledLayer):
+    forward = torch.compile(ScaledLayer.forward, backend="eager")
 
 
 def compiled_itself(model):
@@ -87,7 +87,9 @@ def compiled_itself(model):
     return model
 
 
-@pytest.mark.parametrize("make", [Decorated, lambda: compiled_itself(Net())], ids=["in the class", "on the instance"])
+@pytest.mark.parametrize(
+    "make", [Decorated, lambda: compiled_itself(ScaledLayer())], ids=["in the class", "on the instance"]
+)
 def test_a_module_whose_forward_is_compiled(make):
     model = make()
     assert why(model, torch.ones(2, 3))
@@ -186,14 +188,14 @@ class TestStances:
 
 
 def test_before_the_first_call_there_is_no_entry():
-    answer = why(compiled(Net()), torch.ones(2, 3))
+    answer = why(compiled(ScaledLayer()), torch.ones(2, 3))
     assert answer
     assert "would compile" in str(answer)
     assert answer.reasons == ()
 
 
 def test_all_reasons_are_listed_not_only_the_first():
-    model = Net()
+    model = ScaledLayer()
     net = compiled(model)
     net(torch.ones(2, 3))
     model.k = 5
@@ -265,7 +267,7 @@ def test_advice_about_values_that_are_no_tensors():
 
 
 def test_grad_mode():
-    net = compiled(Net())
+    net = compiled(ScaledLayer())
     net(torch.ones(2, 3))
     with torch.no_grad():
         answer = why(net, torch.ones(2, 3))
@@ -274,7 +276,7 @@ def test_grad_mode():
 
 
 def test_every_entry_has_its_reasons():
-    net = compiled(Net(), dynamic=False)
+    net = compiled(ScaledLayer(), dynamic=False)
     net(torch.ones(2, 3))
     net(torch.ones(4, 3))
     answer = why(net, torch.ones(5, 3))
@@ -287,7 +289,7 @@ def test_a_module_of_torchs_own_and_a_method():
     layers(torch.ones(2, 3))
     assert not why(layers, torch.ones(2, 3))
     assert "size mismatch" in str(why(layers, torch.ones(3, 3)))
-    model = Net()
+    model = ScaledLayer()
     method = compiled(model.forward, dynamic=False)
     method(torch.ones(2, 3))
     assert not why(method, torch.ones(2, 3))
@@ -339,7 +341,7 @@ def test_a_size_out_of_range_is_named():
 
 
 def test_an_attribute_that_is_gone():
-    model = Net()
+    model = ScaledLayer()
     net = compiled(model)
     net(torch.ones(2, 3))
     del model.k
@@ -348,9 +350,9 @@ def test_an_attribute_that_is_gone():
 
 def test_bad_input():
     with pytest.raises(GuardError, match="is not compiled"):
-        why(Net(), torch.ones(2, 3))
+        why(ScaledLayer(), torch.ones(2, 3))
     with pytest.raises(GuardError, match="do not match the signature"):
-        why(compiled(Net()), 1, 2, 3, 4)
+        why(compiled(ScaledLayer()), 1, 2, 3, 4)
 
 
 def test_the_order_in_which_dynamo_checks_guards_is_left_alone():

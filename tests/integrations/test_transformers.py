@@ -14,8 +14,7 @@ from torchguard.exceptions import RetryError, WatchError
 pytest.importorskip("accelerate")
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
-from torchguard.integrations._losses import sample_losses
-from torchguard.integrations.transformers import RetryMixin, TorchGuardCallback
+from torchguard.integrations.transformers import RetryMixin, TorchGuardCallback, _sample_losses
 
 SIZE, BATCH, LENGTH = 11, 3, 5  # windows of two batches; the last one is a batch of 3 and one of 2
 
@@ -87,7 +86,7 @@ def trained_without(model, samples, bad, shift, smoothing=0.0):
                 continue
             stacked = {name: torch.stack([samples[i][name] for i in rows]) for name in samples[0]}
             labels = stacked.pop("labels")
-            sums, weights = sample_losses(model(**stacked).logits, labels, shift=shift, smoothing=smoothing)
+            sums, weights = _sample_losses(model(**stacked).logits, labels, shift=shift, smoothing=smoothing)
             optimizer.zero_grad()
             (sums.sum() / weights.sum()).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)

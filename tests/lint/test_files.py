@@ -5,7 +5,7 @@ import os
 import pytest
 
 from torchguard import lint
-from torchguard.lint import LintError, Settings, _config, _run, check_paths, check_source
+from torchguard.lint import LintError, Settings, _config, _files, check_paths, check_source
 
 FAULTY = "import torch\nx = torch.zeros(3)\n"
 
@@ -58,7 +58,7 @@ def test_a_path_that_does_not_exist_is_an_error(project):
         (b"\x00\x01\x02import torch", "null bytes"),
         (b"x = '\xff\xfe'\n", "no text"),
         (b"# -*- coding: klingon -*-\n", "no text"),
-        (b"#" * (_run.LONGEST + 1), "too long to check"),
+        (b"#" * (_files.LONGEST + 1), "too long to check"),
         ("x = " + "(" * 500 + ")" * 500, "no valid Python|nested too deeply"),
         ("x = " + "-" * 100_000 + "1", "nested too deeply|no valid Python"),
     ],
@@ -236,11 +236,11 @@ def test_a_cache_that_cannot_be_written_is_no_error(project, tmp_path):
 
 
 def test_several_processes_find_what_one_finds(project):
-    project(**{f"m{i}": FAULTY if i % 2 else "def f(:" for i in range(_run._FEW)})
+    project(**{f"m{i}": FAULTY if i % 2 else "def f(:" for i in range(_files._FEW)})
     seen = []
     several = check_paths(["."], jobs=2, progress=lambda done, total: seen.append((done, total)))
     assert several.findings == check_paths(["."], jobs=1).findings
-    assert seen[-1] == (_run._FEW, _run._FEW)
+    assert seen[-1] == (_files._FEW, _files._FEW)
 
 
 LOSS = "import torch\ndef focal_loss(x, y):\n    return (torch.exp(x) - y).mean()\n"

@@ -1,6 +1,7 @@
 """A report with every block, whose text tries to run scripts and to leave its place in the page."""
 
 from torchguard.report import (
+    Answer,
     Code,
     Facts,
     FlameGraph,
@@ -17,7 +18,6 @@ from torchguard.report import (
     Table,
     Text,
     Timeline,
-    Verdict,
 )
 
 EVIL = (
@@ -30,7 +30,7 @@ def hostile_report(evil: str = EVIL, rows: int = 60) -> Report:
     values = Section(
         f"Values {evil}",
         (
-            Verdict("bad", f"Samples went bad at {evil}"),
+            Answer("bad", f"Samples went bad at {evil}"),
             Text(evil),
             Text(evil, preformatted=True),
             Facts(((evil, evil),)),
@@ -50,7 +50,7 @@ def hostile_report(evil: str = EVIL, rows: int = 60) -> Report:
     compiled = Section(
         "Compile",
         (
-            Verdict("warning", "One recompile."),
+            Answer("warning", "One recompile."),
             Timeline(evil, (Span(evil, 0.0, 1.0, evil, "ok", (evil,)), Span("b", 1.0, 0.0, evil, "bad"))),
             FlameGraph(evil, "us", Frame(evil, 10.0, (Frame(evil, 6.0),))),
             Code(evil, (Pane(evil, (evil, "b"), (evil, "")), Pane("b", ("one", "two"), (evil, "")))),

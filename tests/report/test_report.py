@@ -10,7 +10,7 @@ import pytest
 from tests.report.hostile import EVIL, hostile_report
 
 from torchguard._sizes import format_size
-from torchguard.report import HeatMap, LineChart, Report, ReportError, Section, Series, Shown, Table, Text, Verdict
+from torchguard.report import Answer, HeatMap, LineChart, Report, ReportError, Section, Series, Shown, Table, Text
 from torchguard.report._html import _heat_map_data
 from torchguard.report._text import bars
 
@@ -37,13 +37,13 @@ def test_json_has_a_version_and_no_numbers_that_json_lacks():
         (lambda data: data.update(schema=99), "schema 99, expected 1"),
         (lambda data: data.update(title=3), "report.title: expected str, got 3"),
         (lambda data: data["sections"][0].pop("title"), r"report.sections\[0\].title is missing"),
-        (lambda data: data["sections"][0]["blocks"][0].update(kind="x"), r"blocks\[0\].kind: expected one of verdict"),
+        (lambda data: data["sections"][0]["blocks"][0].update(kind="x"), r"blocks\[0\].kind: expected one of answer"),
         (lambda data: data["sections"][0]["blocks"][0].update(status="x"), "status: expected one of ok"),
         (lambda data: data["sections"][0].update(blocks=3), "blocks: expected an array"),
     ],
 )
 def test_json_that_is_no_report_is_refused_with_the_path_of_what_is_wrong(change, message):
-    data = Report("r", (Section("s", (Verdict("ok", "fine"),)),)).to_dict()
+    data = Report("r", (Section("s", (Answer("ok", "fine"),)),)).to_dict()
     change(data)
     with pytest.raises(ReportError, match=message):
         Report.from_dict(data)
@@ -56,9 +56,9 @@ def test_text_has_the_answers_and_no_control_characters():
     assert "In the HTML page: Incident" in text
 
 
-def test_the_status_of_a_section_is_the_worst_verdict_in_it():
-    inner = Section("b", (Verdict("bad", "x"), Verdict("ok", "y")))
-    assert Report("r", (Section("a", (Verdict("unknown", "z"),), (inner,)),)).status == "bad"
+def test_the_status_of_a_section_is_that_of_its_worst_answer():
+    inner = Section("b", (Answer("bad", "x"), Answer("ok", "y")))
+    assert Report("r", (Section("a", (Answer("unknown", "z"),), (inner,)),)).status == "bad"
     assert Section("c", (Text("nothing"),)).status == "ok"
 
 
@@ -94,7 +94,7 @@ def test_a_notebook_gets_tables_in_place_of_charts_and_no_script():
 def test_results_show_themselves_and_save_by_suffix(tmp_path):
     class Result(Shown):
         def section(self):
-            return Section("Result", (Verdict("ok", "all is well"),))
+            return Section("Result", (Answer("ok", "all is well"),))
 
     assert "all is well" in Result()._repr_html_()
     assert "<!doctype html>" in Result().save(tmp_path / "a.html").read_text()

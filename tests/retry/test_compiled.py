@@ -10,7 +10,7 @@ from torchguard.guards import inspect
 B = 6
 
 
-class Net(nn.Module):
+class WithBatchNorm(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.n, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
@@ -47,7 +47,7 @@ WAYS = [compiled_model, model_compiled_in_place, compiled_function, compiled_clo
 def train(way, backend, steps=5, **options):
     """Steps of which the third and the last have a bad sample; weights, and those of an eager run without it."""
     torch.manual_seed(0)
-    model, plain = Net().double(), Net().double()
+    model, plain = WithBatchNorm().double(), WithBatchNorm().double()
     plain.load_state_dict(model.state_dict())
     closure = way(model, backend)
     guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), **options)
@@ -132,7 +132,7 @@ def test_keep_shapes_runs_every_part_in_the_graph_of_the_healthy_step():
 
 def test_keep_shapes_compiles_nothing_where_samples_influence_each_other():
     torch.manual_seed(0)
-    model = Net().double()
+    model = WithBatchNorm().double()
     compiled = torch.compile(model, backend="aot_eager")
     guard = Retry(model, keep_shapes=True)
     with inspect() as seen:

@@ -95,6 +95,25 @@ def test_a_fault_that_is_not_reproduced_accuses_nobody_and_the_step_counts(tmp_p
     assert model.weight.grad is not None
 
 
+def every_loss(losses, draw):
+    return losses * nan if draw() < 128 else losses
+
+
+def some_losses(losses, draw):
+    return losses * torch.tensor([nan if draw() < 26 else 1.0 for _ in losses])
+
+
+@pytest.mark.parametrize("fault", [every_loss, some_losses])
+def test_a_fault_that_comes_and_goes_with_the_time_accuses_nobody(fault, tmp_path):
+    numbers = tmp_path / "numbers"  # a file is not put back
+    numbers.write_bytes(random.Random(0).randbytes(1 << 16))
+    with numbers.open("rb") as drawn:
+        for number in range(60):
+            model = nn.Linear(4, 1)
+            closure = lambda x, model=model: fault(squares(model(x)), lambda: drawn.read(1)[0])  # noqa: E731
+            assert not backward(model, closure, torch.randn(4 + number % 8, 4)).bad
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_fault_that_random_numbers_decide_accuses_nobody(seed):
     model = nn.Linear(4, 1)

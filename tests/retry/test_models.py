@@ -325,10 +325,14 @@ def test_models_of_transformers_with_their_own_loss(name, value):
         assert guarded.draws() == plain.draws()
 
 
+# AOTAutograd has no second derivatives, and a checkpointed batch norm counts a batch once, in eager mode twice.
+NOT_COMPILED = ("gradient penalty", "checkpointing")
+
+
 # Dynamo reads it where a graph breaks.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.long
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [name for name in LOOPS if name not in NOT_COMPILED])
 def test_a_compiled_run_with_bad_samples_equals_the_run_without_them(name):
     make, make_batch, spoil = LOOPS[name]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard._retry.search import Finding, Outcome, Reason, RunLimitError, Search
+from torchguard._retry.search import Outcome, RunLimitError, Search, SearchResult, Unexplained
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Model:
     def _has_lonely(self, part: tuple[int, ...]) -> bool:
         return self.classes is not None and 1 in Counter(self.classes[row] for row in part).values()
 
-    def find(self, **options) -> Finding:
+    def find(self, **options) -> SearchResult:
         return Search(self.run, tuple(range(self.size)), is_random=lambda: self.draws > 0, **options).find()
 
 
@@ -81,13 +81,13 @@ def test_independent_bad_samples_are_found_exactly(given_):
     model = Model(size, [frozenset([row]) for row in bad])
     finding = model.find(is_coupled=lambda good: False)
     if len(bad) == size:
-        assert finding.reason is Reason.ALL
+        assert finding.reason is Unexplained.ALL
         assert not finding.bad
     elif finding.reason is None:
         assert finding.bad == tuple(sorted(bad))
         assert finding.good == tuple(row for row in range(size) if row not in bad)
     else:  # too many to find a finite part among those that were tried
-        assert finding.reason in (Reason.ALL, Reason.NO_FINITE_PART)
+        assert finding.reason in (Unexplained.ALL, Unexplained.NO_FINITE_PART)
         assert len(bad) > 4
 
 
@@ -100,7 +100,7 @@ def test_only_samples_of_a_fault_are_accused(model):
 @given(models())
 def test_the_part_that_remains_is_finite(model):
     finding = model.find()
-    if finding.reason in (None, Reason.NOT_REPRODUCED):
+    if finding.reason in (None, Unexplained.NOT_REPRODUCED):
         assert model.run(finding.good) is Outcome.FINITE
         assert {*finding.good}.isdisjoint(finding.bad)
         assert {*finding.good} | {*finding.bad} | {*finding.left_out} == {*range(model.size)}
@@ -109,11 +109,11 @@ def test_the_part_that_remains_is_finite(model):
 
 
 @given(models())
-def test_a_part_is_run_once_and_the_result_twice_more(model):
+def test_a_part_is_run_once_and_the_result_six_times_more(model):
     good = model.find().good
     searched = [part for part in model.parts if part not in (tuple(range(model.size)), good)]
     assert len(searched) == len({*searched})
-    assert len(model.parts) - len({*model.parts}) <= 4
+    assert len(model.parts) - len({*model.parts}) <= 12
 
 
 @given(models(), st.integers(1, 30))
@@ -129,7 +129,7 @@ def test_few_bad_samples_take_about_two_runs_for_each_halving(size, data):
     bad = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=3))
     model = Model(size, [frozenset([row]) for row in bad])
     assert model.find(is_coupled=lambda good: False).bad == tuple(sorted(bad))
-    assert len(model.parts) <= 12 + 2 * len(bad) * math.ceil(math.log2(size)) + 2 * len(bad)
+    assert len(model.parts) <= 20 + 2 * len(bad) * math.ceil(math.log2(size)) + 2 * len(bad)
 
 
 def test_a_sample_that_shows_takes_two_runs_more_than_the_first_and_one_to_prove_it_is_the_first_again():
@@ -161,7 +161,7 @@ def test_samples_that_are_bad_only_together_are_a_group(size, data):
 
 def test_a_fault_of_very_many_samples_together_accuses_nobody():
     finding = Model(12, [frozenset(range(9))]).find()
-    assert finding.reason is Reason.TOGETHER
+    assert finding.reason is Unexplained.TOGETHER
     assert not finding.bad
 
 
@@ -193,28 +193,35 @@ def test_a_fault_that_random_numbers_decide_accuses_nobody(draws):
         faults = [frozenset([rng.randrange(size)]) for _ in range(rng.randint(0, 2))]
         finding = Model(size, faults, draws=draws, seed=seed).find()
         accused += not {*finding.bad} <= {row for fault in faults for row in fault}
-    assert accused <= 1  # by chance: a sample would have to look bad in four draws and be so in none
+    assert accused == 0
 
 
 def test_a_fault_that_is_not_reproduced_accuses_nobody():
     finding = Model(4).find()
-    assert finding == Finding((0, 1, 2, 3), reason=Reason.NOT_REPRODUCED)
+    assert finding == SearchResult((0, 1, 2, 3), reason=Unexplained.NOT_REPRODUCED)
 
 
 def test_a_fault_that_shows_elsewhere_when_it_is_run_again_accuses_nobody():
     finding = Model(8, [frozenset([3])]).find(stages=[[3]], shown=[3], is_moved=lambda: True)
-    assert (finding.bad, finding.reason) == ((), Reason.MOVED)
+    assert (finding.bad, finding.reason) == ((), Unexplained.MOVED)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_fault_that_comes_and_goes_is_seldom_blamed_on_samples(seed):
-    source = random.Random(seed)
-    rows = tuple(range(8))
-    accused = 0
-    for _ in range(100):
-        search = Search(lambda *_: source.choice([Outcome.FINITE, Outcome.NON_FINITE]), rows)
-        accused += bool(search.find().bad)
-    assert accused <= 5
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_fault_that_comes_and_goes_is_not_blamed_on_samples(share):
+    source = random.Random(0)
+    for _ in range(400):
+        size = source.randint(2, 24)
+        search = Search(lambda *_: Outcome.NON_FINITE if source.random() < share else Outcome.FINITE, (*range(size),))
+        assert not search.find().bad
+
+
+def test_a_fault_that_shows_is_tried_again_until_one_has_stayed():
+    runs = []
+    for is_steady in (False, True):
+        model = Model(8, [frozenset([3])])
+        assert model.find(stages=[[3]], shown=[3], is_steady=is_steady).bad == (3,)
+        runs.append(len(model.parts))
+    assert runs[0] == runs[1] + 12
 
 
 @given(models(largest_fault=1, with_classes=False), st.data())
@@ -233,11 +240,11 @@ def test_no_part_smaller_than_min_batch_is_run(model, min_batch):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_of_bad_samples_alone_accuses_nobody_by_itself(size):
     finding = Model(size, [frozenset([row]) for row in range(size)]).find()
-    assert finding.reason is Reason.ALL
+    assert finding.reason is Unexplained.ALL
     assert not finding.bad
 
 
 @pytest.mark.parametrize("size", [1, 6, 64, 1000])
 def test_that_all_are_bad_is_known_within_the_default_limit(size):
     model = Model(size, [frozenset([row]) for row in range(size)], limit=198)
-    assert model.find().reason is Reason.ALL
+    assert model.find().reason is Unexplained.ALL

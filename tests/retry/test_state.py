@@ -381,6 +381,41 @@ def in_optimizer_of_the_closure(model):
     )
 
 
+def in_hooks_that_take_part(model):
+    """Of a module and of a parameter: what they return is part of what is computed."""
+    state = {"outputs": 0, "gradients": 0}
+
+    def of_module(module, args, output):
+        state["outputs"] += 1
+        return output * 2
+
+    def of_gradient(gradient):
+        state["gradients"] += 1
+        return gradient * 2
+
+    model.register_forward_hook(of_module)
+    model.weight.register_hook(of_gradient)
+    return lambda x: losses(model, x), lambda: (state["outputs"] + state["gradients"]) / 2
+
+
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.names, self.last = 0, [0], torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.names.append(1)
+        self.last = self.last + 1
+        return x * self.calls
+
+
+def in_torchscript(model):
+    scripted = torch.jit.script(Scripted())
+    count = lambda: (scripted.calls + len(scripted.names) - 1 + scripted.last.item()) / 3  # noqa: E731
+    return lambda x: losses(model, scripted(x)), count
+
+
 PLACES = [
     in_attribute, in_buffer, in_buffer_by_data, in_replaced_buffer, in_lazy_buffer, in_frozen_parameter,
     in_module_of_closure, in_plain_tensor, in_expanded_tensor, in_cell, in_global, in_global_list, in_global_tensor,
@@ -388,7 +423,7 @@ PLACES = [
     behind_weak_reference,
     in_namespaces, in_numpy_array, in_bound_method, in_function_attribute, in_imported_module, in_private_slot,
     in_arrays_of_the_standard_library, in_classes_of_the_standard_library, in_context_variable,
-    in_optimizer_of_the_closure,
+    in_optimizer_of_the_closure, in_hooks_that_take_part, in_torchscript,
 ]  # fmt: skip
 
 
@@ -402,6 +437,27 @@ def test_a_retried_step_counts_once(place):
     closure, count = place(model)
     step(closure, model)
     assert count() == 1
+
+
+def test_a_hook_that_is_registered_after_the_first_step_is_restored():
+    model = nn.Linear(4, 1)
+    guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    guard.step(lambda x: losses(model, x), torch.randn(B, 4))
+    closure, count = in_hooks_that_take_part(model)
+    guard.step(closure, bad_batch())
+    assert count() == 1
+
+
+def test_hooks_that_only_observe_see_every_run():
+    model, seen = nn.Linear(4, 1), []
+
+    def observe(module, args, output):
+        seen.append(len(output))
+
+    model.register_forward_hook(observe)
+    model.register_forward_hook(lambda module, args, output: seen.append(output.mean().item()))
+    step(lambda x: losses(model, x), model)
+    assert len(seen) == 2 * 3
 
 
 @pytest.mark.parametrize("place", [in_attribute, in_lazy_buffer, in_nested_containers, in_object])

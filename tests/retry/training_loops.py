@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 B = 6
 nan, inf = float("nan"), float("inf")
@@ -467,6 +469,52 @@ def spectral():
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 3))
 
 
+def checkpointed():
+    model = Norms()
+    return Loop([model], lambda b: by_class(checkpoint(model, b["x"], use_reentrant=False), b))
+
+
+def gradient_penalty():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def closure(b):
+        x = b["x"].clone().requires_grad_()
+        losses = by_class(model(x), b)
+        (gradient,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+        return losses + 0.1 * gradient.square().sum(1)
+
+    return Loop([model], closure)
+
+
+def averaged_in_the_closure():
+    """A teacher that is an average of the student, buffers included."""
+    model = Norms()
+    teacher = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True).requires_grad_(False)
+
+    def closure(b):
+        teacher.update_parameters(model)
+        outputs = model(b["x"])
+        return by_class(outputs, b) + squares(outputs - teacher(b["x"]))
+
+    return Loop([model, teacher], closure)
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained correction of low rank."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.frozen = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+
+    def forward(self, x):
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def low_rank():
+    return nn.Sequential(LowRank(4, 8), nn.BatchNorm1d(8), nn.ReLU(), LowRank(8, 3))
+
+
 # A name, how to make the loop and a batch of it, and how to make samples bad.
 LOOPS: dict[str, tuple[Callable[[], Loop], Callable[[], Any], Callable[[Any, list[int]], None]]] = {
     "learned queries": (lambda: loop_of(Queries(), of_squares), sequences, with_nan),
@@ -503,4 +551,9 @@ LOOPS: dict[str, tuple[Callable[[], Loop], Callable[[], Any], Callable[[Any, lis
     "token-weighted": (token_weighted, tokens, with_nan),
     "one loss": (scalar, vectors, with_nan),
     "one loss, overflow": (scalar, vectors, with_huge),
+    "checkpointing": (checkpointed, vectors, with_nan),
+    "gradient penalty": (gradient_penalty, vectors, with_nan),
+    "average in the closure": (averaged_in_the_closure, vectors, with_nan),
+    "average in the closure, overflow": (averaged_in_the_closure, vectors, with_huge),
+    "low rank": (lambda: loop_of(low_rank()), vectors, with_huge),
 }

@@ -1,6 +1,7 @@
 """A torch that lacks a private name: what is required says so, and what is not does without, as the docstring says."""
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -26,6 +27,7 @@ from torchguard._torch import (
     inductor,
     modules,
     nodes,
+    ops,
     process,
     settings,
     tensors,
@@ -33,7 +35,10 @@ from torchguard._torch import (
     training,
 )
 from torchguard._torch import guards as guard_trees
-from torchguard.exceptions import GuardError
+from torchguard.compiled import compile_out
+from torchguard.exceptions import CompileError, GuardError
+
+SEAM = Path(process.__file__).parent
 
 
 def reimported(module):
@@ -143,6 +148,31 @@ class TestTensors:
             assert not again.any_autocast()
 
 
+class TestFakes:
+    def test_control_flow_is_left_to_torch_where_it_runs_otherwise(self, monkeypatch):
+        monkeypatch.delattr("torch._higher_order_ops.utils._hop_compile_and_call", raising=False)
+        with fakes.expanded_control_flow({"cond_op": pytest.fail}):
+            assert not hasattr(torch._higher_order_ops.utils, "_hop_compile_and_call")
+
+    def test_a_loop_is_refused_where_numbers_of_fake_tensors_are_not_known(self, monkeypatch):
+        def loop(x):
+            step = lambda i, x: (i + 1, x * 2)  # noqa: E731
+            return torch.while_loop(lambda i, x: i < 3, step, (torch.tensor(0), x))[1]
+
+        assert compile_out(loop, torch.ones(2), backend="eager").forward(torch.ones(2)).tolist() == [8.0, 8.0]
+        monkeypatch.setattr(fakes, "constant_of", lambda _, of=fakes.constant_of: of(torch.ones(())))
+        with pytest.raises(CompileError, match="its number of steps is not known"):
+            compile_out(loop, torch.ones(2), backend="eager")
+
+
+class TestOps:
+    def test_there_are_no_names_of_higher_order_operators(self, monkeypatch):
+        assert "higher_order.cond" in ops._op_names("higher_order")
+        monkeypatch.delattr(torch._ops, "_higher_order_ops")
+        assert ops._op_names("higher_order") == ()
+        assert "aten.mm.default" in ops.op_names()
+
+
 class TestModules:
     def test_a_compiled_module_without_its_mark_is_one_whose_forward_is_compiled(self):
         compiled = torch.compile(nn.Linear(2, 2), backend="eager")
@@ -168,14 +198,15 @@ class TestModules:
         assert model(torch.ones(2)) == "wrapped"
 
     def test_without_skip_code_a_watched_model_compiles(self, monkeypatch):
-        monkeypatch.delattr("torch._dynamo.eval_frame.skip_code")
-        modules.skip_frame(double)
-        assert [*modules.compiled_call_at("_watch")] == ["_compiled_call_impl"]
-
         class Other(nn.Linear):
             pass
 
-        out, _ = torch.compile(watch(Other(2, 2)), backend="eager", fullgraph=True)(torch.ones(3, 2))
+        with monkeypatch.context() as without:  # not while it compiles: on Python 3.12, Dynamo itself needs the name
+            without.delattr("torch._dynamo.eval_frame.skip_code")
+            modules.skip_frame(double)
+            assert [*modules.compiled_call_at("_watch")] == ["_compiled_call_impl"]
+            guarded = watch(Other(2, 2))
+        out, _ = torch.compile(guarded, backend="eager", fullgraph=True)(torch.ones(3, 2))
         assert out.shape == (3, 2)
 
     def test_without_a_compiled_call_a_module_is_not_compiled_in_place(self):
@@ -310,6 +341,18 @@ class TestEvents:
             f"graphs of Dynamo: torch {torch.__version__} has no _call_user_compiler",
         )
 
+    def test_a_graph_without_its_frame_is_captured_without_names(self, monkeypatch):
+        starts = []
+
+        def compiling(start, graph):
+            starts.append(start)
+            return contextlib.nullcontext()
+
+        monkeypatch.setattr(compilations, "_listener", lambda: types.SimpleNamespace(compiling=compiling))
+        graph = fx.symbolic_trace(double)
+        assert compilations._compile_frame(lambda self, gm: gm, object(), graph) is graph
+        assert [(one.function, one.file, one.line) for one in starts] == [("", "", 0)]
+
     def test_there_is_no_progress(self, no_module):
         no_module("torch._dynamo.callback")
         assert not compilations.on_compile_start_and_end(print, print)
@@ -326,6 +369,11 @@ class TestNodes:
         assert not nodes.is_lifted_state(placeholder)
         module = fx.GraphModule(nn.Module(), placeholder.graph)
         assert nodes.inputs_of(module) == (nodes.GraphInput("x", is_state=False),)
+
+    def test_nothing_is_known_of_an_op(self, placeholder):
+        (node,) = placeholder.users
+        assert nodes.call_of(node) is None
+        assert nodes.op_before_decomposition(node) == str(node.target)
 
     def test_what_is_set_is_read(self, placeholder):
         nodes.set_source(placeholder, "L['self']._modules['fc']._parameters['weight']")
@@ -494,6 +542,20 @@ class TestTraining:
     def test_without_communication_hooks_none_are_seen(self):
         assert training.communication_hooks(nn.Linear(2, 1)) == []
 
+    def test_hooks_in_other_attributes_are_not_seen(self):
+        model = nn.Linear(2, 1)
+        model.register_forward_hook(print)
+        model.weight.register_hook(print)
+        assert training.hooks_of(model) == [print, print]
+        del model._forward_hooks
+        assert training.hooks_of(model) == [print]
+
+    def test_without_types_of_torchscript_its_attributes_are_not_seen(self, monkeypatch):
+        scripted = torch.jit.script(nn.Dropout())
+        assert "training" in modules.script_attributes(scripted)
+        monkeypatch.delattr(torch._C, "ConcreteModuleType")
+        assert modules.script_attributes(scripted) == []
+
     def test_without_the_mark_of_fused_optimizers_none_skips_on_the_device(self, monkeypatch):
         model = nn.Linear(2, 1)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -537,8 +599,8 @@ class TestHookGuards:
 
 
 def test_every_degraded_mode_is_tested_here():
-    tests, modules = Path(__file__).read_text(), Path(process.__file__).parent.glob("*.py")
-    functions = [node for path in modules for node in ast.walk(ast.parse(path.read_text()))]
+    tests = Path(__file__).read_text()
+    functions = [node for path in SEAM.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     degraded = {
         node.name
         for node in functions
@@ -546,3 +608,10 @@ def test_every_degraded_mode_is_tested_here():
     }
     assert len(degraded) > 20
     assert {name for name in degraded if not re.search(rf"\b{name}\b", tests)} == set()
+
+
+def test_every_module_of_the_seam_says_for_which_torch_and_what_happens_without():
+    modules = {path.name: ast.get_docstring(ast.parse(path.read_text())) for path in SEAM.glob("*.py")}
+    del modules["__init__.py"], modules["support.py"]  # which say it of all others
+    assert {name for name, text in modules.items() if not re.search(r"torch\s2\.11\sto\s2\.15", text)} == set()
+    assert {name for name, text in modules.items() if not re.search("required|degraded", text.lower())} == set()

@@ -16,7 +16,7 @@ from torchguard.exceptions import WatchError
 NAN, INF = float("nan"), float("inf")
 
 
-class Net(nn.Module):
+class OptionalScale(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
@@ -52,7 +52,7 @@ class TestHistory:
     @pytest.mark.inductor
     @pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
     def test_it_has_the_faults_of_all_calls(self, run, store, quarantine):
-        guarded = watch(Net(), quarantine=quarantine)
+        guarded = watch(OptionalScale(), quarantine=quarantine)
         call = run(guarded)
         call(batch())
         call(batch(s1=NAN), sample_ids=torch.tensor([7, 8, 9, 10]))
@@ -70,7 +70,7 @@ class TestHistory:
 
     def test_no_call_recompiles_or_waits_for_it(self, store):
         counter = CompileCounterWithBackend("aot_eager")
-        guarded = watch(Net())
+        guarded = watch(OptionalScale())
         compiled = torch.compile(guarded, backend=counter, fullgraph=True)
         for step in range(5):
             compiled(batch(s2=NAN if step % 2 else 1.0))
@@ -122,7 +122,7 @@ class TestHistory:
         assert guarded.run_report().calls == 1
 
     def test_a_checkpoint_around_it_in_a_graph(self, store):
-        guarded = watch(Net(), quarantine=True)
+        guarded = watch(OptionalScale(), quarantine=True)
 
         @torch.compile(backend="aot_eager", fullgraph=True)
         def step(x):
@@ -132,7 +132,7 @@ class TestHistory:
         assert seen(guarded) == [(0, 1, None, "input pixel_values")]
 
     def test_copies_begin_a_history_of_their_own(self):
-        guarded = watch(Net())
+        guarded = watch(OptionalScale())
         guarded(batch(s1=NAN))
         for other in (copy.deepcopy(guarded), pickle.loads(pickle.dumps(guarded))):
             assert other.history == []
@@ -141,14 +141,14 @@ class TestHistory:
         assert [one.sample for one in guarded.history] == [1]
 
     def test_moving_the_model_keeps_it(self, store):
-        guarded = watch(Net())
+        guarded = watch(OptionalScale())
         guarded(batch(s1=NAN))
         guarded.double().float()
         guarded(batch(s2=NAN))
         assert [(one.step, one.sample) for one in guarded.history] == [(0, 1), (1, 2)]
 
     def test_inference_mode_and_back(self, run_light, store):
-        model = Net()
+        model = OptionalScale()
         with torch.inference_mode():
             guarded = watch(model)
             run_light(guarded)(batch(s1=NAN))
@@ -158,7 +158,7 @@ class TestHistory:
 
 class TestIds:
     def test_a_report_names_them(self, run_light):
-        guarded = watch(Net())
+        guarded = watch(OptionalScale())
         run_light(guarded)(batch(s1=NAN), sample_ids=torch.tensor([7, 8, 9, 10]))
         (incident,) = guarded.report()
         assert str(incident).startswith("sample 1 (id 8): NAN at input pixel_values")
@@ -166,14 +166,14 @@ class TestIds:
         assert guarded.report()[0].id is None
 
     def test_they_may_be_a_list(self):
-        guarded = watch(Net())
+        guarded = watch(OptionalScale())
         guarded(batch(s1=NAN), sample_ids=[7, 8, 9, 10])
         assert guarded.history[0].id == 8
 
     @pytest.mark.parametrize("ids", [[1, 2], [[1, 2, 3, 4]], [1.0, 2.0, 3.0, 4.0]])
     def test_one_integer_for_each_sample(self, ids):
         with pytest.raises(WatchError, match="sample_ids"):
-            watch(Net())(batch(), sample_ids=ids)
+            watch(OptionalScale())(batch(), sample_ids=ids)
 
     def test_a_model_that_takes_them_gets_them(self):
         class Named(nn.Module):
@@ -190,7 +190,7 @@ class TestIds:
 
 class TestOrigins:
     def test_in_quarantine_a_fault_between_modules_is_in_the_input_of_the_next(self, run_light):
-        class Between(Net):
+        class Between(OptionalScale):
             def forward(self, x):
                 return self.second(self.first(x).log())
 
@@ -220,7 +220,7 @@ class TestOrigins:
 class TestParameters:
     @pytest.mark.parametrize("quarantine", [False, True])
     def test_a_parameter_that_became_nan_is_named_with_its_step(self, run_light, quarantine):
-        guarded = watch(Net(), quarantine=quarantine)
+        guarded = watch(OptionalScale(), quarantine=quarantine)
         call = run_light(guarded)
         for step in range(6):
             if step == 3:
@@ -249,14 +249,14 @@ class TestParameters:
         assert lines[-2:] == ["  parameter second.weight is NaN since step 1", "  parameter first.weight is NaN"]
 
     def test_a_bad_sample_is_not_blamed_on_a_parameter(self):
-        guarded = watch(Net())
+        guarded = watch(OptionalScale())
         guarded(batch(s1=NAN))
         guarded.first.weight.data.fill_(NAN)  # as an optimizer would do after this call
         assert [one.cause for one in guarded.report()] == [""]
         assert guarded.run_report().since is None
 
     def test_a_clean_run(self):
-        guarded = watch(Net())
+        guarded = watch(OptionalScale())
         guarded(batch())
         report = guarded.run_report()
         assert report.ok

@@ -18,7 +18,7 @@ POOL.submit(int).result()  # its thread is older than any call
 TABLE = torch.linspace(0, 1, 5, dtype=torch.float64)
 
 
-class Net(nn.Module):
+class WithStep(nn.Module):
     def __init__(self, step):
         super().__init__()
         self.first, self.inner, self.last = (nn.Linear(5, 5).double() for _ in range(3))
@@ -94,7 +94,7 @@ def bad_samples(guarded, has_gradient):
 @pytest.mark.parametrize("has_gradient", [True, False])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_that_no_operation_shows_is_declared(name, has_gradient):
-    guarded = watch(Net(MIXTURES[name]), quarantine=True)
+    guarded = watch(WithStep(MIXTURES[name]), quarantine=True)
     with pytest.warns(MixedRowsWarning, match="may mix samples"):
         assert bad_samples(guarded, has_gradient) == ALL
     assert bad_samples(guarded, has_gradient) == ALL
@@ -103,7 +103,7 @@ def test_a_mixture_that_no_operation_shows_is_declared(name, has_gradient):
 @pytest.mark.filterwarnings("error::torchguard.exceptions.MixedRowsWarning")
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_constants_of_the_host_mix_nothing(name):
-    guarded = watch(Net(CONSTANTS[name]), quarantine=True)
+    guarded = watch(WithStep(CONSTANTS[name]), quarantine=True)
     for _ in range(2):
         assert bad_samples(guarded, True) == [2]
 
@@ -112,7 +112,7 @@ def test_the_functions_of_torch_are_put_back():
     before = {name: getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__dlpack__", "new_tensor")}
     functions = torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy
     with pytest.warns(MixedRowsWarning):
-        bad_samples(watch(Net(MIXTURES["numpy"]), quarantine=True), True)
+        bad_samples(watch(WithStep(MIXTURES["numpy"]), quarantine=True), True)
     assert {name: getattr(torch.Tensor, name) for name in before} == before
     assert (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy) == functions
     assert "tolist" not in torch.Tensor.__dict__

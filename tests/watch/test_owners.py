@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchguard._watch.batch import UNBATCHED, row_code
 from torchguard._watch.owner_storages import rows_of
@@ -235,3 +236,16 @@ def test_a_value_that_reaches_python_is_noticed():
     with mode:
         bool((x > 1).any())
     assert mode.is_lost
+
+
+@pytest.mark.parametrize("name", ["efficient", "flash", "cudnn"])
+def test_what_attention_on_a_gpu_returns_beside_its_output_mixes_no_samples(name):
+    with FakeTensorMode():
+        q = torch.empty(4, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
+    attention = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+    mode = OwnerMode()
+    with torch.no_grad(), mode:
+        mode.set_samples(q, 0)
+        attention(q, q, q, *([] if name == "flash" else [None, True]))
+    assert mode.problem is None
+    assert not mode.has_picked

@@ -1,5 +1,7 @@
 """Small tensors on a GPU are scanned together at the end of a call. Here the CPU takes the way of a GPU."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -49,11 +51,11 @@ def scans_in_graph(model):
     return sum(node.args[0].meta["val"].shape[-1] == 8 for node in scans)
 
 
-def incidents(model, divisor, backend):
-    guarded = watch(model)
+def incidents(model, divisor, backend, **options):
+    guarded = watch(model, **options)
     call = torch.compile(guarded, fullgraph=True, backend=backend) if backend else guarded
     with torch.no_grad():
-        call(torch.ones(3, 4, 8), divisor)
+        call(torch.ones(3, 4, 8, dtype=divisor.dtype), divisor)
     return [(one.sample, one.path, one.code, one.position, one.times) for one in guarded.report()]
 
 
@@ -74,3 +76,43 @@ def test_tensors_of_one_shape_are_scanned_by_one_operation():
 def test_a_large_tensor_is_scanned_where_it_is_computed(monkeypatch):
     monkeypatch.setattr(detect, "_MAX_SMALL", 8)
     assert scans_in_graph(Model()) > 5
+
+
+class Widths(nn.Module):
+    """Vectors of several lengths, some without a long common divisor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Linear(i, o) for i, o in [(8, 128), (128, 192), (192, 7), (7, 320), (320, 5), (5, 8)])
+        )
+
+    def forward(self, x, divisor):
+        return self.layers(x / divisor)
+
+
+@pytest.mark.parametrize("options", [{}, {"quarantine": True}], ids=["watched", "quarantine"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_vectors_of_several_lengths_are_scanned_together(dtype, options):
+    divisor = torch.ones(3, 4, 1, dtype=dtype)
+    divisor[1, 2], divisor[2, 3] = 0.0, float("nan")
+    torch.manual_seed(0)
+    model = Widths().to(dtype)
+    found = incidents(copy.deepcopy(model), divisor, "aot_eager", **options)
+    assert [one[:4] for one in found] == [one[:4] for one in incidents(model, divisor, None, **options)]
+    assert [(sample, position) for sample, _, _, position, _ in found] == [(1, 2), (2, 3)]
+
+
+def test_numbers_whose_squares_overflow_count_as_infinite_before_a_norm():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.LayerNorm(8), nn.Linear(8, 8)).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(8))
+    x = torch.ones(3, 4, 8)
+    x[1, 2] = 1e25
+    guarded = watch(model, quarantine=True)
+    with torch.no_grad():
+        torch.compile(guarded, fullgraph=True, backend="aot_eager")(x)
+        compiled = [(one.sample, one.path, one.position) for one in guarded.report()]
+        guarded(x)
+    assert compiled == [(one.sample, one.path, one.position) for one in guarded.report()]
+    assert [one[0] for one in compiled] == [1]

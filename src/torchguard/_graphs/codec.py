@@ -29,21 +29,30 @@ here, and the size of a file by its reader.
 import keyword
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torchguard._torch.nodes import hint, position_of, set_position, set_source, source_of
+from torchguard._graphs.source_lines import lines_of_trace
+from torchguard._torch.nodes import (
+    ProgramCall,
+    call_of,
+    hint,
+    position_of,
+    set_call,
+    set_position,
+    set_source,
+    source_of,
+)
 from torchguard._torch.ops import is_view, op_named
 from torchguard.exceptions import SavedGraphError
 
 _LONGEST_TEXT = 500  # characters of a value that is only described
 MAX_DEPTH = 32  # levels of lists within the arguments of a node
-_FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)\n\s*(.*)')
 _TORCH_TYPES = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Arithmetic on sizes, which stands in graphs beside the operators of torch.
@@ -231,12 +240,13 @@ def _encode_node(node: fx.Node, prefix: str) -> dict[str, Any]:
         found["args"] = [encode_argument(one, name_of, _describe) for one in node.args]
         if node.kwargs:
             found["kwargs"] = {key: encode_argument(one, name_of, _describe) for key, one in node.kwargs.items()}
-    if frames := _FRAME.findall(node.meta.get("stack_trace") or ""):
-        file, line, function, text = frames[-1]
-        found["source"] = {"file": file, "line": int(line), "function": function, "text": text.strip()}
+    if lines := lines_of_trace(node.meta.get("stack_trace") or ""):
+        found["source"] = asdict(lines[-1])
     modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if modules:
         found["modules"] = [{"path": str(path), "type": _type_name(kind)} for path, kind in modules.values()]
+    if (call := call_of(node)) is not None:
+        found["call"] = {"name": call.name, "called": call.called}
     if isinstance(sequence := node.meta.get("seq_nr"), int):
         found["sequence"] = sequence
     return found
@@ -297,6 +307,8 @@ def decode_graph(data: Mapping[str, Any]) -> fx.GraphModule:
         if source := one.get("source"):
             where = f'File "{source["file"]}", line {source["line"]}, in {source["function"]}'
             node.meta["stack_trace"] = f"  {where}\n    {source['text']}\n"
+        if call := one.get("call"):
+            set_call(node, ProgramCall(**call))
         nodes[one["name"]] = node
     return fx.GraphModule(root, graph)
 

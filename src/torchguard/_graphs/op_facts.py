@@ -180,6 +180,8 @@ FACTS: dict[str, OpFacts] = {
 }
 _NONE = OpFacts()
 
+# The products of matrices and vectors that graphs of AOTAutograd hold.
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 # The operators that read the shape of their first operand and none of its values.
 SHAPE_ONLY = frozenset(name for name, facts in FACTS.items() if facts.creates == "like")
 # The operators that return memory as it is.

@@ -1,4 +1,4 @@
-"""A step that is not finite: whom it is due to, and the step again without them."""
+"""A step that is not finite: which samples cause it, and the step again without them."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._health import health_of
-from torchguard._retry.closure import Closure, Losses, Result
+from torchguard._retry.closure import Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep
 from torchguard._retry.guarded_step import GuardedStep
 from torchguard._retry.report import RetryReport
-from torchguard._retry.search import Finding, Outcome, Reason, Rows, RunLimitError, Search
+from torchguard._retry.search import Outcome, Rows, RunLimitError, Search, SearchResult, Unexplained
 from torchguard._torch.training import tracing_errors
 from torchguard.exceptions import RetryError
 
@@ -51,7 +51,7 @@ class RecoverableStep(GuardedStep):
 
     # A step that is not finite.
 
-    def _recovered(self, first: Result) -> RetryReport:
+    def _recovered(self, first: RunResult) -> RetryReport:
         if bad := self._bad_parameters():
             self._undo()
             note = f"not finite before the step: {', '.join(bad)}. No sample is to blame: load an earlier checkpoint"
@@ -77,6 +77,7 @@ class RecoverableStep(GuardedStep):
             rows,
             stages=stages,
             shown=shown if len(shown) < self.closure.size else (),
+            is_steady=self.guard.is_steady is True,
             is_moved=lambda: self._shown(self.results[rows]) != shown,
             certain=lambda: () if self.is_random and len(shown) == self.closure.size else both,
             is_random=lambda: self.is_random,
@@ -85,6 +86,10 @@ class RecoverableStep(GuardedStep):
         )
         with self._calling_again():
             finding = search.find()
+            if finding.reason in (Unexplained.NOT_REPRODUCED, Unexplained.MOVED) and scaled is None:
+                self.guard.is_steady = False
+            elif self.guard.is_steady is None and search.is_steady:
+                self.guard.is_steady = True
             if changed := self.ranks.union(self.guard.tensors.changed_constants(constants)):
                 raise RetryError(
                     f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
@@ -96,7 +101,7 @@ class RecoverableStep(GuardedStep):
                     "container or array, an iterator, a sparse tensor, or an attribute of a tensor. Change it outside "
                     "of the closure."
                 )
-            return self._concluded(finding, first, inputs, shown, scaled)
+            return self._concluded(search, finding, inputs, shown, scaled)
 
     def _bad_parameters(self) -> list[str]:
         """Trained parameters that are not finite, and frozen ones with NaN: some masks are frozen parameters of Inf."""
@@ -108,7 +113,7 @@ class RecoverableStep(GuardedStep):
         ]
         return self.ranks.union(found)
 
-    def _suspects(self, first: Result) -> tuple[list[int], list[int]]:
+    def _suspects(self, first: RunResult) -> tuple[list[int], list[int]]:
         """The samples of all ranks whose inputs, and those whose losses, are not finite."""
         inputs, start = [], 0
         for batch in self.closure.batches:
@@ -168,7 +173,7 @@ class RecoverableStep(GuardedStep):
         self.loss, self.norm, is_finite = self._read(result, is_scaled)
         return Outcome.FINITE if is_finite else Outcome.NON_FINITE
 
-    def _run_again(self, rows: Rows, stream: int, is_final: bool, is_scaled: bool, is_filled: bool) -> Result | None:
+    def _run_again(self, rows: Rows, stream: int, is_final: bool, is_scaled: bool, is_filled: bool) -> RunResult | None:
         if self.runs >= self.guard.max_runs - (not is_final):  # the last one is for the good samples
             raise RunLimitError
         self._restore(stream)
@@ -213,18 +218,19 @@ class RecoverableStep(GuardedStep):
         return 1e-2 if any(one.dtype in (torch.float16, torch.bfloat16) for one in self.parameters.values()) else 1e-4
 
     def _concluded(
-        self, finding: Finding, first: Result, inputs: list[int], shown: list[int], scaled: Gradients | None
+        self, search: Search, finding: SearchResult, inputs: list[int], shown: list[int], scaled: Gradients | None
     ) -> RetryReport:
         count = self.closure.size
-        if finding.reason is Reason.NOT_REPRODUCED:
+        if finding.reason is Unexplained.NOT_REPRODUCED:
             if scaled is not None:  # finite at scale 1: the scaler has to see that its scale is too large
                 return self._left_to_the_scaler(scaled)
             note = finding.reason.value
         elif finding.reason is not None:
+            is_all = finding.reason is Unexplained.ALL and len(shown) == count and not self.closure.is_scalar
+            is_all = is_all and self.guard.is_steady is not False and search.stays_non_finite()
             self._undo()
             others = self.guard.tensors.non_finite()
             note = ". NaN before the step: ".join([finding.reason.value, *([", ".join(others)] if others else [])])
-            is_all = finding.reason is Reason.ALL and len(shown) == count and not self.closure.is_scalar
             return self._skipped(note, bad=[*range(count)] if is_all and not others else [], inputs=inputs, shown=shown)
         else:
             note = ""
@@ -234,7 +240,7 @@ class RecoverableStep(GuardedStep):
             return self._skipped(too_many, bad=[*finding.bad], inputs=inputs, shown=shown)
         return self._final(finding, note, inputs, shown)
 
-    def _final(self, finding: Finding, note: str, inputs: list[int], shown: list[int]) -> RetryReport:
+    def _final(self, finding: SearchResult, note: str, inputs: list[int], shown: list[int]) -> RetryReport:
         """Gradients of the good samples."""
         good = finding.good
         if self.last != (good, 0, True) or self.scaler is not None:

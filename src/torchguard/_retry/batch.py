@@ -28,7 +28,7 @@ class Batch:
         value: a tensor, or a pytree of tensors.
         shared: keys, names or positions of what belongs to no sample although it has as many rows as there are samples.
         select: `select(batch, rows)` returns the batch of these samples, in that order.
-        size: the number of samples, if `select` is given and the batch does not tell.
+        size: the number of samples, if `select` is given and the batch has no length.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ def _holds_packed(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, np.ndarray):  # there is no telling whether a closure changed it in place
+    if isinstance(value, np.ndarray):  # it is not known whether a closure changed it in place
         return value.copy()
     return replace_children(value, {key: _copied(child) for key, child in children(value)})
 

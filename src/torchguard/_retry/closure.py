@@ -97,7 +97,7 @@ def losses_of(returned: Any, size: int) -> Losses:
 
 
 @dataclass
-class Result:
+class RunResult:
     """A run that went through: its loss, not read yet, and what the closure returned for each micro-batch.
 
     Args:
@@ -184,7 +184,7 @@ class BatchedClosure:
         ]
         return tuple(row for row in rows if places[row] not in parts)
 
-    def first_run(self, scale: Scale) -> Result:
+    def first_run(self, scale: Scale) -> RunResult:
         """The step as it was given."""
         samples = self.ranks.total_number(self.local_size)
         result = self._run([[None] for _ in self.batches], samples, None, scale, is_reduced=True)
@@ -194,7 +194,9 @@ class BatchedClosure:
         self.is_scalar = any(one is not None and one.is_scalar for one in result.losses)
         return result
 
-    def run_again(self, rows: Rows, is_final: bool, is_reduced: bool, is_filled: bool, scale: Scale) -> Result | None:
+    def run_again(
+        self, rows: Rows, is_final: bool, is_reduced: bool, is_filled: bool, scale: Scale
+    ) -> RunResult | None:
         """The step on a part of its samples; None if the closure raised an exception on any rank.
 
         The losses of a small part are divided by the number of all samples, as in the whole batch: its own mean has
@@ -225,7 +227,7 @@ class BatchedClosure:
         scale: Scale,
         is_reduced: bool,
         is_filled: bool = False,
-    ) -> Result | None:
+    ) -> RunResult | None:
         """Forward and backward over the micro-batches.
 
         Args:
@@ -278,8 +280,8 @@ class BatchedClosure:
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         if len(numbers) == 1 or weights is None or divisor is None or weight is not None:
-            return Result(total, losses, weight=weights)
-        return Result(total * (divisor / weights), losses, divisor / weights, weights)
+            return RunResult(total, losses, weight=weights)
+        return RunResult(total * (divisor / weights), losses, divisor / weights, weights)
 
     def _forward(self, number: int, of_ranks: list[Any], is_filled: bool) -> tuple[Losses | None, int]:
         """The losses of some samples of a micro-batch, and how many these are; None if a rank raised an exception."""

@@ -1,6 +1,6 @@
 """A step of the optimizers that the device skips if a flag on the device says so.
 
-Who waits for the outcome of a backward pass before the optimizers are launched leaves a GPU without work until the
+A host that waits for the outcome of a backward pass before it launches the optimizers leaves a GPU idle until the
 first kernels of the next step arrive. Fused optimizers take a flag (`found_inf`, which a `GradScaler` uses): where it
 is 1, the kernels change nothing. So the optimizers are launched before the outcome is known on the host, and the host
 reads the flag while they run. A CPU has the flag at once: there, the host decides.
@@ -25,7 +25,7 @@ class DeviceStep:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], clip: float | None) -> None:
         self._optimizers, self._clip = optimizers, clip
         self._known: list[int] | None = None  # how many parameters of each optimizer had a state before the step
-        self._status: Transfer | None = None
+        self._status: HostCopy | None = None
         self._found: list[float] | None = None
 
     def launch(self, status: Tensor, norm: Tensor) -> None:
@@ -42,7 +42,7 @@ class DeviceStep:
             if not self._found[2]:
                 update(self._optimizers, self._clip, norm)
             return
-        transfer = Transfer(status)
+        transfer = HostCopy(status)
         # A norm of 0 clips nothing: gradients that are finite although their norm is not are still needed.
         update(self._optimizers, self._clip, torch.where(flag != 0, 0, norm), flag.to(torch.float32))
         self._status = transfer
@@ -68,7 +68,7 @@ class DeviceStep:
                 del optimizer.state[parameter]
 
 
-class Transfer:
+class HostCopy:
     """A small tensor on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from torchguard._health import all_finite, total_norm, wide_norm
 from torchguard._retry.batch import Batch
-from torchguard._retry.closure import BatchedClosure, Closure, Losses, Result
+from torchguard._retry.closure import BatchedClosure, Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep, decides_on_host
+from torchguard._retry.hooks import remove_new_hooks
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.scope import Scope
 from torchguard._retry.search import Rows
 from torchguard._retry.tensor_state import Replaced, TensorState
-from torchguard._torch.training import add_all, multiply_all, next_hook, remove_hooks
+from torchguard._torch.training import add_all, multiply_all, next_hook
 from torchguard.exceptions import RetryError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class GuardedStep:
             raise
         update.launch(status, self._norm_to_clip_by())
 
-    def _first_run(self) -> Result:
+    def _first_run(self) -> RunResult:
         """Run the step as it was given, and refuse what must not change in it. Nothing waits for the device."""
         inputs = [batch.versions() for batch in self.closure.batches]
         self.runs += 1
@@ -116,7 +117,7 @@ class GuardedStep:
         self.scope.wrappers.reset()
         self.guard.tensors.restore()
         self.scope.python.restore()
-        _remove_hooks(self.scope, self.first_hook)
+        remove_new_hooks(self.scope.reached.modules, self.first_hook, self.scope.wrappers.own_hooks)
         self.random.restore(stream)
         self._clear()
         for tensor, grad in self.inputs:
@@ -149,14 +150,14 @@ class GuardedStep:
     def _gradients(self) -> list[Tensor]:
         return [one for one in map(_gradient_of, self.scope.leaves) if one is not None]
 
-    def _correct(self, result: Result) -> None:
+    def _correct(self, result: RunResult) -> None:
         if result.correction is not None:
             multiply_all(self._gradients(), result.correction)
 
     def _scale(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def _read(self, result: Result, is_scaled: bool) -> tuple[float, float, bool]:
+    def _read(self, result: RunResult, is_scaled: bool) -> tuple[float, float, bool]:
         """The loss, the norm of the gradients, and whether all of the run is finite. The one wait for the device.
 
         A finite norm proves that every gradient is finite. An infinite one may be an overflow: then each gradient is
@@ -171,7 +172,7 @@ class GuardedStep:
             is_finite = not flag
         return (loss, norm, True) if is_finite else self._exactly(result, loss, norm)
 
-    def _exactly(self, result: Result, loss: float, norm: float) -> tuple[float, float, bool]:
+    def _exactly(self, result: RunResult, loss: float, norm: float) -> tuple[float, float, bool]:
         """Check every loss, gradient and buffer of a run by itself."""
         is_finite = (
             not math.isnan(loss)  # an infinite one may be an overflow of a sum
@@ -184,7 +185,7 @@ class GuardedStep:
             norm = wide_norm(self._gradients())
         return loss, norm, not self.ranks.any(not is_finite)
 
-    def _found(self, result: Result, is_scaled: bool = False, replaced: Sequence[Replaced] | None = None) -> Tensor:
+    def _found(self, result: RunResult, is_scaled: bool = False, replaced: Sequence[Replaced] | None = None) -> Tensor:
         """On the device: the loss, the norm of the gradients, and numbers for other tensors that the run changed.
 
         All are finite only if the run is.
@@ -251,15 +252,5 @@ def _aside(scope: Scope, tensors: TensorState) -> Iterator[None]:
     with tensors.aside():
         yield
     python.restore()
-    _remove_hooks(scope, first_hook)
+    remove_new_hooks(scope.reached.modules, first_hook, scope.wrappers.own_hooks)
     random.restore()
-
-
-def _remove_hooks(scope: Scope, first: int) -> None:
-    """Remove hooks that were registered in a run. Some models do so in their first call, and note it as an attribute.
-
-    Restoring that attribute alone would have them register the hooks once more.
-    """
-    if next_hook() != first:
-        for _, module in scope.reached.modules:
-            remove_hooks(module, first, but=scope.wrappers.own_hooks)

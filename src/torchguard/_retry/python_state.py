@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from torchguard._pytrees import tensors_in
-from torchguard._retry.reach import SIMPLE, Names, Reached, is_filled
+from torchguard._retry.names import Names
+from torchguard._retry.reach import SIMPLE, Reached, is_filled
 from torchguard._retry.tensor_state import Replaced, can_be_saved, checksum
 from torchguard._torch.tensors import mutation_count
 from torchguard._torch.training import module_dicts, names_of_unsaved_buffers
@@ -44,6 +45,7 @@ class PythonState:
             implied.add(id(names_of_unsaved_buffers(module)))
         of_modules = len(self._states)
         self._states += reached.states
+        self._of_hooks = of_modules + reached.of_hooks  # what hooks keep may be activations: it is not checked
         self._arrays = [number for number, (_, state) in enumerate(self._states) if isinstance(state, _ARRAYS)]
         self._globals = reached.globals
         self._saved = [_copy(state) for _, state in self._states]
@@ -112,7 +114,7 @@ class PythonState:
         return [*map(len, parts)], np.fromiter(itertools.chain.from_iterable(parts), object)
 
     def _is_unchanged(self) -> bool:
-        """Whether the versions show that no state changed, NumPy arrays aside. False where they do not tell."""
+        """Whether the versions show that no state changed, NumPy arrays aside. False where they do not show it."""
         if self._words is None or not self._words.are_unchanged():
             return False
         lengths, values = self._read_rest()
@@ -193,7 +195,7 @@ class PythonState:
         found = []
         for number in self._different():
             (name, state), before = self._states[number], self._saved[number]
-            if not isinstance(state, set) and not _is_same(state, before):
+            if number < self._of_hooks and not isinstance(state, set) and not _is_same(state, before):
                 now = _copy(state)
                 for key in now if isinstance(now, dict) else range(len(now)):
                     old = before.get(key) if isinstance(before, dict) else before[key] if key < len(before) else None

@@ -8,14 +8,12 @@ is not entered. Functions and classes of installed packages are not searched for
 are followed one behind the other: a trainer leads to everything.
 """
 
-import abc
 import argparse
 import array
 import collections
 import contextvars
 import functools
 import io
-import itertools
 import queue
 import random
 import sys
@@ -31,8 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchguard._retry.hooks import takes_part
+from torchguard._retry.names import ClassNames, GlobalNames, Length, ScriptAttributes, Slots, Variable, slots_of
 from torchguard._torch.modules import wrapped_function
-from torchguard._torch.training import module_dicts
+from torchguard._torch.training import hooks_of, module_dicts
 from torchguard.exceptions import RetryError
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic)
@@ -70,6 +70,8 @@ class Reached:
         unsaved: what is too large or of a kind that cannot be saved. A closure must not change it.
         generators: generators of random numbers other than torch's, NumPy's and Python's own.
         iterators: those that a function names or a module has, which cannot be put back.
+        hooks: of modules and parameters, those that take part in what is computed. What they reach comes last.
+        of_hooks: the number of the first of `states` that only hooks reach.
         globals: the globals that code reads, each as namespace, name and value.
         is_complete: whether there was nothing more to follow.
         array_bytes: of the arrays in `states`.
@@ -81,105 +83,11 @@ class Reached:
     unsaved: list[tuple[str, Any]] = field(default_factory=list)
     generators: list[tuple[str, Any]] = field(default_factory=list)
     iterators: list[str] = field(default_factory=list)
+    hooks: list[tuple[str, Any]] = field(default_factory=list)
+    of_hooks: int = 0
     globals: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     is_complete: bool = True
     array_bytes: int = 0
-
-
-class Names(abc.ABC):
-    """Values by name that have no dict of their own: globals that a function assigns, slots, attributes of a class."""
-
-    @abc.abstractmethod
-    def read(self) -> dict[str, Any]: ...
-
-    @abc.abstractmethod
-    def write(self, name: str, value: Any) -> None: ...
-
-    @abc.abstractmethod
-    def delete(self, name: str) -> None: ...
-
-
-class GlobalNames(Names):
-    def __init__(self, namespace: dict[str, Any], names: tuple[str, ...]) -> None:
-        self.namespace, self.names = namespace, names
-
-    def read(self) -> dict[str, Any]:
-        return {name: self.namespace[name] for name in self.names if name in self.namespace}
-
-    def write(self, name: str, value: Any) -> None:
-        self.namespace[name] = value
-
-    def delete(self, name: str) -> None:
-        del self.namespace[name]
-
-
-class Slots(Names):
-    def __init__(self, owner: Any) -> None:
-        self.owner, self.names = owner, _slots_of(type(owner))
-
-    def read(self) -> dict[str, Any]:
-        return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
-
-    def write(self, name: str, value: Any) -> None:
-        object.__setattr__(self.owner, name, value)
-
-    def delete(self, name: str) -> None:
-        object.__delattr__(self.owner, name)
-
-
-class ClassNames(Names):
-    def __init__(self, owner: type) -> None:
-        self.owner = owner
-
-    def read(self) -> dict[str, Any]:
-        return dict(vars(self.owner))
-
-    def write(self, name: str, value: Any) -> None:
-        setattr(self.owner, name, value)
-
-    def delete(self, name: str) -> None:
-        delattr(self.owner, name)
-
-
-class Variable(Names):
-    """The value of a context variable."""
-
-    def __init__(self, owner: contextvars.ContextVar[Any]) -> None:
-        self.owner = owner
-
-    def read(self) -> dict[str, Any]:
-        return {"value": value} if (value := self.owner.get(self)) is not self else {}
-
-    def write(self, name: str, value: Any) -> None:
-        self.owner.set(value)
-
-    def delete(self, name: str) -> None:
-        raise RetryError(
-            f"Retry: the closure sets the context variable {self.owner.name}, which had no value before the step. That "
-            "cannot be undone. Set it before the first step."
-        )
-
-
-class Length(Names):
-    """How many items a large list or dict has. What a step adds to it is taken away again."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner, self._length = owner, len(owner)
-
-    def read(self) -> dict[str, Any]:
-        if len(self.owner) != self._length:  # the same number is the same object
-            self._length = len(self.owner)
-        return {"length": self._length}
-
-    def write(self, name: str, value: Any) -> None:
-        if isinstance(self.owner, list):
-            del self.owner[value:]
-        else:
-            for key in [*itertools.islice(self.owner, value, None)]:
-                del self.owner[key]
-
-    def delete(self, name: str) -> None:
-        raise AssertionError("A container always has a length.")
 
 
 def reach(roots: dict[str, Any], stepped: Iterable[torch.optim.Optimizer] = ()) -> Reached:
@@ -195,6 +103,16 @@ def reach(roots: dict[str, Any], stepped: Iterable[torch.optim.Optimizer] = ()) 
     for group in (group for optimizer in stepped for group in optimizer.param_groups):
         found.states.append(("the options of the optimizer", group))
         waiting += [(key, value, 0) for key, value in group.items() if key != "params"]
+    _follow(waiting, seen, found)
+    found.of_hooks = len(found.states)
+    while found.hooks and found.is_complete:  # hooks may reach modules with hooks
+        waiting = collections.deque((name, hook, 0) for name, hook in found.hooks)
+        found.hooks = []
+        _follow(waiting, seen, found)
+    return found
+
+
+def _follow(waiting: collections.deque[tuple[str, Any, int]], seen: set[int], found: Reached) -> None:
     while waiting and found.is_complete:
         name, value, depth = waiting.popleft()
         if isinstance(value, SIMPLE) or id(value) in seen:
@@ -206,7 +124,6 @@ def reach(roots: dict[str, Any], stepped: Iterable[torch.optim.Optimizer] = ()) 
         seen.add(id(value))
         waiting += [(child, item, depth) for child, item in _enter(name, value, found)]
         found.is_complete = len(seen) < _MAX_OBJECTS
-    return found
 
 
 def _is_of_package(value: Any) -> bool:
@@ -263,7 +180,7 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     if hasattr(value, "__dict__"):
         found.states.append((name, value.__dict__))
         held |= vars(value)
-    if _slots_of(type(value)):
+    if slots_of(type(value)):
         slots = Slots(value)
         found.states.append((name, slots))
         held |= slots.read()
@@ -290,6 +207,13 @@ def _enter_class(cls: type, found: Reached) -> list[tuple[str, Any]]:
 
 def _enter_module(name: str, module: nn.Module, found: Reached) -> list[tuple[str, Any]]:
     found.modules.append((name, module))
+    if isinstance(module, torch.jit.ScriptModule):
+        state = ScriptAttributes(module)
+        found.states += [(name, state)] if state.names else []
+        for key, item in state.read().items():
+            if type(item).__name__ == "ScriptObject":
+                raise RetryError(f"Retry: {name}.{key} is an object of TorchScript, whose state cannot be put back.")
+    found.hooks += [(f"a hook of {name}", hook) for hook in hooks_of(module) if takes_part(hook)]
     if isinstance(module, nn.parallel.DistributedDataParallel):  # its own attributes belong to its reducer
         return [(f"{name}.module", module.module)]
     own = [(f"{name}.{key}", item) for key, item in vars(module).items() if key not in _HOOKS]
@@ -378,17 +302,6 @@ def _is_own(module: str) -> bool:
     """Whether a module is the user's own: neither foreign nor an installed package."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return not _is_foreign(module) and not file.startswith(_INSTALLED)
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots_of(cls: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for one in cls.__mro__:
-        slots = vars(one).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")  # Python has the class in its name
-            found.append(f"_{one.__name__.lstrip('_')}{name}" if is_private else name)
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def is_filled(cell: types.CellType) -> bool:

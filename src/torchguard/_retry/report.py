@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchguard.report import LineChart, Section, Series, Shown, Status, Table, Verdict
+from torchguard.report import Answer, LineChart, Section, Series, Shown, Status, Table
 
 # Called with the report of each step when it is concluded: `torchguard run` observes them.
 OBSERVERS: list[Callable[["RetryReport"], None]] = []
@@ -101,9 +101,9 @@ class PendingReport(RetryReport):
 def retry_section(reports: Sequence[RetryReport]) -> Section:
     """The steps of a run: how many were bad, what was done about them, and loss and gradient norm over steps."""
     bad = [one for one in reports if not one.ok]
-    verdict = Verdict(*_verdict(reports, bad))
+    answer = Answer(*_answer(reports, bad))
     if not reports:
-        return Section("Retry", (verdict,))
+        return Section("Retry", (answer,))
     columns = ("step", "runs", "bad samples", "dataset ids", "what was done", "where the faults show", "note")
     rows = tuple(
         (
@@ -118,10 +118,10 @@ def retry_section(reports: Sequence[RetryReport]) -> Section:
         for one in bad
     )
     tables = (Table(columns, rows, "Steps that were not finite as they were given"),) if bad else ()
-    return Section("Retry", (verdict, *tables, *_curves(reports)))
+    return Section("Retry", (answer, *tables, *_curves(reports)))
 
 
-def _verdict(reports: Sequence[RetryReport], bad: Sequence[RetryReport]) -> tuple[Status, str]:
+def _answer(reports: Sequence[RetryReport], bad: Sequence[RetryReport]) -> tuple[Status, str]:
     steps = f"{len(reports):,} step{'' if len(reports) == 1 else 's'}"
     if not reports:
         return "ok", "No step was taken."

@@ -93,6 +93,8 @@ class Retry(Shown):
         self.process_group, self.on_bad = process_group, on_bad
         self.history: collections.deque[RetryReport] = collections.deque(maxlen=history)
         self.tensors = TensorState()
+        # Whether faults stay when they are run again: None until one was, False once one was not reproduced.
+        self.is_steady: bool | None = None
         self._steps = 0
         self._pending: Pending | None = None
         self._scope: Scope | None = None
@@ -122,7 +124,7 @@ class Retry(Shown):
     ) -> RetryReport:
         """One step of the optimizers with the gradients of the batch without its bad samples.
 
-        Clears the gradients before. If all samples are bad, or it cannot be told which, nothing is changed.
+        Clears the gradients before. If all samples are bad, or the bad ones cannot be found, nothing is changed.
 
         Args:
             closure: as for `backward`.

@@ -22,7 +22,7 @@ from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import reach
 from torchguard._retry.tensor_state import shards_of, tensors_of
 from torchguard._retry.wrappers import Wrappers
-from torchguard._torch.training import steps_in_backward
+from torchguard._torch.training import hooks_of, next_hook, steps_in_backward
 from torchguard.exceptions import RetryError, RetryWarning
 
 
@@ -77,6 +77,7 @@ class Scope:
         self._tensors = [tensor for _, tensor in others.values()]
         self._trainable = [*map(_is_trained, self._tensors)]
         self._sizes = self._group_sizes()
+        self._next_hook, self._hooks = next_hook(), self._all_hooks()
 
     def update(self, closure: Any) -> bool:
         """Save the Python state before a step. False if the closure reaches something else than before."""
@@ -87,8 +88,19 @@ class Scope:
             and all(map(operator.is_, parts, self._closure))
             and [*map(_is_trained, self._tensors)] == self._trainable
             and self._group_sizes() == self._sizes
+            and self._has_same_hooks()
             and self.python.update()
         )
+
+    def _has_same_hooks(self) -> bool:
+        """Whether modules and parameters have the hooks that were followed. Read if any was registered since."""
+        if next_hook() == self._next_hook:
+            return True
+        self._next_hook = next_hook()
+        return [*map(id, self._all_hooks())] == [*map(id, self._hooks)]
+
+    def _all_hooks(self) -> list[Any]:
+        return [hook for _, module in self.reached.modules for hook in hooks_of(module)]
 
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]

@@ -11,12 +11,13 @@ became non-finite when the sample was added. It works in five steps:
 4. Where samples influence each other or random numbers were drawn, an accused sample has to be bad in other company,
    with other random numbers, and beside a copy of itself. If it is not, its partner is searched for, or it is not
    accused.
-5. Where the losses do not show the accused, batch and good samples are run twice more: a fault that comes and goes with
-   the time, and not with the samples, accuses nobody.
+5. Where the losses do not show the accused, batch and good samples are run six times more: a fault that comes and goes
+   with the time, and not with the samples, accuses nobody. So it is where losses show them, until a fault has stayed
+   (`is_steady`).
 
 A loss may need a partner for each sample: another one of its class, say. Then a part is non-finite because it lacks the
-partner of an innocent sample. A copy of the sample is a partner, too, which tells the lonely from the bad. Where no
-part is finite for that reason, the search is made with every sample beside its copy.
+partner of an innocent sample. A copy of the sample is a partner, too, so a sample that only lacks one is
+finite beside it. Where no part is finite for that reason, the search is made with every sample beside its copy.
 
 Nothing here uses torch: `tests/retry/test_search.py` tests it against plain models of a batch.
 """
@@ -32,8 +33,10 @@ _MAX_PARTS = 6  # parts of one size that are tried while no finite part is known
 _MAX_DOUBLED = 2  # the same, with each sample beside a copy
 _MAX_CHOICES = 16  # samples that are tried as the only bad one
 _MAX_PAIRS = 64  # pairs of samples that are tried as each other's partner
-_REPEATS = 2  # of the batch, and of its good samples, where the losses do not show the bad ones
-_STREAMS = (1, 2, 3)  # of random numbers other than those of the step, with which an accused sample is tried
+# Of the batch, and of its good samples, where the losses do not show the bad ones. A fault that comes and goes, every
+# other run at worst, passes all of them once in 4^6 = 4,096 times.
+_REPEATS = 6
+_STREAMS = (1, 2, 3, 4, 5, 6)  # of random numbers other than those of the step, with which an accused sample is tried
 _MAX_GROUP = 4  # samples that are reported as bad only together
 
 
@@ -43,7 +46,7 @@ class Outcome(enum.Enum):
     UNKNOWN = "unknown"
 
 
-class Reason(enum.Enum):
+class Unexplained(enum.Enum):
     """Why no sample is accused although the step was not finite."""
 
     NOT_REPRODUCED = "the fault was not reproduced when the step was run again unchanged"
@@ -64,7 +67,7 @@ class RunLimitError(Exception):
 
 
 @dataclass(frozen=True)
-class Finding:
+class SearchResult:
     """The result of a search.
 
     Args:
@@ -80,7 +83,7 @@ class Finding:
     bad: Rows = ()
     groups: tuple[Rows, ...] = ()
     left_out: Rows = ()
-    reason: Reason | None = None
+    reason: Unexplained | None = None
 
 
 @dataclass
@@ -94,6 +97,7 @@ class Search:
         stages: samples under suspicion, most suspicious first.
         certain: samples whose input and loss both show the fault: they are accused without step 4. Asked late.
         shown: samples whose losses show the fault, if not all do: these are accused without being tried once more.
+        is_steady: whether earlier faults stayed when they were run again. If not, only `certain` are accused so easily.
         is_moved: whether the fault showed in other samples when the batch was run again.
         is_random: whether the step draws random numbers; known once the batch was run again.
         is_coupled: whether samples influence each other; asked after a finite run of the batch without the accused.
@@ -105,6 +109,7 @@ class Search:
     stages: Sequence[Collection[int]] = ()
     certain: Callable[[], Collection[int]] = tuple
     shown: Collection[int] = ()
+    is_steady: bool = False
     is_moved: Callable[[], bool] = lambda: False
     is_random: Callable[[], bool] = lambda: False
     is_coupled: Callable[[Rows], bool] = lambda good: True
@@ -112,36 +117,47 @@ class Search:
     is_doubled: bool = False  # whether a run has each sample twice
     _outcomes: dict[tuple[Rows, int], Outcome] = field(default_factory=dict)
 
-    def find(self) -> Finding:
+    def find(self) -> SearchResult:
         try:
             finding = self._find()
-            if {*finding.bad} <= {*self.shown, *self.certain()} or self._is_stable(finding.good):
+            shown = {*(self.shown if self.is_steady else ()), *self.certain()}
+            if {*finding.bad} <= shown:
                 return finding
-            return Finding(self.rows, reason=Reason.NOT_REPRODUCED)
+            if self._is_stable(finding.good):
+                self.is_steady = True
+                return finding
+            return SearchResult(self.rows, reason=Unexplained.NOT_REPRODUCED)
         except RunLimitError:
-            return Finding(self.rows, reason=Reason.LIMIT)
+            return SearchResult(self.rows, reason=Unexplained.LIMIT)
 
-    def _find(self) -> Finding:
+    def _find(self) -> SearchResult:
         again = self._try(self.rows)
         if again is not Outcome.NON_FINITE:
-            reason = Reason.NOT_REPRODUCED if again is Outcome.FINITE else Reason.RAISED
-            return Finding(self.rows, reason=reason)
+            reason = Unexplained.NOT_REPRODUCED if again is Outcome.FINITE else Unexplained.RAISED
+            return SearchResult(self.rows, reason=reason)
         if self.is_moved():
-            return Finding(self.rows, reason=Reason.MOVED)
+            return SearchResult(self.rows, reason=Unexplained.MOVED)
         base = self._finite_part()
         if base is None and self.is_random() and any(self._is_finite(self.rows, stream) for stream in _STREAMS):
-            return Finding(self.rows, reason=Reason.RANDOM)
+            return SearchResult(self.rows, reason=Unexplained.RANDOM)
         if base is None:
             return self._beside_copies()
         good, bad, untried = list(base), [], []
         self._add(list(self._without(base)), good, bad, untried)
         if untried and not self._is_finite([*good, *untried]):
-            return Finding(self.rows, reason=Reason.UNTRIED)
+            return SearchResult(self.rows, reason=Unexplained.UNTRIED)
         good += untried
         uncertain = [row for row in bad if row not in self.certain()]
         if not uncertain or not (self.is_random() or self.is_coupled(_sorted(good))):
-            return Finding(_sorted(good), _sorted(bad)) if self._is_finite(good) else self._no_finite_part()
+            return SearchResult(_sorted(good), _sorted(bad)) if self._is_finite(good) else self._no_finite_part()
         return self._verified(bad)
+
+    def stays_non_finite(self) -> bool:
+        """Whether the batch is non-finite each time that it is run: no finite part of it has shown that it can be."""
+        try:
+            return all(self.run(self.rows, 0) is Outcome.NON_FINITE for _ in range(2 * _REPEATS))
+        except RunLimitError:
+            return False
 
     def _is_stable(self, good: Rows) -> bool:
         """Whether the batch stays non-finite, and the good samples finite, each time that they are run."""
@@ -150,7 +166,7 @@ class Search:
             for _ in range(_REPEATS)
         )
 
-    def _beside_copies(self) -> Finding:
+    def _beside_copies(self) -> SearchResult:
         """Search with each sample beside a copy of itself, its partner where a loss needs one.
 
         Without a bad sample and its only partner left out, no part of such a batch is finite.
@@ -168,32 +184,34 @@ class Search:
         good = self._without((*finding.bad, *left_out))
         if not good or not self._is_finite(good):
             return self._no_finite_part()
-        return Finding(good, finding.bad, finding.groups, _sorted(left_out))
+        return SearchResult(good, finding.bad, finding.groups, _sorted(left_out))
 
-    def _no_finite_part(self) -> Finding:
+    def _no_finite_part(self) -> SearchResult:
         alone = {outcome for (part, _), outcome in self._outcomes.items() if len(part) == 1}
-        return Finding(self.rows, reason=Reason.ALL if alone == {Outcome.NON_FINITE} else Reason.NO_FINITE_PART)
+        return SearchResult(
+            self.rows, reason=Unexplained.ALL if alone == {Outcome.NON_FINITE} else Unexplained.NO_FINITE_PART
+        )
 
-    def _verified(self, bad: list[int]) -> Finding:
+    def _verified(self, bad: list[int]) -> SearchResult:
         bad = self._fewest(bad)
         good = list(self._without(bad))
         groups: list[Rows] = []
         left_out: list[int] = []
         for row in [row for row in bad if row not in self.certain()]:
             if self.is_random() and not self._is_bad_for_other_draws(row, good):
-                return Finding(self.rows, reason=Reason.RANDOM)
+                return SearchResult(self.rows, reason=Unexplained.RANDOM)
             if self._is_finite([*good, row, row]):
                 left_out.append(row)
                 continue
             group = self._group_of(row, good)
             if group is None:
-                return Finding(self.rows, reason=Reason.TOGETHER)
+                return SearchResult(self.rows, reason=Unexplained.TOGETHER)
             if len(group) > 1:
                 good = [one for one in good if one not in group]
                 if self.is_random() and not all(
                     self._is_bad_for_other_draws(row, [*good, *(one for one in group if one != row)]) for row in group
                 ):
-                    return Finding(self.rows, reason=Reason.RANDOM)
+                    return SearchResult(self.rows, reason=Unexplained.RANDOM)
                 groups.append(group)
         accused = {*bad, *(row for group in groups for row in group)} - {*left_out}
         if not accused:
@@ -211,7 +229,7 @@ class Search:
             else:
                 continue
             accused.discard(row)
-        return Finding(_sorted(good), _sorted(accused), tuple(groups), _sorted(left_out))
+        return SearchResult(_sorted(good), _sorted(accused), tuple(groups), _sorted(left_out))
 
     def _without_partner(self, rows: list[int], accused: Collection[int]) -> list[int]:
         """Those of `rows` that make the batch without the accused non-finite unless a copy is beside them."""

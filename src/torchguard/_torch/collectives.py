@@ -1,4 +1,7 @@
-"""The store of the default process group, in which ranks leave notes for each other."""
+"""The store of the default process group, in which ranks leave notes for each other.
+
+`_get_default_store` is the same in torch 2.11 to 2.15, and required.
+"""
 
 from typing import Any
 

@@ -97,7 +97,10 @@ def _listener() -> CompilationListener | None:
 
 
 def _compile_frame(original: Callable[..., Any], self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `OutputGraph._call_user_compiler`."""
+    """Replaces `OutputGraph._call_user_compiler`.
+
+    Degraded where an `OutputGraph` has no `root_tx` or `compiler_fn`: function and backend have no name.
+    """
     if (listener := _listener()) is None:
         return original(self, gm, *args, **kwargs)
     code = getattr(getattr(self, "root_tx", None), "f_code", None)

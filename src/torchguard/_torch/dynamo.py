@@ -1,7 +1,8 @@
 """Dynamo: the cache entries of a compiled function, the frame of a call, and backends.
 
 Every function imports Dynamo itself: loading it takes seconds. What `torch.compile` returns, and the cache behind it,
-are private. Names that differ between torch 2.11 and 2.13 are looked up with a default, which the docstring names.
+are private, and the same in torch 2.11 to 2.15 but for the names that are looked up with a default: the docstring says
+what is degraded without each. All others are required.
 """
 
 import inspect
@@ -54,20 +55,25 @@ class FunctionName(NamedTuple):
 
 
 def function_name(code: types.CodeType | None, f_locals: Any = None) -> FunctionName:
-    """The name of a frame's function. A module of torch, which Dynamo calls in a frame of its own, has its class's.
+    """The name of a frame's function. That of a module's decorated `forward`, and of a module of torch, which Dynamo
+    calls in a frame of its own, is made of the module's class.
 
     An entry that Dynamo has invalidated has no code. Degraded where Dynamo names the frame around a module otherwise:
     that frame's own name, `wrap_inline.<locals>.inner`.
     """
     if code is None:
         return FunctionName("(a function that is gone)", "", 0)
-    called = (f_locals or {}).get("fn") if code.co_qualname == "wrap_inline.<locals>.inner" else None
-    if called is not None:
+    known, first = f_locals or {}, code.co_varnames[0] if code.co_argcount else ""
+    function = name = None
+    if code.co_qualname == "wrap_inline.<locals>.inner" and (called := known.get("fn")) is not None:
         function = type(called).forward if isinstance(called, nn.Module) else called
         name = type(called).__name__ if isinstance(called, nn.Module) else getattr(called, "__qualname__", "")
-        inner = getattr(inspect.unwrap(function), "__code__", None)
-        if name and inner is not None:
-            return FunctionName(name, inner.co_filename, inner.co_firstlineno)
+    elif "<locals>" in code.co_qualname and isinstance(module := known.get(first), nn.Module):
+        function = type(module).forward
+        name = f"{type(module).__name__}.forward" if getattr(function, "__code__", None) is code else None
+    inner = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    if name and inner is not None:
+        return FunctionName(name, inner.co_filename, inner.co_firstlineno)
     return FunctionName(code.co_qualname, code.co_filename, code.co_firstlineno)
 
 
@@ -140,7 +146,7 @@ def _of_stance(name: str, default: Any) -> Any:
     return getattr(getattr(eval_frame, "_stance", None), name, default)
 
 
-class Frame(NamedTuple):
+class CallFrame(NamedTuple):
     """The first frame of a call: where its compiled code is cached, and its locals when it starts.
 
     `cells` are the variables of enclosing functions, and `arguments` the names of arguments, both by source.
@@ -152,7 +158,7 @@ class Frame(NamedTuple):
     arguments: dict[str, str]
 
 
-def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
+def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFrame | None:
     """The frame that Dynamo would look up for a call; None if `compiled` is not compiled."""
     warn_of_missing("guards")
     found = _function_and_cache(compiled)
@@ -172,7 +178,7 @@ def frame_of(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fr
     arguments = {f"L['{name}']": name for name in f_locals}
     f_locals |= {name: cell.cell_contents for name, cell in cells.items()}
     of_source = {f"L['{name}']": cell for name, cell in cells.items()}
-    return Frame(cache, f_locals, of_source, arguments)
+    return CallFrame(cache, f_locals, of_source, arguments)
 
 
 def cache_of(compiled: Any) -> CacheLocation | None:

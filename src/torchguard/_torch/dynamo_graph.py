@@ -48,7 +48,7 @@ class TracedGraph:
 
         output = InstructionTranslator.current_tx().output
         self.graph: fx.Graph = output.current_tracer.graph
-        self._modules = output.nn_modules
+        self._modules, self._side_effects = output.nn_modules, output.side_effects
 
     def has_symbols(self) -> bool:
         """Whether a size of the graph is a symbol: it then runs for other sizes as well."""
@@ -58,6 +58,33 @@ class TracedGraph:
 
     def attribute(self, name: str) -> Any:
         return self._modules[name]
+
+    def enables_gradients(self) -> bool:
+        """Whether gradients are enabled now, or in a part of the graph."""
+        set_modes = [node for node in self.graph.nodes if _name_of(node.target) == "_set_grad_enabled"]
+        return torch.is_grad_enabled() or any(node.args[0] for node in set_modes)
+
+    def stores_tensors(self, ours: str) -> bool:
+        """Whether the code that is traced stores tensors in existing objects, other than those of a package.
+
+        Dynamo does so when the graph has run.
+        """
+        from torch._dynamo.variables import TensorVariable
+        from torch._dynamo.variables.base import VariableTracker
+
+        effects, stored = self._side_effects, self._side_effects.store_attr_mutations
+        existing = [
+            one for one in effects.id_to_variable.values() if effects.is_modified(one) and one.source is not None
+        ]
+        left = [one for one in existing if not type(vars(one).get("value")).__module__.startswith(ours)]
+        visited: dict[int, Any] = {}
+        while left:
+            found: list[Any] = []
+            VariableTracker.visit(found.append, left, visited)
+            if any(isinstance(one, TensorVariable) for one in found):
+                return True
+            left = [value for one in found for value in stored.get(one, {}).values()]
+        return False
 
 
 def run(graph: fx.Graph, attribute: Callable[[str], Any], intercept: Intercept) -> None:
@@ -181,7 +208,7 @@ def _call(
         return getattr(args[0], target)(*args[1:], **kwargs)
     if node.op == "call_module":
         return attribute(target)(*args, **kwargs)
-    name = getattr(target, "__name__", "")
+    name = _name_of(target)
     if name == "_set_grad_enabled":
         return None
     if name == "_enter_autocast":
@@ -202,6 +229,10 @@ def is_operation(node: fx.Node) -> bool:
         return True
     is_other = isinstance(node.target, torch._ops.HigherOrderOperator) or str(node.target).startswith("torchguard")
     return node.op == "call_function" and node.target is not operator.getitem and not is_other
+
+
+def _name_of(target: Any) -> str:
+    return getattr(target, "__name__", "")
 
 
 def _call_graph(name: str, args: tuple[Any, ...], intercept: Intercept, autocasts: list[Any]) -> Any:

@@ -282,6 +282,3 @@ def _break(original: Callable[..., None], self: Any, code_options: Any, reason: 
         for listener in listeners:
             listener(event)
     original(self, code_options, reason, exc)
-
-
-# Graphs and generated code.

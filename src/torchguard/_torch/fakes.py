@@ -1,8 +1,9 @@
 """Fake tensors, symbolic sizes, and ATen graphs traced with them.
 
 Fake tensors (`torch._subclasses`), `make_fx` and symbolic shapes (`torch.fx.experimental`) have no public names. All of
-it is required: `compiled` and `torchguard analyze` cannot do without, and importing this module or the call raises
-ImportError where a name is missing. Importing it loads sympy. The names are the same in torch 2.11 to 2.15.
+it is required but for two functions that name a degraded mode: `compiled` and `torchguard analyze` cannot do without,
+and importing this module or the call raises ImportError where a name is missing. Importing it loads sympy. The names
+are the same in torch 2.11 to 2.15.
 """
 
 import contextlib
@@ -163,7 +164,8 @@ def inputs_have_all_symbols(graph: GraphModule) -> bool:
 def constant_of(value: Tensor) -> float | None:
     """The number of a fake tensor that torch knows: of a literal, and of what is computed from literals alone.
 
-    Fake tensors keep it in `constant`. Where that is missing, no number is known. It is read with all modes off.
+    Fake tensors keep it in `constant`, which is read with all modes off. Degraded where torch names it otherwise: no
+    number is known, and a `while_loop` is refused.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -227,9 +229,9 @@ def expanded_control_flow(expansions: Mapping[str, Callable[..., Any]]) -> Itera
     """A context in which torch's control flow runs as plain Python in this thread, by the name of what torch would run.
 
     `torch.cond` and `scan` run through `_hop_compile_and_call`, which makes graphs of the functions they are given with
-    Dynamo. Dynamo does not trace under our modes, and what it meets there first it never compiles again: a later
-    `torch.cond` outside would fail. So this function is replaced while we trace, by thread. Torch 2.13 has it; where it
-    is missing, control flow reaches the modes as a higher-order operation, and is refused.
+    Dynamo. Dynamo does not trace under torchguard's modes, and never compiles a function that it first met under one: a
+    later `torch.cond` outside would fail. So this function is replaced while torchguard traces, by thread. Since torch
+    2.13. Degraded where it is missing: control flow reaches the modes as a higher-order operation, and is refused.
     """
     from torch._higher_order_ops import utils
 

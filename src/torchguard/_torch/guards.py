@@ -1,8 +1,8 @@
 """Dynamo's guard trees: walked, checked, and extended by a guard of torchguard's; and the types and sources of guards.
 
-The trees are C++ objects (`torch._C._dynamo.guards`) that no public API exposes. Walking and checking them is required
-by all of `torchguard.guards` but filters; `events.missing_for_guards` names what torch lacks. What filters need has a
-degraded mode, which the docstrings at the end of this file name.
+The trees are C++ objects (`torch._C._dynamo.guards`) that no public API exposes; they are the same in torch 2.11 to
+2.15. Walking and checking them is required by all of `torchguard.guards` but filters; `events.missing_for_guards` names
+what torch lacks. What filters need has a degraded mode, which the docstrings at the end of this file name.
 """
 
 import contextlib

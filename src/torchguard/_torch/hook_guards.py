@@ -10,12 +10,14 @@ one, so that models that are alike share compiled code. A hook reads it in a gra
 that guard exists and the module has no other hooks, these guards are dropped:
 
 - on its hooks and what they read, but not on their number, nor on what differs from model to model (`_OF_A_MODEL`);
-- whether it has a `_call_impl` of its own: of a module without hooks, Dynamo does not ask that either;
+- whether it, or its class, has a `_call_impl` of its own: of a module without hooks, Dynamo does not ask that either;
 - whether the number of a hook is in a table of hooks of all modules: numbers are given once.
 
-All this can be removed when a hook can tell Dynamo that it is constant.
+`build_guards` and the names of sources are the same in torch 2.11 to 2.15; degraded where they are others: all guards
+stay. All this can be removed when a hook can tell Dynamo that it is constant.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,8 @@ _OF_A_MODEL = ("watch", "address")  # attributes of a hook: the state of the wat
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_ALL_MODULES = ("._global_forward_hooks_with_kwargs", "._global_forward_hooks_always_called")
 _OWN_CALL = ("__call__", "_call_impl", "_compiled_call_impl")
+# The source of an attribute of a module's class: the source of the module, and the name of the attribute.
+_OF_CLASS = re.compile(r"dict\(type\((.*)\)\.__mro__\[\d+\]\.__dict__\)\['(\w+)'\]")
 
 
 def renew_identity(module: nn.Module) -> None:
@@ -94,11 +98,17 @@ def _has_no_other_hooks(source: str, value: Callable[[str], Any]) -> bool:
 def _is_superfluous(guard: Any, modules: set[str]) -> bool:
     name: str = guard.name
     if name in modules:
-        return getattr(guard.create_fn, "keywords", {}).get("attr") in _OWN_CALL
+        return _keywords(guard).get("attr") in _OWN_CALL
     if name.endswith(_OF_ALL_MODULES):
-        return guard.create_fn_name() == "DICT_NOT_CONTAINS"
+        return guard.create_fn_name() == "DICT_NOT_CONTAINS" or _keywords(guard).get("invert", False)
+    if of_class := _OF_CLASS.fullmatch(name):
+        return of_class[1] in modules and of_class[2] in _OWN_CALL
     module, _, _ = name.partition("._forward_hooks")
     module, _, _ = module.partition("._forward_pre_hooks")
     is_number = name.endswith(_HOOKS) and guard.create_fn_name() == "SEQUENCE_LENGTH"
     differs = ".__self__.watch." in name or name.endswith(".__self__.address")
     return module in modules and not is_number and not differs
+
+
+def _keywords(guard: Any) -> dict[str, Any]:
+    return getattr(guard.create_fn, "keywords", {})

@@ -3,7 +3,8 @@
 A dispatch mode sees `item`, but neither `numpy`, `tolist` and DLPack nor `torch.tensor([a, b])`, which reads tensors
 without dispatching. A `TorchFunctionMode` would see them all, but torch takes other paths under one: the fast path of
 `nn.TransformerEncoder` is off. So the functions themselves are replaced, for as long as somebody listens: all are
-public. Listeners are per thread. Other threads meanwhile call the originals through one more Python function.
+public in torch 2.11 to 2.15, and required. Listeners are per thread. Other threads meanwhile call the originals through
+one more Python function.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ _SHARED = process_state("host data", _Shared)
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell a listener of this thread's data between tensors and the host."""
+    """Report this thread's data between tensors and the host to a listener."""
     shared, before = _SHARED, _SHARED.here.listener
     with shared.lock:
         shared.users += 1

@@ -1,7 +1,8 @@
 """nn.Module: its hooks and children, and what `torch.compile` leaves on a module or function.
 
 The attributes used here (`_modules`, `_forward_hooks`, `_orig_mod`, `_compiled_call_impl`,
-`_torchdynamo_orig_callable`) exist in torch 2.11 to 2.15.
+`_torchdynamo_orig_callable`) exist in torch 2.11 to 2.15. Those of nn.Module itself are required; where what
+`torch.compile` leaves has other names, the functions are degraded as their docstrings say.
 """
 
 from collections.abc import Callable, Iterable
@@ -153,3 +154,16 @@ def wrap_compiled_call(model: nn.Module, wrap: Callable[[Callable[..., Any]], Ca
 def share_compiled_call(source: nn.Module, target: nn.Module) -> None:
     """Have a module run what `source.compile()` made when it is called. Degraded as `wrap_compiled_call`."""
     target.__dict__["_compiled_call_impl"] = getattr(source, "_compiled_call_impl", None)
+
+
+def script_attributes(module: torch.jit.ScriptModule) -> list[str]:
+    """The names of a TorchScript module's attributes that are no parameters and no modules.
+
+    Degraded where torch has no `ConcreteModuleType`: none.
+    """
+    read_type = getattr(getattr(torch._C, "ConcreteModuleType", None), "from_jit_type", None)
+    compiled = vars(module).get("_c")
+    if read_type is None or compiled is None:
+        return []
+    found = read_type(compiled._type()).get_attributes()
+    return [name for name, (_, is_parameter) in found.items() if not is_parameter and not name.startswith("_is_full")]

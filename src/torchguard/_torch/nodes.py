@@ -37,6 +37,32 @@ def position_of(placeholder: fx.Node) -> int | None:
     return description.idx if type(description).__name__ == "PlainAOTInput" else None  # pyright: ignore[reportOptionalMemberAccess]
 
 
+class ProgramCall(NamedTuple):
+    """A call in the program: its name in Dynamo's graph, and the function, method or class of module that it calls."""
+
+    name: str
+    called: str
+
+
+def call_of(node: fx.Node) -> ProgramCall | None:
+    """The call in the program that a node was traced from. Degraded where torch notes none: None."""
+    stack = node.meta.get("source_fn_stack")
+    if not stack:
+        return None
+    name, called = stack[-1]
+    return ProgramCall(str(name), called if isinstance(called, str) else getattr(called, "__name__", ""))
+
+
+def set_call(node: fx.Node, call: ProgramCall) -> None:
+    """Set the call that a node was traced from, where Dynamo sets it."""
+    node.meta["source_fn_stack"] = [tuple(call)]
+
+
+def op_before_decomposition(node: fx.Node) -> str:
+    """The op that a node was decomposed from, or else the node's own. Degraded where torch notes none: its own."""
+    return str(node.meta.get("original_aten") or node.target)
+
+
 def set_source(placeholder: fx.Node, source: str) -> None:
     """Set the source of an input of Dynamo's graph, where Dynamo sets it."""
     placeholder._dynamo_source = types.SimpleNamespace(name=source)  # pyright: ignore[reportAttributeAccessIssue]

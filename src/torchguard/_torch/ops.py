@@ -1,7 +1,8 @@
 """ATen operators: names, schemas, kernels.
 
 The class of operators (`torch._ops.OpOverload`), its `_schema` and the dispatcher's tables have no public names. They
-are the same in torch 2.11 to 2.15, and required: without a schema nothing can be said of an operator.
+are the same in torch 2.11 to 2.15, and required but for one that `op_names` names: without a schema nothing can be said
+of an operator.
 """
 
 import functools
@@ -53,7 +54,10 @@ def has_autograd(operation: Any) -> bool:
 
 @functools.cache
 def op_names(namespace: str = "aten") -> tuple[str, ...]:
-    """The names of all ops and overloads of a namespace, such as `aten.add.Tensor`."""
+    """The names of all ops and overloads of a namespace, such as `aten.add.Tensor`.
+
+    Degraded where torch has no `_higher_order_ops`: there are no names in the namespace "higher_order".
+    """
     return _op_names(namespace)
 
 
@@ -95,6 +99,25 @@ def is_decomposed(name: str) -> bool:
     return found._schema.is_mutable or not in_python.isdisjoint(found.py_kernels)
 
 
+@functools.cache
+def is_composed(name: str) -> bool:
+    """Whether an op, by its full name, is composed of others, and mutates none of its inputs."""
+    schema = schema_of(op_named(name))
+    return schema is not None and not schema.is_mutable and is_decomposed(name)
+
+
+@functools.cache
+def is_traced(name: str) -> bool:
+    """Whether Dynamo puts an op, by its full name, into a graph: one that returns numbers alone breaks it.
+
+    `aten.equal` and `aten.q_scale` return numbers. The exceptions are `item` and assertions, which return nothing.
+    """
+    schema = schema_of(op_named(name))
+    if schema is None or not schema.returns or name.startswith("aten._local_scalar_dense."):
+        return True
+    return any("Tensor" in str(value.type) for value in schema.returns)
+
+
 def matches_an_op(pattern: str) -> bool:
     """Whether any op matches a name or glob. Ops of other libraries may be registered at any time."""
     namespace = pattern.partition(".")[0]
@@ -111,9 +134,7 @@ def matches(name: str, pattern: str) -> bool:
 
 def is_view(target: object) -> bool:
     """Whether an op returns a view of an input. torch 2.11 has no `OpOverload.is_view`."""
-    if (
-        target is torch.ops.aten._unsafe_view.default
-    ):  # its schema says that it returns a new tensor, but it returns a view
+    if target is torch.ops.aten._unsafe_view.default:  # its schema says that it returns a new tensor
         return True
     returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
     return any(value.alias_info is not None and not value.alias_info.is_write for value in returns)

@@ -8,6 +8,8 @@ twice, and holds functions that were compiled with any of the copies. Two mechan
   survive a reload, hangs there too, under the identity of the module's `globals()` (`module_state`).
 - A function of torch is patched once per copy. The patch looks its replacement up by name in each call, so that a
   reloaded module is used at once and never patches a second time (`patch_function`).
+
+Only `separate_copies_in_dynamo` uses a private name, of torch 2.11 to 2.15, and says what is degraded without it.
 """
 
 import functools

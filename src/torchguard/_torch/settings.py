@@ -8,6 +8,9 @@ values of its own, and a new thread starts with the defaults. So a setting is ch
 - while an object needs it, counted and put back when the last one is gone (`allow_side_effects_under_checkpoint`);
 - for good: never.
 
+The settings exist in torch 2.11 to 2.15. One that torch lacks is left out, and the docstrings say what is degraded
+then; the two flags of `without_fused_layers` are required.
+
 **Nested compile regions** (`compile_once`). Up to torch 2.15, Inductor does not know that a region may return what it
 was given, as something to save for its backward pass, and writes other values there. Before 2.15, it also applies the
 indices of buffers that a backward graph may overwrite to a region, where they mean other tensors. Gradients are

@@ -41,6 +41,9 @@ _NEEDED = {
     },
     "watch": {
         "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx",
+        "torch._dynamo.side_effects": "SideEffects.is_modified",
+        "torch._dynamo.variables": "TensorVariable",
+        "torch._dynamo.variables.base": "VariableTracker.visit",
         "torch._subclasses.fake_tensor": "FakeTensorMode",
         "torch.multiprocessing.reductions": "StorageWeakRef",
         "torch._functorch.pyfunctorch": "temporarily_pop_interpreter_stack",

@@ -1,6 +1,7 @@
 """Tensors: versions, storages, tangents, pytrees of tensors, and the modes of a thread.
 
-Everything here but `any_autocast` is required: where torch lacks a name, importing this module or the call fails.
+Everything here but `any_autocast` is required: where torch lacks a name, importing this module or the call fails. The
+names are the same in torch 2.11 to 2.15.
 """
 
 import contextlib

@@ -1,6 +1,8 @@
 """What is being traced: graphs, transforms, exports, and sizes that are symbols.
 
-This module is loaded with `import torchguard` and runs in every eager check: it imports neither Dynamo nor sympy.
+This module is loaded with `import torchguard` and runs in every eager check: it imports neither Dynamo nor sympy. The
+names are the same in torch 2.11 to 2.15. Without those that are required, importing it raises ImportError; the others
+have a degraded mode, which the docstrings name.
 """
 
 import sys

@@ -190,6 +190,17 @@ def remove_hooks(module: nn.Module, first: int, but: Collection[int]) -> None:
                 del hooks[key]
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks that run in forward and backward passes, of a module and of its parameters.
+
+    Degraded where torch keeps them in other attributes: those are not seen.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    owners = [(module, kinds), *((one, ("_backward_hooks",)) for one in module_dicts(module)[0].values())]
+    held = (getattr(owner, kind, None) for owner, kinds in owners for kind in kinds)
+    return [hook for hooks in held if isinstance(hooks, dict) for hook in hooks.values()]
+
+
 def names_of_unsaved_buffers(module: nn.Module) -> set[str] | None:
     """The set in which a module has the names of buffers that are not in its state dict. It changes with these alone.
 

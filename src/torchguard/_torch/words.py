@@ -1,6 +1,8 @@
 """Words in the memory of CPython's objects: versions of dicts and classes, and pointers from one object to another.
 
-Only words of objects that are alive may be read: whoever reads them holds a reference to the object.
+Only words of objects that are alive may be read: whoever reads them holds a reference to the object. Where objects are
+not laid out as in CPython 3.11, or torch lacks a name that torch 2.11 to 2.15 have, `can_read_words` is False, and what
+uses words is degraded: it reads the objects themselves.
 """
 
 import ctypes

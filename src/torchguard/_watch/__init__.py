@@ -94,7 +94,7 @@ def watch(
         returns: "both" for `(out, f)`; "output" for `out`, with the flags in `guarded.flags`.
         batch_dim: the dim of the arguments along which the samples lie.
         sample_of: by glob pattern of paths ("" for the model), the dim of a module's tensors along which the samples
-            lie, where it cannot be told from the operations. What you say is taken as true.
+            lie, where the operations do not determine it. It is not checked.
         compile_once: compile equal blocks once for all of them: those at paths that match glob patterns, or with True
             the items of the model's outermost lists of modules.
 

@@ -62,14 +62,14 @@ def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> Batc
     for _, z in tensors_in((args, kwargs)):
         if z.is_nested or z.layout != torch.strided:
             raise WatchError(
-                f"watch: got a {'nested' if z.is_nested else z.layout} tensor, whose samples cannot be told apart. "
+                f"watch: got a {'nested' if z.is_nested else z.layout} tensor, whose rows belong to no known sample. "
                 "Pass a dense tensor."
             )
         if z.ndim > dim:
             given.append(z)
     if not given:
         raise WatchError(
-            f"watch: no argument is a tensor with a dim {dim}, so there are no samples to tell apart. Pass the batch "
+            f"watch: no argument is a tensor with a dim {dim}, so the call has no samples. Pass the batch "
             "as a tensor, or give its dim as batch_dim."
         )
     first = _typical(given, dim)

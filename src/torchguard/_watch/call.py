@@ -59,6 +59,7 @@ class CallRecord:
         self.sample_of = sample_of
         self.checks, self.quarantine, self.probes, self.owners = checks, quarantine, probes, owners
         self.checks_values = quarantine or checks.nan or checks.inf
+        self.replaces = quarantine  # unless a graph needs no replacement: see `graph_plan.py`
         self.only_fault = None if checks.nan and checks.inf else NAN if checks.nan else INF
         self.first_input = locations  # the number of "input of location 0", see `check`
         self.argument: int | None = None  # the number of the model's argument that is being checked
@@ -269,7 +270,7 @@ class CallRecord:
         """Set the row codes of all statuses, which are known only at the end of a traced call."""
         odd = [self.locations[i] for i, code in enumerate(codes) if code != row_code(0)]
         self.rows = [*codes]
-        # Warnings were computed by sizes. Where these do not tell whose a tensor is, they are for all samples.
+        # Warnings were computed by sizes. Where these do not show the sample of a row, they are for all samples.
         self.warnings = [
             (location, code, mask.any().expand(mask.shape) if location in odd else mask)
             for location, code, mask in self.warnings
@@ -305,6 +306,7 @@ class CallRecord:
             location_ids,
             self.batch,
             self.quarantine,
+            self.replaces,
             mixes,
             get_config(),
             self.probes,

@@ -18,7 +18,7 @@ Checking must cost next to nothing in compiled code, so this file works around f
   longer to compile than it ever saves. The tensor is therefore saved on its status as `_torchguard_source`, and the
   summary of the call, which is not compiled, scans the tensor itself. The status is then dead code. On a GPU the same
   is done with all small tensors: a kernel for each check would take longer to launch than to run, so the summary copies
-  tensors of one shape together and scans them with one kernel.
+  them together and scans them with one kernel (`origins.py`).
 - **No NaN in a reduction of an export.** onnxruntime's `ReduceMax` drops NaN. In an export, every element becomes a
   fault, an int8, before anything is reduced.
 - **An operator.** Dynamo traces each Python call slowly, and a large model has hundreds of checks. It sees one call
@@ -29,6 +29,7 @@ Checking must cost next to nothing in compiled code, so this file works around f
 import math
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ OK, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(FAULT_CODES))
 # The integer dtype of the same size, and the bits of Inf in it.
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 _INF_BITS = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF0000000000000}
-# Attribute of a row status: the tensor it was computed from, and the number of in-place changes at that time.
+# Attribute of a row status whose scan is deferred: a `DeferredScan`.
 _SOURCE = "_torchguard_source"
 # A GPU holds a piece of this many numbers in registers, and need not read it again to replace it.
 _LONGEST_PIECE, _SHORTEST_PIECE = 1_024, 256
@@ -55,6 +56,18 @@ _MAX_SMALL = 2**18
 REVISION = source_checksum(Path(__file__).parent)
 # What a gradient probe receives for a sample. Gradients may be added up: one NaN outweighs any number of Infs.
 PROBE_INF, PROBE_NAN = 1.0, 2.0**20
+
+
+class DeferredScan(NamedTuple):
+    """A tensor to scan instead of using its status, and its number of in-place changes at the time of the check.
+
+    Args:
+        limit: magnitudes from here on count as Inf.
+    """
+
+    tensor: Tensor
+    changes: int
+    limit: float
 
 
 def row_status(z: Tensor, alone: bool = False, keep_neg_inf: bool = False) -> Tensor:
@@ -79,14 +92,21 @@ def call_row_status(z: Tensor, alone: bool, keep_neg_inf: bool) -> Tensor:
 
 
 def _row_status_op(z: Tensor, alone: bool, keep_neg_inf: bool, revision: int) -> Tensor:
-    if is_shape_only(z):
-        return empty_status(z)
-    if keep_neg_inf:
-        return scan(without_neg_inf(z))
-    status = scan(z)
-    defers = is_small(z) if compiles_summary(z.device) else alone
-    if defers and is_traced(z) and not z.is_inference():  # inference tensors do not count their changes
-        setattr(status, _SOURCE, (z.detach(), mutation_count(z)))
+    return empty_status(z) if is_shape_only(z) else deferrable_status(z, alone, keep_neg_inf)
+
+
+def deferrable_status(z: Tensor, alone: bool, keep_neg_inf: bool, limit: float = math.inf) -> Tensor:
+    """The row status of `z`, in a graph. The scan is deferred where that is cheaper.
+
+    Args:
+        limit: magnitudes from here on count as Inf.
+    """
+    status = scan(without_neg_inf(z) if keep_neg_inf else z)
+    if limit < math.inf:
+        status = inf_from(status, limit, z.dtype)
+    defers = is_small(z) if compiles_summary(z.device) else alone and limit == math.inf
+    if defers and not keep_neg_inf and is_traced(z) and not z.is_inference():  # inference tensors count no changes
+        setattr(status, _SOURCE, DeferredScan(z.detach(), mutation_count(z), limit))
     return status
 
 
@@ -105,10 +125,10 @@ def is_small(z: Tensor) -> bool:
 _ROW_STATUS = define("row_status(Tensor z, bool alone, bool keep_neg_inf, int revision) -> Tensor", _row_status_op)
 
 
-def deferred_source(status: Tensor) -> Tensor | None:
-    """The tensor to scan instead of using its status, if the scan was deferred and the tensor did not change since."""
-    z, changes = getattr(status, _SOURCE, (None, 0))
-    return z if z is not None and mutation_count(z) == changes else None
+def deferred_scan(status: Tensor) -> DeferredScan | None:
+    """The scan that was deferred, if it was and the tensor did not change since."""
+    found: DeferredScan | None = getattr(status, _SOURCE, None)
+    return found if found is not None and mutation_count(found.tensor) == found.changes else None
 
 
 def scan(z: Tensor) -> Tensor:
@@ -123,7 +143,7 @@ def scan(z: Tensor) -> Tensor:
         return exported_status(z)
     if z.is_cpu:
         return _largest(z.abs())
-    pieces = _pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
+    pieces = num_pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
     return largest_bits(z.unflatten(-1, (pieces, -1))).squeeze(-1) if pieces > 1 else largest_bits(z)
 
 
@@ -148,7 +168,7 @@ def empty_status(z: Tensor) -> Tensor:
     """A tensor with the shape and dtype of the status of `z`, for tracers that need no values."""
     if z.ndim < 2 or z.is_complex() or z.element_size() == 1 or z.shape[-1] == 0:
         return scan(z)
-    pieces = 1 if z.is_cpu or z.ndim > 3 else _pieces(z.shape[-1])
+    pieces = 1 if z.is_cpu or z.ndim > 3 else num_pieces(z.shape[-1])
     return z.new_empty([*z.shape[:-1], pieces], dtype=z.dtype if z.is_cpu else _BITS.get(z.dtype, z.dtype))
 
 
@@ -157,8 +177,8 @@ def _largest(z: Tensor) -> Tensor:
     return largest.split(1, -1)[0] if is_traced(z) else largest  # keeps Inductor from moving it: see the top
 
 
-def _pieces(width: int) -> int:
-    """The number of equal pieces in which to scan a vector."""
+def num_pieces(width: int) -> int:
+    """The number of equal pieces in which to scan a vector on a GPU."""
     if not isinstance(width, int) or width <= _LONGEST_PIECE:
         return 1
     fewest, most = -(-width // _LONGEST_PIECE), width // _SHORTEST_PIECE
@@ -211,10 +231,11 @@ def inf_from(status: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
     """The status, in which magnitudes from `limit` on count as Inf. `dtype` is that of the tensor that was checked."""
     if status.is_floating_point():
         return torch.where(status >= limit, math.inf, status)
-    return torch.where(status >= _bits_of(limit, dtype), torch.clamp(status, min=_INF_BITS[status.dtype]), status)
+    return torch.where(status >= bits_of(limit, dtype), torch.clamp(status, min=_INF_BITS[status.dtype]), status)
 
 
-def _bits_of(number: float, dtype: torch.dtype) -> int:
+def bits_of(number: float, dtype: torch.dtype) -> int:
+    """The bits of a positive number, as a status on a GPU has them."""
     if dtype == torch.float64:
         return struct.unpack("<q", struct.pack("<d", number))[0]
     bits = struct.unpack("<i", struct.pack("<f", number))[0]

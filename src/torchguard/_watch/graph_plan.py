@@ -5,7 +5,14 @@ At the end of the model's forward, Dynamo's graph holds all that was traced. It 
 which become constants of the graph; there is nothing to do when the graph runs. What sizes suggested before is
 corrected in the nodes of `replace_nonfinite`, which were recorded already.
 
-The operator `mark_call` tells where the arguments, statuses and outputs of the call are. It is erased from the graph.
+**Quarantine that only checks.** Values are replaced at every module so that no weight gets a NaN gradient, and so that
+a fault of one sample reaches no other. In inference there are no gradients. Where in addition no operation mixes
+samples, a fault stays in the rows of its sample by itself. The nodes of `replace_nonfinite` are then told to check
+only, and the output of the model alone is replaced. Values are replaced all the same where a fault could do more: if
+samples are written into a tensor or an object that outlives the call, such as a cache; if floating-point numbers become
+indices; and before decompositions of matrices, which raise errors.
+
+The operator `mark_call` marks where the arguments, statuses and outputs of the call are. It is erased from the graph.
 """
 
 from collections.abc import Sequence
@@ -29,7 +36,7 @@ from torchguard._watch.parameter_uses import steps_of
 from torchguard._watch.warn import warn_of_mixing
 
 # Positions among the arguments of `replace_nonfinite`, and of `row_status`.
-_ROWS, _KEEP_NEG_INF = 6, {"replace_nonfinite": 11, "row_status": 2}
+_ROWS, _KEEP_NEG_INF, _ONLY_CHECKS = 6, {"replace_nonfinite": 11, "row_status": 2}, 12
 
 
 def mark_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> None:
@@ -56,7 +63,8 @@ _MARK_CALL = define("mark_call(Tensor[] tensors, str role, SymInt size, int dim)
 
 @constant_in_graphs
 def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
-    """Whether gradients of parameters need hooks, 0 or 1; row codes of the marked statuses; those of the outputs.
+    """Two bits, then row codes of the marked statuses, then of the outputs. The bits: 1 if values are replaced, 2 if
+    gradients of parameters need hooks.
 
     The marks are erased.
 
@@ -79,12 +87,13 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
     except Exception as error:  # whatever an operation raises that fake tensors do not support
         problem, finder.failed = f"{type(error).__name__}: {error}".split("\n")[0], True
     is_known = finder.has_arguments and not finder.failed
+    only_checks = finder.can_only_check(traced)
     marks = [node for node in traced.graph.nodes if _is_call_of(node, "mark_call")]
     counts = {node.args[1]: len(node.args[0]) for node in marks}
     if finder.has_symbols:
         finder.drop_sizes()
     for role, nodes in [(node.args[1], node.args[0]) for node in marks]:
-        if role == "statuses" and is_known:
+        if role == "statuses" and is_known and torch.is_grad_enabled():
             finder.count_for_all(nodes)
     for node in marks:
         traced.graph.erase_node(node)
@@ -93,11 +102,12 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
         finder.set_all(traced.graph, MIXED)
     if warns and MIXED in finder.codes["outputs"]:
         warn_of_mixing(model, problem)
-    finder.correct()
+    finder.correct(only_checks)
     if warns and torch.is_grad_enabled():
         finder.uses.protect(not is_known, finder.has_symbols)
     needs_hooks = not is_known or finder.uses.has_opaque
-    return (int(needs_hooks), *finder.codes["statuses"], *finder.codes["outputs"])
+    bits = (0 if only_checks else 1) | (2 if needs_hooks else 0)
+    return (bits, *finder.codes["statuses"], *finder.codes["outputs"])
 
 
 class _Finder:
@@ -155,8 +165,7 @@ class _Finder:
         with self.mode.paused():
             new = torch.empty_like(z)
         self.mode.set_owners(new, owners)
-        if self.mode.may_have_neg_inf(z):
-            self.mode.note_neg_inf(new)
+        self.mode.note_copy(z, new)
         return new
 
     def count_for_all(self, statuses: Sequence[fx.Node]) -> None:
@@ -165,11 +174,27 @@ class _Finder:
             if node.args and node.args[0] in self.uses.for_all:
                 self.codes["statuses"][i] = FOR_ALL
 
-    def correct(self) -> None:
+    def can_only_check(self, traced: TracedGraph) -> bool:
+        """Whether values need not be replaced before the end of the call: see the top of the file."""
+        codes = [code for codes in self.codes.values() for code in codes]
+        return (
+            self.has_arguments
+            and not self.failed
+            and self.mode.problem is None
+            and MIXED not in codes
+            and not (self.mode.has_picked or self.mode.needs_finite or self.mode.changes_older)
+            and all(node.graph is traced.graph for node in self._found)
+            and not traced.enables_gradients()
+            and not traced.stores_tensors("torchguard")
+        )
+
+    def correct(self, only_checks: bool) -> None:
         """Give the nodes of replacements the row codes that were found, where sizes suggest another."""
         for node, code in self._found.items():
             if code != self._by_size.get(node, code):
                 node.update_arg(_ROWS, code)
+            if only_checks:
+                node.update_arg(_ONLY_CHECKS, True)
         for node, position in self._neg_inf.items():
             node.update_arg(position, True)
 
@@ -186,6 +211,7 @@ class _Finder:
     def _mark(self, tensors: list[Tensor], role: str, size: int, dim: int) -> None:
         if role == "arguments":
             self.has_arguments, self._size = True, size
+            self.mode.begin()
             set_arguments(self.mode, tensors, size, dim)
         elif role == "sample":
             for z in tensors:

@@ -78,7 +78,7 @@ class History:
                 self.table = keep_in_place(table)
 
     def record(self, summary: CallSummary, ids: Tensor | None) -> CallSummary:
-        """Record a call, unless it cannot be told what it found: under transforms and in exports.
+        """Record a call, unless its findings cannot be read: under transforms and in exports.
 
         Returns the summary to use from now on.
         """

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
@@ -85,7 +86,8 @@ class ModuleHooks:
             return None
         if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
-        call_record.is_for_all = self.is_recurrent  # its own weights cannot be kept from a fault inside of it
+        # The weights of a recurrent layer cannot be kept from a fault inside of it.
+        call_record.is_for_all = self.is_recurrent and torch.is_grad_enabled()
         if isinstance(output, Tensor):
             output = call_record.check(output, self.location, in_place=self.in_place)
         else:

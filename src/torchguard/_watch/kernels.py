@@ -1,4 +1,4 @@
-"""The Triton kernels of `backward` and `replace`. Importing this loads Triton, which comes with torch for a GPU."""
+"""The Triton kernels of `gradient_mask` and `zeros`. Importing this loads Triton, which comes with torch for a GPU."""
 
 from typing import Any
 

@@ -2,10 +2,17 @@
 
 A key orders the faults. From its lowest bit it holds the fault, the position of the vector (counted down), and the
 number of the check (counted down). So the largest key is the earliest fault; 0 stands for none.
+
+**Small tensors on a GPU are scanned together.** A kernel for each check would take longer to launch than to run. The
+tensors that `detect.deferrable_status` kept are copied together, sample by sample. One kernel finds the largest
+magnitude of each segment, another the first bad vector of each tensor. A segment is as long as the greatest common
+divisor of the lengths of the vectors, so that none is part of two. What is known of a segment (its tensor, the position
+of its vector, the magnitude that counts as Inf) are constants of the graph.
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,10 +22,24 @@ from torch import Tensor
 from torchguard._operators import define_opaque
 from torchguard._torch.tracing import in_transform, is_surely, is_traced, surely_equal
 from torchguard._watch.batch import FOR_ALL, MIXED, Batch, row_code
-from torchguard._watch.detect import OK, compiles_summary, deferred_source, faults_of, scan
+from torchguard._watch.detect import (
+    INF,
+    NAN,
+    OK,
+    DeferredScan,
+    bits_of,
+    compiles_summary,
+    deferred_scan,
+    faults_of,
+    is_nan,
+    largest_bits,
+    num_pieces,
+)
 
 # In place of a row code: sizes decide.
 BY_SIZE = -1
+# Tensors whose vectors have no longer segment in common are not scanned together.
+_SHORTEST_SEGMENT = 64
 _FAULT_MASK, _POSITION_SHIFT, _MAX_POSITION, _ORDER_SHIFT = 0xFF, 8, (1 << 31) - 1, 40
 
 
@@ -83,15 +104,18 @@ def earliest_faults(checked: RowStatuses, batch: Batch, most: int, mixes: bool) 
 
 def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
     """A key for every check and sample."""
-    groups, unbatched = ([], []) if is_surely(batch.size == 0) else grouped(statuses, rows, batch)
+    scans = {i: one for i in range(len(statuses)) if (one := _deferred(statuses[i], rows[i], batch)) is not None}
+    rest = [] if is_surely(batch.size == 0) else [i for i in range(len(statuses)) if i not in scans]
+    groups, unbatched = grouped(statuses, rows, batch, rest)
     parts, numbers = [], []
     for group in groups:
         faults = faults_of(group.stacked.amax(-1)).to(torch.int64)
         faults = faults.flatten(2) if faults.ndim > 2 else faults.unsqueeze(-1)
-        positions = torch.arange(faults.shape[-1], device=faults.device)
-        position = (_MAX_POSITION - positions).to(torch.int64) << _POSITION_SHIFT
-        parts.append(torch.where(faults == OK, 0, position | faults).amax(-1))
+        parts.append(_vector_keys(faults, torch.arange(faults.shape[-1], device=faults.device)).amax(-1))
         numbers += group.numbers
+    for alike in _scanned_together(scans):
+        parts.append(_keys_of_scans([scans[i] for i in alike]))
+        numbers += alike
     if parts:
         keys = torch.cat(parts)
         parts = [torch.where(keys == 0, 0, keys | _order_bits(len(statuses), numbers, keys))]
@@ -115,48 +139,93 @@ def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(1, batch.size, dtype=torch.int64, device=batch.device)
 
 
+def _vector_keys(fault: Tensor, position: Tensor) -> Tensor:
+    """The key of each vector, without the bits of the order."""
+    return torch.where(fault == OK, 0, (_MAX_POSITION - position).to(torch.int64) << _POSITION_SHIFT | fault)
+
+
 def _order_bits(checks: int, numbers: list[int], like: Tensor) -> Tensor:
     """The bits of a key that hold the order, for the checks of these numbers."""
     return _constant([(checks - i) << _ORDER_SHIFT for i in numbers], like).unsqueeze(-1)
 
 
-def grouped(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> tuple[list[StatusGroup], list[int]]:
-    """The statuses in groups, and the numbers of those of unbatched tensors.
-
-    Tensors whose scan was deferred, of one shape, are scanned together.
-    """
-    groups: list[tuple[bool, dict[int, Tensor]]] = []
+def grouped(
+    statuses: Sequence[Tensor], rows: Sequence[int], batch: Batch, numbers: Sequence[int]
+) -> tuple[list[StatusGroup], list[int]]:
+    """The statuses of the checks of some numbers in groups, and the numbers of those of unbatched tensors."""
+    groups: list[dict[int, Tensor]] = []
     unbatched = []
-    for i, (status, code) in enumerate(zip(statuses, rows, strict=True)):
-        source = _source(status, code, batch)
-        by_sample = batch.status_by_sample(status, None if code == BY_SIZE else code) if source is None else source
+    for i in numbers:
+        status, code = statuses[i], rows[i]
+        by_sample = batch.status_by_sample(status, None if code == BY_SIZE else code)
         if any(is_surely(size == 0) for size in (status.shape if by_sample is None else by_sample.shape[1:])):
             continue  # the tensor that was checked is empty
         if by_sample is None:
             unbatched.append(i)
             continue
-        for are_sources, group in groups:
+        for group in groups:
             first = next(iter(group.values()))
-            is_like = first.dtype == by_sample.dtype and surely_equal(first.shape, by_sample.shape)
-            if is_like and are_sources == (source is not None):
+            if first.dtype == by_sample.dtype and surely_equal(first.shape, by_sample.shape):
                 group[i] = by_sample
                 break
         else:
-            groups.append((source is not None, {i: by_sample}))
-    return [_status_group(*group) for group in groups], unbatched
+            groups.append({i: by_sample})
+    return [StatusGroup(_stacked([*group.values()]), [*group]) for group in groups], unbatched
 
 
-def _source(status: Tensor, code: int, batch: Batch) -> Tensor | None:
-    """The tensor to scan instead of using its status, if it has one row for each sample."""
-    source = deferred_source(status) if code == row_code(0) and compiles_summary(batch.device) else None
-    if source is None or source.device != batch.device or not is_surely(source.shape[0] == batch.size):
+def _deferred(status: Tensor, code: int, batch: Batch) -> DeferredScan | None:
+    """The deferred scan of a tensor, if it has one row for each sample."""
+    found = deferred_scan(status) if code == row_code(0) and compiles_summary(batch.device) else None
+    if found is None or found.tensor.device != batch.device or not is_surely(found.tensor.shape[0] == batch.size):
         return None
-    return source
+    return found
 
 
-def _status_group(are_sources: bool, group: dict[int, Tensor]) -> StatusGroup:
-    stacked = _stacked([*group.values()])
-    return StatusGroup(scan(stacked) if are_sources else stacked, [*group])
+def _scanned_together(scans: Mapping[int, DeferredScan]) -> list[list[int]]:
+    """The numbers of tensors that can be scanned together: of one dtype, with segments that are not too short."""
+    groups: list[tuple[torch.dtype, int, list[int]]] = []
+    for i, one in scans.items():
+        dtype, width = one.tensor.dtype, one.tensor.shape[-1]
+        for k, (of_group, length, numbers) in enumerate(groups):
+            common = math.gcd(length, width)
+            if of_group == dtype and (common >= _SHORTEST_SEGMENT or length == width):
+                groups[k] = (dtype, common, [*numbers, i])
+                break
+        else:
+            groups.append((dtype, width, [i]))
+    return [numbers for _, _, numbers in groups]
+
+
+def _keys_of_scans(scans: Sequence[DeferredScan]) -> Tensor:
+    """The key of the first bad vector, `(tensors, batch)`, without the bits of the order."""
+    flat = [one.tensor.flatten(1) for one in scans]
+    common = math.gcd(*(one.tensor.shape[-1] for one in scans))
+    length = common // num_pieces(common)
+    largest = largest_bits(_call_join_samples(flat).unflatten(1, (-1, length))).squeeze(-1)  # (batch, segments)
+    of_tensor, positions, limits = [], [], []
+    for k, (one, samples) in enumerate(zip(scans, flat, strict=True)):
+        count, in_vector = samples.shape[1] // length, one.tensor.shape[-1] // length
+        limit = one.limit if largest.is_floating_point() else bits_of(one.limit, one.tensor.dtype)
+        of_tensor += [k] * count
+        positions += [i // in_vector for i in range(count)]
+        limits += [limit] * count
+    constant = functools.partial(torch.tensor, device=largest.device)
+    fault = torch.where(largest < constant(limits, dtype=largest.dtype), OK, torch.where(is_nan(largest), NAN, INF))
+    keys = _vector_keys(fault, constant(positions))
+    is_part = constant(of_tensor) == torch.arange(len(scans), device=largest.device).unsqueeze(-1)
+    return torch.where(is_part.unsqueeze(1), keys, 0).amax(-1)
+
+
+def _call_join_samples(tensors: Sequence[Tensor]) -> Tensor:
+    """Call the operator `join_samples`: `torch.cat` along dim 1, by one kernel. Inductor would use one for each."""
+    return tensors[0] if len(tensors) == 1 else _JOIN_SAMPLES(tensors)
+
+
+_JOIN_SAMPLES = define_opaque(
+    "join_samples(Tensor[] tensors) -> Tensor",
+    lambda tensors: torch.cat(tensors, 1),
+    lambda tensors: tensors[0].new_empty(tensors[0].shape[0], sum(z.shape[1] for z in tensors)),
+)
 
 
 def _stacked(statuses: list[Tensor]) -> Tensor:
@@ -170,7 +239,7 @@ def _stacked(statuses: list[Tensor]) -> Tensor:
         return torch.stack(statuses)
     if not compiles_summary(statuses[0].device):
         return torch.cat(statuses, -1).movedim(-1, 0).unsqueeze(-1)
-    return _call_stack_statuses(statuses)
+    return statuses[0].unsqueeze(0) if len(statuses) == 1 else _call_stack_statuses(statuses)
 
 
 def _call_stack_statuses(statuses: list[Tensor]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from torchguard._watch.intervals import Call, Owners, Rule, everything, union
 
 # Products.
@@ -69,8 +71,17 @@ def attention(call: Call) -> Any:
     if row is None:
         return None
     row = row.expand([*out.shape[:3], 1])
-    others = [row.reshape(out.shape[:3]) if z.shape == out.shape[:3] else row.all() for z in call.outputs[1:]]
-    return [row, *others]
+    return [row, *(_beside_attention(z, row, out) for z in call.outputs[1:])]
+
+
+def _beside_attention(z: Tensor, row: Owners, out: Tensor) -> Owners | None:
+    """The owners of a further result: numbers for each head, or integers, which are sizes and seeds."""
+    if not z.is_floating_point() or z.numel() == 0:
+        return None
+    if z.shape[:2] != out.shape[:2]:
+        return row.all()
+    heads = row.over([2]).apply(lambda one: one[:, :, :1, :1].reshape([*out.shape[:2], *[1] * (z.ndim - 2)]))
+    return heads.expand(z.shape)
 
 
 def grouped_product(call: Call) -> Owners | None:

@@ -21,7 +21,7 @@ class StorageOwners:
         self.reference: StorageWeakRef = weak_storage(z)
         self.base: Geometry = geometry_of(z)
         self.views: dict[Geometry, Owners] = {self.base: owners}
-        if z.numel() * z.element_size() < z.untyped_storage().nbytes():  # a view of a tensor that belongs to nobody
+        if z.numel() * z.element_size() < z.untyped_storage().nbytes():  # a view of a tensor that belongs to no sample
             self.base = (0, (_count(z),), (1,), z.element_size())
             self.views = {self.base: nobody(self.base[1])}
             self.write(z, owners)
@@ -50,7 +50,7 @@ class StorageOwners:
         self.views = {self.base: flat}
 
     def _flat(self, z: Tensor) -> Owners | None:
-        """A copy of the owners in the order of the storage; None if that cannot be told."""
+        """A copy of the owners in the order of the storage; None if that is not known."""
         offset, shape, stride, size = self.base
         if size != z.element_size() or any(a == 0 and b > 1 for a, b in zip(stride, shape, strict=True)):
             return None
@@ -100,7 +100,7 @@ def rows_of(owners: Owners | None, size: int) -> int | None:
 
 
 def _code_along(dim: int, owner: Tensor, size: int) -> int | None:
-    """The row code for a dim with these owners; rows that belong to nobody (-1) fit anywhere."""
+    """The row code for a dim with these owners; rows that belong to no sample (-1) fit anywhere."""
     count = owner.shape[0] // size
     row = torch.arange(owner.shape[0])
     for outer in range(1, count + 1):

@@ -1,6 +1,6 @@
 """Owners: which samples each element of a tensor depends on.
 
-Sizes do not tell which row belongs to which sample: `cat([a, b])`, a batch flattened time first, or windows of an image
+Sizes do not show which row belongs to which sample: `cat([a, b])`, a batch flattened time first, or windows of an image
 all have `batch * k` rows, in different orders. So the owners are computed: `OwnerMode` runs beside a call of the model,
 starts with the samples of the arguments, and derives the owners of each operation's outputs from those of its inputs by
 the rules of `owner_rules.py`. It reads shapes and constants, never values, so its answer holds for every batch of that
@@ -80,7 +80,7 @@ class OwnerMode(PathMode):
             samples, or that cannot be followed.
         is_lost: whether owners are not known from some operation on. One handed a value that depends on floating-point
             numbers of samples to Python, for example. (Integers are token ids and masks: models test them for
-            shortcuts that do not change what belongs to whom.)
+            shortcuts that do not change which rows belong to which sample.)
 
     Args:
         is_new: whether a tensor was created since the call began. With it, tensors that no operation of the call made
@@ -91,7 +91,10 @@ class OwnerMode(PathMode):
         super().__init__()
         self._is_new, self._is_making = is_new, False
         self._read_on_host: Owners | None = None  # the owners of all integers that were read into Python or NumPy
-        self._has_picked = False  # whether integers were made of floating-point numbers of samples, as by `argmax`
+        self.has_picked = False  # whether integers were made of floating-point numbers of samples, as by `argmax`
+        self.needs_finite = False  # whether an operation may refuse values that are not finite
+        self.changes_older = False  # whether samples were written into a tensor that is older than `begin`
+        self._made: set[int] = set()
         self._changes: dict[int, _Changes] = {}
         self.problem: str | None = None
         self.is_lost = False
@@ -121,6 +124,10 @@ class OwnerMode(PathMode):
         one = torch.tensor(number, dtype=torch.int32)
         self.set_owners(z, Owners(one, one).expand(z.shape))
 
+    def begin(self) -> None:
+        """Take all tensors so far for older than the call."""
+        self._made.clear()
+
     def owners_of(self, z: Any) -> Owners | None:
         """The owners of a tensor; None if it depends on no sample, or is no tensor."""
         if not isinstance(z, Tensor) or not _has_storage(z):
@@ -148,8 +155,12 @@ class OwnerMode(PathMode):
         """Whether -Inf may have been put into a tensor on purpose, as into masked logits."""
         return _has_storage(z) and _key(z) in self._neg_inf
 
-    def note_neg_inf(self, z: Tensor) -> None:
-        self._neg_inf.setdefault(_key(z), weak_storage(z))
+    def note_copy(self, z: Tensor, new: Tensor) -> None:
+        """Take a tensor that stands for another for as old as that, and with -Inf where that may have it."""
+        if self.may_have_neg_inf(z):
+            self._neg_inf[_key(new)] = weak_storage(new)
+        if _key(z) in self._made:
+            self._made.add(_key(new))
 
     @torch.no_grad()
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -170,20 +181,27 @@ class OwnerMode(PathMode):
         self._note_constants(op, given, outputs, written)
         if self._passes_neg_inf(call, given):
             for one in (*outputs, *written):
-                self.note_neg_inf(one)
+                self._neg_inf.setdefault(_key(one), weak_storage(one))
+        older = {_key(one) for one in given}
+        self._made.update(key for one in outputs if (key := _key(one)) not in older)
         if not any(_key(one) in self._storages for one in given):
             for one in outputs:
                 self._forget(one)
             return
+        self.changes_older = self.changes_older or not all(_key(one) in self._made for one in written)
         if any(_key(one) in self._of_floats or self._is_float_of_samples(one) for one in given):
             if call.name in _READS:
                 self.lose(f"{op} hands a value of a sample to Python")
             self._of_floats |= {_key(one): weak_storage(one) for one in (*outputs, *written)}
-            self._has_picked = self._has_picked or any(one.dtype in _INTEGERS for one in outputs)
+            self.needs_finite = self.needs_finite or _rule_of(call) is owner_rules.batch_of_matrices
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
         self._set_outputs(call)
         if self.unmet and not makes_view(op):
             self._meet(given, outputs)
+        if any(
+            one.dtype in _INTEGERS and _key(one) in self._of_floats and _key(one) in self._storages for one in outputs
+        ):
+            self.has_picked = True
         for one in written:
             if one is arguments.get("self") and len(outputs) == 1 and outputs[0].shape == one.shape:
                 if outputs[0] is not one:  # a constant that a graph changes by fake tensors
@@ -263,7 +281,7 @@ class OwnerMode(PathMode):
         A number in `z[0] = 1.0` does not: it would have been read before. Nor do the integers of `z[:, [0, 2]]`, unless
         the model has made integers of floating-point numbers.
         """
-        return z.ndim > 0 and (z.is_floating_point() or z.is_complex() or self._has_picked)
+        return z.ndim > 0 and (z.is_floating_point() or z.is_complex() or self.has_picked)
 
     def _is_unknown(self, z: Tensor) -> bool:
         assert self._is_new is not None
@@ -299,7 +317,7 @@ class OwnerMode(PathMode):
             self._is_making = before
 
     def lose(self, problem: str) -> None:
-        """Whose rows are whose cannot be told from here on."""
+        """From here on, it is not known which rows belong to which sample."""
         self.is_lost, self.problem = True, self.problem or problem
 
     def _set_outputs(self, call: Call) -> None:

@@ -1,7 +1,7 @@
 """The pair `(out, f)` that a watched model returns.
 
 Callers that know nothing of `watch` (a training loop, `generate`, a pipeline) expect the model's own output. They fail
-at the pair with errors such as "cross_entropy_loss(): argument 'input' must be Tensor, not tuple", which do not tell
+at the pair with errors such as "cross_entropy_loss(): argument 'input' must be Tensor, not tuple", which do not say
 what to do. So in eager mode the pair is a tuple that names the remedy when it is used as an output. In a graph, and
 under transforms, it is a plain tuple.
 """

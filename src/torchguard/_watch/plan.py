@@ -98,7 +98,7 @@ class FollowedCall:
         return may
 
     def lose(self, problem: str) -> None:
-        """Whose rows are whose cannot be told from here on."""
+        """From here on, it is not known which rows belong to which sample."""
         self.mode.lose(problem)
 
     def set_samples(self, z: Tensor, dim: int) -> None:
@@ -395,7 +395,7 @@ _NEW_OBJECTS = _NewObjects()
 
 @contextmanager
 def created_since() -> Iterator[None]:
-    """Have `is_new` tell what was created since this began."""
+    """Have `is_new` report what was created since this began."""
     _NEW_OBJECTS.enter()
     try:
         yield

@@ -8,8 +8,8 @@ A watched block does not qualify as it is. What stands in the way, and what is d
 
 - **Equal subgraphs.** Two blocks differ in their locations, and a location that is a constant in the graph would make
   every subgraph another. So inside a region locations count from its first, and its gradient probes are a slice of
-  those of the call (`backward.region_probes`). The hooks on the block itself are called by the region, to be part of
-  the subgraph.
+  those of the call (`gradient_probes.region_probes`). The region calls the hooks on the block itself, to make them
+  part of the subgraph.
 - **Tensors leave a region by being returned.** A list in the call record that the region appends to would leak tensors
   of the subgraph. The record gets lists of its own for the region (`CallRecord.enter_region`), and the region returns
   them. The locations are plain integers and stay in the outer record. That the trace has this side effect also keeps

@@ -38,6 +38,8 @@ from torchguard._torch.tracing import in_transform, is_exporting, is_shape_only,
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import (
     REVISION,
+    deferrable_status,
+    deferred_scan,
     empty_status,
     exported_status,
     inf_from,
@@ -254,12 +256,14 @@ def call_replace_nonfinite(
 ) -> tuple[Tensor, Tensor]:
     """Call the operator `replace_nonfinite`, which does what the function of that name does.
 
+    `graph_plan.py` may set its argument `only_checks`, where nothing has to be replaced.
+
     There is one difference: where the function returns no status, for a tensor that was replaced just before or an
     unbatched argument (`is_argument`), the operator returns a skipped one (`detect.skipped_status`).
     """
     size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
     how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
-    return _REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, REVISION)
+    return _REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, False, REVISION)
 
 
 def _replace_nonfinite_op(
@@ -275,6 +279,7 @@ def _replace_nonfinite_op(
     is_argument: bool,
     in_place: bool,
     keep_neg_inf: bool,
+    only_checks: bool,
     revision: int,
 ) -> tuple[Tensor, Tensor]:
     if is_shape_only(z):
@@ -282,6 +287,8 @@ def _replace_nonfinite_op(
     batch = None if along is None else Batch(size, tuple(lengths), along, z.device)
     if is_argument and batch is not None and batch.is_unbatched(z.shape, rows):
         return z.view_as(z), skipped_status(empty_status(z))
+    if only_checks:
+        return _checked(z, num_squares, keep_neg_inf)
     replaced, status = _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
     if status is not None:
         return replaced, status
@@ -292,9 +299,25 @@ def _replace_nonfinite_op(
     return same, skipped_status(before)
 
 
+def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool) -> tuple[Tensor, Tensor]:
+    """`z` itself, and its status; a skipped one if it was checked just before."""
+    limit, same = _limit(z.dtype, num_squares), z.view_as(z)
+    before = _status_before(z, mask_gradient=False)
+    if before is not None and limit == math.inf:
+        _remember(same, False, before)
+        return same, skipped_status(before)
+    if before is not None and deferred_scan(before) is None:
+        status = inf_from(before, limit, z.dtype)
+    else:
+        status = deferrable_status(z, False, keep_neg_inf, limit)
+    if not keep_neg_inf:
+        _remember(same, False, status)
+    return same, status
+
+
 _REPLACE_NONFINITE = define(
     "replace_nonfinite(Tensor z, Tensor? probes, int location, SymInt size, SymInt[] lengths, int? along, int? rows, "
-    "bool mask_gradient, int num_squares, bool is_argument, bool in_place, bool keep_neg_inf, int revision) -> "
-    "(Tensor, Tensor)",
+    "bool mask_gradient, int num_squares, bool is_argument, bool in_place, bool keep_neg_inf, bool only_checks, "
+    "int revision) -> (Tensor, Tensor)",
     _replace_nonfinite_op,
 )

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchguard.report import Cell, Facts, HeatMap, LineChart, Section, Series, Status, Table, Text, Verdict
+from torchguard.report import Answer, Cell, Facts, HeatMap, LineChart, Section, Series, Status, Table, Text
 
 _PAGES = 100  # incidents that get a page of their own
 _MOST_STEPS = 100_000  # of a curve and a heat map
@@ -59,15 +59,15 @@ def values_section(
         notes: what else is known, such as parameters that are not finite.
     """
     total = len(faults) if total is None else total
-    verdicts = [Verdict(*_verdict(calls, faults, total)), *(Verdict(*note) for note in notes)]
+    answers = [Answer(*_answer(calls, faults, total)), *(Answer(*note) for note in notes)]
     if not faults:
-        return Section(title, tuple(verdicts))
+        return Section(title, tuple(answers))
     blocks = [_origins(faults, unit), *_over_steps(calls, faults, unit), _incidents(faults, total, unit)]
     pages = (_page(number, fault, unit) for number, fault in enumerate(faults[:_PAGES]))
-    return Section(title, (*verdicts, *blocks), tuple(pages))
+    return Section(title, (*answers, *blocks), tuple(pages))
 
 
-def _verdict(calls: int, faults: Sequence[Fault], total: int) -> tuple[Status, str]:
+def _answer(calls: int, faults: Sequence[Fault], total: int) -> tuple[Status, str]:
     in_calls = f"{calls:,} call{'' if calls == 1 else 's'}" if calls else "its calls"
     if not total:
         return "ok", f"No sample went bad in {in_calls}."

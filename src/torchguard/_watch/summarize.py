@@ -1,8 +1,8 @@
 """The summary of a call: row statuses to flags, and the earliest fault of each sample.
 
 Every check of a call leaves a row status. `origins.py` finds the earliest fault of each sample, its origin. Without
-quarantine, later faults of the sample count as propagated from it. With quarantine each fault was replaced when it was
-met, so a later one is a fault of its own, and is recorded as well.
+quarantine, later faults of the sample count as propagated from it. If quarantine replaced each fault when it was met, a
+later one is a fault of its own, and is recorded as well.
 
 In a compiled call the statuses come from hundreds of kernels. Dynamo sees one operator, `summarize_call`, because it is
 slow to trace Python code that examines each status. AOTAutograd runs its body. For a GPU the body is traced and
@@ -31,7 +31,7 @@ from torchguard._watch.detect import (
     REVISION,
     all_finite,
     compiles_summary,
-    deferred_source,
+    deferred_scan,
     is_skipped,
     scan,
 )
@@ -73,6 +73,7 @@ def summarize(
     location_ids: Tensor,
     batch: Batch,
     quarantine: bool,
+    replaced: bool,
     mixes: bool,
     config: ErrorConfig,
     probes: Tensor | None,
@@ -82,18 +83,19 @@ def summarize(
     Args:
         warnings: see `CallSummary`.
         location_ids: the id of each location, followed by 0.
-        quarantine: whether each fault was replaced when it was met, so that the next is a fault of its own.
+        quarantine: whether the output of bad samples is replaced.
+        replaced: whether each fault was replaced when it was met, so that the next is a fault of its own.
         mixes: whether the model may have mixed samples, so that a fault of one counts for all.
         probes: the gradient probes of the call, if it has any. Their backward pass is given the origins.
     """
     if use_operators():
-        found = _call_summarize(checked, probes, warnings, location_ids, batch, quarantine, mixes, config)
+        found = _call_summarize(checked, probes, warnings, location_ids, batch, quarantine, replaced, mixes, config)
         return CallSummary(*found, warnings)
     is_clean = warnings is None and _all_ok(checked.statuses)
     if is_clean:
         found = _clean(batch, config)
     else:
-        found = _summarize(checked, warnings, location_ids, batch, quarantine, mixes, config)
+        found = _summarize(checked, warnings, location_ids, batch, quarantine, replaced, mixes, config)
     set_origins(probes, found[1])
     return CallSummary(*found, warnings, None, is_clean)
 
@@ -104,13 +106,14 @@ def _summarize(
     location_ids: Tensor,
     batch: Batch,
     quarantine: bool,
+    replaced: bool,
     mixes: bool,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     """Flags and origins."""
     f = zero_flags(batch.size, batch.device, config.flag_dtype, config)
     room = capacity(f, config)
-    most = max(1, min(room // 2, len(checked.statuses))) if quarantine else 1
+    most = max(1, min(room // 2, len(checked.statuses))) if replaced else 1
     fault, check, position, times = earliest_faults(checked, batch, most, mixes)
     location = lookup(check, [*checked.locations, -1])
     location_bits = location_ids.to(location.device)[location] << LOCATION_SHIFT
@@ -194,13 +197,14 @@ def _call_summarize(
     location_ids: Tensor,
     batch: Batch,
     quarantine: bool,
+    replaced: bool,
     mixes: bool,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     """Call the operator `summarize_call`."""
     samples = (batch.size, batch.lengths, batch.dim, batch.device)
     return _SUMMARIZE_CALL(
-        *checked, probes, warnings, location_ids, *samples, quarantine, mixes, *_layout(config), REVISION
+        *checked, probes, warnings, location_ids, *samples, quarantine, replaced, mixes, *_layout(config), REVISION
     )
 
 
@@ -216,6 +220,7 @@ def _summarize_call_op(
     dim: int,
     device: torch.device,
     quarantine: bool,
+    replaced: bool,
     mixes: bool,
     dtype: torch.dtype,
     slots: int,
@@ -224,7 +229,7 @@ def _summarize_call_op(
 ) -> tuple[Flags, Tensor]:
     checked, batch = RowStatuses(statuses, locations, rows), Batch(size, tuple(lengths), dim, device)
     config = _config(dtype, slots, transposes_from)
-    found = _summarize_traced(checked, warnings, location_ids, batch, quarantine, mixes, config)
+    found = _summarize_traced(checked, warnings, location_ids, batch, quarantine, replaced, mixes, config)
     set_origins(probes, found[1])
     return found
 
@@ -235,6 +240,7 @@ def _summarize_traced(
     location_ids: Tensor,
     batch: Batch,
     quarantine: bool,
+    replaced: bool,
     mixes: bool,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
@@ -243,12 +249,11 @@ def _summarize_traced(
     checked = checked.only([i for i, status in enumerate(checked.statuses) if not is_skipped(status)])
     statuses, locations, rows = checked
     if not statuses or compiles_summary(batch.device) or not is_traced(statuses[0]):
-        return _summarize(checked, warnings, location_ids, batch, quarantine, mixes, config)
-    sources = {i: z for i, z in enumerate(map(deferred_source, statuses)) if z is not None}
+        return _summarize(checked, warnings, location_ids, batch, quarantine, replaced, mixes, config)
+    sources = {i: one.tensor for i, one in enumerate(map(deferred_scan, statuses)) if one is not None}
     rest = [i for i in range(len(statuses)) if i not in sources]
-    groups, unbatched = grouped([statuses[i] for i in rest], [rows[i] for i in rest], batch)
-    in_groups = [rest[i] for group in groups for i in group.numbers]
-    alone = [rest[i] for i in unbatched]
+    groups, alone = grouped(statuses, rows, batch, rest)
+    in_groups = [i for group in groups for i in group.numbers]
     rows = [row_code(0) if i in in_groups else code for i, code in enumerate(rows)]
     return _call_summarize_eager(
         [group.stacked for group in groups],
@@ -259,6 +264,7 @@ def _summarize_traced(
         location_ids,
         batch,
         quarantine,
+        replaced,
         mixes,
         config,
     )
@@ -266,8 +272,8 @@ def _summarize_traced(
 
 _SUMMARIZE_CALL = define(
     "summarize_call(Tensor[] statuses, int[] locations, int[] rows, Tensor? probes, Tensor? warnings, "
-    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, Device device, bool quarantine, bool mixes, "
-    "ScalarType dtype, int slots, int? transposes_from, int revision) -> (Tensor, Tensor)",
+    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, Device device, bool quarantine, bool replaced, "
+    "bool mixes, ScalarType dtype, int slots, int? transposes_from, int revision) -> (Tensor, Tensor)",
     _summarize_call_op,
 )
 
@@ -281,6 +287,7 @@ def _call_summarize_eager(
     location_ids: Tensor,
     batch: Batch,
     quarantine: bool,
+    replaced: bool,
     mixes: bool,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
@@ -296,7 +303,7 @@ def _call_summarize_eager(
     """
     samples = (batch.size, batch.lengths, batch.dim)
     return _SUMMARIZE_CALL_EAGER(
-        groups, alone, sources, numbers, warnings, location_ids, *samples, quarantine, mixes, *_layout(config)
+        groups, alone, sources, numbers, warnings, location_ids, *samples, quarantine, replaced, mixes, *_layout(config)
     )
 
 
@@ -311,6 +318,7 @@ def _summarize_call_eager_op(
     lengths: list[int],
     dim: int,
     quarantine: bool,
+    replaced: bool,
     mixes: bool,
     dtype: torch.dtype,
     slots: int,
@@ -326,18 +334,18 @@ def _summarize_call_eager_op(
     statuses |= zip(in_sources, map(scan, sources), strict=True)
     order = sorted(statuses)
     checked = RowStatuses([statuses[i] for i in order], [locations[i] for i in order], [rows[i] for i in order])
-    return _summarize(checked, warnings, location_ids, batch, quarantine, mixes, config)
+    return _summarize(checked, warnings, location_ids, batch, quarantine, replaced, mixes, config)
 
 
 def _summarize_call_eager_shapes(*arguments: Any) -> tuple[Flags, Tensor]:
-    size, lengths, dim, _, _, *layout = arguments[6:]
+    size, lengths, dim, _, _, _, *layout = arguments[6:]
     return _clean(Batch(size, tuple(lengths), dim, _CPU), _config(*layout))
 
 
 _SUMMARIZE_CALL_EAGER = define_opaque(
     "summarize_call_eager(Tensor[] groups, Tensor[] alone, Tensor[] sources, str numbers, Tensor? warnings, "
-    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, bool quarantine, bool mixes, ScalarType dtype, "
-    "int slots, int? transposes_from) -> (Tensor, Tensor)",
+    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, bool quarantine, bool replaced, bool mixes, "
+    "ScalarType dtype, int slots, int? transposes_from) -> (Tensor, Tensor)",
     _summarize_call_eager_op,
     _summarize_call_eager_shapes,
 )

@@ -12,7 +12,7 @@ _WARNED: set[tuple[str, str]] = set()
 def warn_of_mixing(model: str, problem: str | None) -> None:
     warnings.warn(
         f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one "
-        "goes bad, it cannot be told which others it touches: all samples of the call are flagged, and zero in the "
+        "goes bad, it is not known which others it affects: all samples of the call are flagged, and zero in the "
         "output. torchguard.Retry drops only the bad samples, on any model.",
         MixedRowsWarning,
         stacklevel=2,
@@ -37,7 +37,7 @@ def warn_of_unfollowed(model: str) -> None:
     _WARNED.add((model, "unfollowed"))
     warnings.warn(
         f"watch: {model} is called in a compiled transform of torch.func, in an export or under another dispatch mode, "
-        "where operations are not followed. It cannot be told which samples a bad one touches: all samples of the call "
+        "where operations are not followed. It is not known which samples a bad one affects: all samples of the call "
         "are flagged, and zero in the output. In eager mode, transforms are followed; torchguard.export follows before "
         "it exports. torchguard.Retry is exact on any model.",
         MixedRowsWarning,

@@ -281,8 +281,9 @@ def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> S
     """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
     outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
     mark_results(call_record.statuses, outputs)
-    needs_finite_gradients, *codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
-    call_record.needs_finite_gradients = watch.quarantine and needs_finite_gradients == 1
+    bits, *codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
+    call_record.replaces = watch.quarantine and bits % 2 == 1
+    call_record.needs_finite_gradients = watch.quarantine and bits >= 2
     count = len(call_record.statuses)
     call_record.set_rows(codes[:count])
     return codes[count:]

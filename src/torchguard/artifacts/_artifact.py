@@ -83,7 +83,7 @@ class Artifact:
 
     def load_graph(self, name: str = "forward") -> "ExportedProgram":
         """The `torch.export.ExportedProgram` of a graph that was captured with `exported=True`."""
-        from torchguard.artifacts._export import load
+        from torchguard.artifacts._formats import load
 
         return load(self, name)
 

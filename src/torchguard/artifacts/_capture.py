@@ -23,9 +23,9 @@ from torchguard._torch.events import GuardsBuiltEvent, add_listener, remove_list
 from torchguard._torch.process import module_state, process_state
 from torchguard._torch.support import warn_of_missing
 from torchguard.artifacts._artifact import Artifact
-from torchguard.artifacts._record import WRITE_LOCK, Graphs, Recording
+from torchguard.artifacts._compilation import WRITE_LOCK, Graphs, Recording
+from torchguard.artifacts._open_capture import CaptureSession
 from torchguard.artifacts._safe_io import single_line
-from torchguard.artifacts._session import CaptureSession
 from torchguard.artifacts._store import Store
 from torchguard.exceptions import ArtifactError
 from torchguard.guards import inspect

@@ -52,6 +52,7 @@ _NODE = _record(
         "position": _COUNT,
         "source": _SOURCE_LINE,
         "modules": {"type": "array", "items": _record({"path": _TEXT, "type": _TEXT})},
+        "call": _record({"name": _TEXT, "called": _TEXT}),
         "sequence": {"type": "integer"},
     },
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchguard.artifacts._artifact import Artifact
 from torchguard.exceptions import ArtifactError
-from torchguard.report import Block, Code, Facts, Pane, Section, Table, Text, Verdict
+from torchguard.report import Answer, Block, Code, Facts, Pane, Section, Table, Text
 
 _MOST = 20  # artifacts with listings; all are in the table
 _MOST_LINES = 1_500  # of a listing
@@ -30,16 +30,16 @@ def artifacts_section(artifacts: Sequence[Artifact], name: Callable[[str], str] 
             if manifest["graphs"] and len(sections) < _MOST:
                 sections.append(_section(artifact, manifest, name))
         except (ArtifactError, OSError) as error:
-            problems.append(Verdict("unknown", f"{artifact.id} cannot be read: {error}"))
+            problems.append(Answer("unknown", f"{artifact.id} cannot be read: {error}"))
     count = f"{len(rows)} artifact{'' if len(rows) == 1 else 's'}, {len(sections)} with graphs beside the source."
     table = Table(("artifact", "id", "function", "graphs", "backend"), tuple(rows), "Artifacts")
-    return Section("Graphs and code", (Verdict("ok", count), *problems, table), tuple(sections))
+    return Section("Graphs and code", (Answer("ok", count), *problems, table), tuple(sections))
 
 
 def _section(artifact: Artifact, manifest: Mapping[str, Any], name: Callable[[str], str]) -> Section:
     facts = Facts((("Artifact", str(artifact.path)), ("Backend", manifest["backend"])))
     failed = [note for note in manifest["notes"] if note.startswith("the backend failed")]
-    notes = [Verdict("bad", one) if one in failed else Text(one) for one in manifest["notes"]]
+    notes = [Answer("bad", one) if one in failed else Text(one) for one in manifest["notes"]]
     title = f"{manifest['compile_id']} {name(manifest['function'])}"
     return Section(title, (facts, *notes, *_code(artifact, manifest)), collapsed=True)
 

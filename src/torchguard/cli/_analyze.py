@@ -14,6 +14,7 @@ from rich.console import RenderableType
 
 from torchguard._sizes import format_size
 from torchguard.cli import _targets, _views
+from torchguard.cli._model_graphs import Pair, check, trace
 from torchguard.cli._targets import AsJson, Directory, Target, complete_device, complete_id, find_artifact, open_store
 from torchguard.cli._terminal import (
     CommandError,
@@ -29,7 +30,6 @@ from torchguard.cli._terminal import (
     table,
     truncation,
 )
-from torchguard.cli._trace import Pair, check, trace
 from torchguard.exceptions import TorchGuardError
 from torchguard.report._text import bars
 

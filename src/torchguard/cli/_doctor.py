@@ -26,7 +26,7 @@ _NAME_WIDTH = 20
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check.
 
     Attributes:
@@ -71,7 +71,7 @@ def doctor(as_json: AsJson = False) -> int:
     return ExitCode.FAILURE if broken else ExitCode.OK
 
 
-def finding_lines(one: Finding) -> list[RenderableType]:
+def finding_lines(one: CheckResult) -> list[RenderableType]:
     """The line of a finding, and if it is not fine its remedy."""
     status, style = ("ok", "green") if one.is_fine else ("broken", "bold red") if one.needed else (one.if_not, "yellow")
     line = plain(f"{status:8}", style).append_text(plain(f"{one.name:{_NAME_WIDTH}} {one.found}", "not bold default"))
@@ -79,7 +79,7 @@ def finding_lines(one: Finding) -> list[RenderableType]:
     return [line, *remedy]
 
 
-def checks() -> Iterator[Finding]:
+def checks() -> Iterator[CheckResult]:
     """Run the checks one by one, and yield each result as soon as it is known."""
     yield _python()
     torch_found = _torch()
@@ -93,21 +93,21 @@ def checks() -> Iterator[Finding]:
             yield _compile(backend, needed)
 
 
-def _python() -> Finding:
+def _python() -> CheckResult:
     return _version("python", platform.python_version(), _TESTED_PYTHON)
 
 
-def _torch() -> Finding:
+def _torch() -> CheckResult:
     from torchguard._torch import support
 
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("torch", False, "not installed", f"Install torch, tested are {support.tested_range()}.")
+        return CheckResult("torch", False, "not installed", f"Install torch, tested are {support.tested_range()}.")
     return _version("torch", version, support.TESTED)
 
 
-def _version(name: str, found: str, tested: tuple[tuple[int, int], tuple[int, int]]) -> Finding:
+def _version(name: str, found: str, tested: tuple[tuple[int, int], tuple[int, int]]) -> CheckResult:
     """A version before the tested ones is broken, one after them is newer."""
     from torchguard._torch.support import minor_version
 
@@ -115,25 +115,27 @@ def _version(name: str, found: str, tested: tuple[tuple[int, int], tuple[int, in
     minor = minor_version(found)
     if minor > tested[1]:
         remedy = f"torchguard was tested on {name} {first} to {last}. What it misses is listed below."
-        return Finding(name, False, found, remedy, needed=False, if_not="newer")
-    return Finding(name, minor >= tested[0], found, f"Install {name} {first} to {last}.")
+        return CheckResult(name, False, found, remedy, needed=False, if_not="newer")
+    return CheckResult(name, minor >= tested[0], found, f"Install {name} {first} to {last}.")
 
 
-def _compiler() -> Finding:
+def _compiler() -> CheckResult:
     given = os.environ.get("CXX")
     path = shutil.which(given) if given else shutil.which("g++") or shutil.which("clang++")
     remedy = "Install g++ or clang++, or set CXX: Inductor needs one for the CPU. Without one, use backend='aot_eager'."
     if path is None:
-        return Finding("C++ compiler", False, f"{given!r} not found" if given else "none found", remedy, needed=False)
-    return Finding("C++ compiler", *_version_of(path, "--version"), remedy, needed=False)
+        return CheckResult(
+            "C++ compiler", False, f"{given!r} not found" if given else "none found", remedy, needed=False
+        )
+    return CheckResult("C++ compiler", *_version_of(path, "--version"), remedy, needed=False)
 
 
-def _graphviz() -> Finding:
+def _graphviz() -> CheckResult:
     path = shutil.which("dot")
     remedy = "Install graphviz to draw the .dot files of artifacts; nothing else needs it."
     if path is None:
-        return Finding("graphviz", False, "dot not found", remedy, needed=False)
-    return Finding("graphviz", *_version_of(path, "-V"), remedy, needed=False)
+        return CheckResult("graphviz", False, "dot not found", remedy, needed=False)
+    return CheckResult("graphviz", *_version_of(path, "-V"), remedy, needed=False)
 
 
 def _version_of(path: str, flag: str) -> tuple[bool, str]:
@@ -145,21 +147,21 @@ def _version_of(path: str, flag: str) -> tuple[bool, str]:
     return ran.returncode == 0, f"{first[0] if first else 'runs'} ({path})"
 
 
-def _gpus() -> Iterator[Finding]:
+def _gpus() -> Iterator[CheckResult]:
     import torch
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     remedy = "Without a GPU everything runs on the CPU. If this machine has one, install torch's build for it."
-    yield Finding("GPU", bool(names), ", ".join(names) or "none", remedy, needed=False)
+    yield CheckResult("GPU", bool(names), ", ".join(names) or "none", remedy, needed=False)
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = ""
     remedy = "Inductor needs Triton for a GPU; it comes with torch's GPU builds."
-    yield Finding("triton", bool(triton) or not names, triton or "not installed", remedy, needed=False)
+    yield CheckResult("triton", bool(triton) or not names, triton or "not installed", remedy, needed=False)
 
 
-def _private_names() -> Iterator[Finding]:
+def _private_names() -> Iterator[CheckResult]:
     """Whether this torch has the private names that each part of torchguard uses."""
     from torchguard._torch import support
 
@@ -168,10 +170,10 @@ def _private_names() -> Iterator[Finding]:
         found = "; ".join(f"no {one.name} ({one.without})" for one in missing)
         remedy = f"Install torch {support.tested_range()}."
         needed = any(one.is_required for one in missing)
-        yield Finding(f"torch for {part}", not missing, found or "complete", remedy, needed)
+        yield CheckResult(f"torch for {part}", not missing, found or "complete", remedy, needed)
 
 
-def _compile(backend: str, needed: bool) -> Finding:
+def _compile(backend: str, needed: bool) -> CheckResult:
     import torch
 
     x = torch.arange(8, dtype=torch.float32)
@@ -181,10 +183,14 @@ def _compile(backend: str, needed: bool) -> Finding:
         out = torch.compile(_small, backend=backend, fullgraph=True)(x)
     except Exception as error:  # a broken installation may raise anything
         remedy = "Install the compiler or package that the message names." if needed else _NEEDS_COMPILER
-        return Finding(f"compile {backend}", False, f"{type(error).__name__}: {one_line(error, 200)}", remedy, needed)
+        return CheckResult(
+            f"compile {backend}", False, f"{type(error).__name__}: {one_line(error, 200)}", remedy, needed
+        )
     seconds = time.perf_counter() - started
     is_correct = torch.allclose(out, _small(x))
-    return Finding(f"compile {backend}", is_correct, f"{seconds:.2f} s" if is_correct else "a wrong result", "", needed)
+    return CheckResult(
+        f"compile {backend}", is_correct, f"{seconds:.2f} s" if is_correct else "a wrong result", "", needed
+    )
 
 
 def _small(x: "torch.Tensor") -> "torch.Tensor":

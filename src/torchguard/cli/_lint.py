@@ -27,7 +27,7 @@ from torchguard.cli._terminal import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchguard.lint import Finding, Result
+    from torchguard.lint import Finding, LintResult
 
 EXAMPLE = """
 torchguard lint src
@@ -66,7 +66,7 @@ def lint(
     Exits with 0 if there are no findings, with 1 if there are, and with 2 for a wrong option, path or setting.
     """
     from torchguard.lint import LintError, check_paths
-    from torchguard.lint._run import default_cache
+    from torchguard.lint._files import default_cache
 
     given = paths or [Path()]
     chosen, left_out = _codes(select), _codes(ignore) or []
@@ -98,7 +98,7 @@ def _codes(given: list[str] | None) -> list[str] | None:
     return [code.strip() for one in given for code in one.split(",") if code.strip()]
 
 
-def _print(result: "Result", output_format: Format, statistics: bool) -> None:
+def _print(result: "LintResult", output_format: Format, statistics: bool) -> None:
     from torchguard.lint import _formats
 
     findings = result.findings
@@ -136,7 +136,7 @@ def _print_text(findings: list["Finding"]) -> None:
 
 def _fix(paths: list[Path], select: list[str] | None, ignore: list[str], *, is_written: bool) -> int:
     """Fix every file, or print the difference; the number of fixes."""
-    from torchguard.lint import _fixes, _run
+    from torchguard.lint import _files, _fixes
     from torchguard.lint._config import settings_for
 
     _fixes.require_libcst()
@@ -146,8 +146,8 @@ def _fix(paths: list[Path], select: list[str] | None, ignore: list[str], *, is_w
         return settings_for(Path(file).absolute().parent).with_options(select, ignore)
 
     settings_of(".")
-    for file in dict.fromkeys(_run.find_files(paths, settings_of)):
-        content = _run.read(file)
+    for file in dict.fromkeys(_files.find_files(paths, settings_of)):
+        content = _files.read(file)
         source = _decoded(content) if isinstance(content, bytes) else None
         if source is None:
             continue  # which the check reports

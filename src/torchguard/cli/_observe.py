@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from torchguard.cli._model_graphs import GraphCollector, check
 from torchguard.cli._script import on_first_compile, on_import
 from torchguard.cli._targets import artifact_root
 from torchguard.cli._terminal import one_line
-from torchguard.cli._trace import GraphCollector, check
 from torchguard.cli._views import without_internal_violations
 from torchguard.exceptions import TorchGuardError
 

@@ -12,8 +12,8 @@ from torch import fx
 import torchguard._watch  # noqa: F401  # registers its operators, which occur in graphs of watched models
 from torchguard._graphs.codec import decode_graph, decode_inputs, symbols_of
 from torchguard._torch.fakes import fake_tensors
+from torchguard.cli._model_graphs import Pair
 from torchguard.cli._terminal import CommandError
-from torchguard.cli._trace import Pair
 from torchguard.device._rules.base import Constraint
 from torchguard.device._violations import merge_violations
 from torchguard.exceptions import SavedGraphError

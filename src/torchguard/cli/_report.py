@@ -8,14 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
+from torchguard._files import write_whole
 from torchguard.cli import _targets, _views
+from torchguard.cli._model_graphs import check, trace
 from torchguard.cli._run_report import compilations_section
 from torchguard.cli._targets import Directory, Target, complete_device, open_store
 from torchguard.cli._terminal import CommandError, ExitCode, console, model_name, print_message
-from torchguard.cli._trace import check, trace
 from torchguard.exceptions import TorchGuardError
-from torchguard.report import Report, Section, Verdict
+from torchguard.report import Answer, Report, Section, Table
 
+_MOST_FINDINGS = 1_000  # in the table of the linter's findings
 EXAMPLE = """
 torchguard report --html report.html
 
@@ -72,7 +74,7 @@ def report(
     files = [file for file in (html, as_json) if file is not None]
     for file, content in ((html, made.to_html), (as_json, made.to_json)):
         if file is not None:
-            file.write_text(content(), encoding="utf-8")
+            write_whole(file, content())
             print_message(f"{file} has the report.")
     if not files:
         console().print(made)
@@ -138,7 +140,7 @@ def _of_target(target: Target, device: str | None) -> Iterator[Section]:
     try:
         yield guards.cost(inspector.compiled, *target.args, **target.kwargs).section()
     except TorchGuardError as error:  # Dynamo may have found nothing to guard
-        yield Section("Cost of guards", (Verdict("unknown", f"It could not be measured: {error}"),))
+        yield Section("Cost of guards", (Answer("unknown", f"It could not be measured: {error}"),))
     checked = _targets.load_device(device) if device is not None else Device(name="a device without limits")
     with trace(target) as (pairs, artifacts):
         yield sum((check(pair, checked) for pair in pairs), start=DeviceReport()).section()
@@ -146,8 +148,24 @@ def _of_target(target: Target, device: str | None) -> Iterator[Section]:
 
 
 def _lint(paths: list[Path]) -> Section:
+    """The number of findings by rule, and each finding."""
     from torchguard.lint import check_paths
-    from torchguard.lint._section import lint_section
+    from torchguard.lint._formats import statistics
 
     result = check_paths(paths)
-    return lint_section(result.findings, len(result.files))
+    findings, files = result.findings, len(result.files)
+    of = f"{files:,} file{'' if files == 1 else 's'}"
+    if not findings:
+        return Section("Lint", (Answer("ok", f"No finding in {of}."),))
+    count = f"{len(findings):,} finding{'' if len(findings) == 1 else 's'}"
+    rules = tuple((one["code"], one["name"], one["count"]) for one in statistics(findings))
+    rows = tuple((f"{one.file}:{one.line}:{one.column}", one.code, one.message) for one in findings[:_MOST_FINDINGS])
+    total = len(findings) if len(findings) > _MOST_FINDINGS else None
+    return Section(
+        "Lint",
+        (
+            Answer("warning", f"{count} in {of}."),
+            Table(("rule", "name", "findings"), rules, "By rule"),
+            Table(("where", "rule", "what to do"), rows, "Findings", total=total),
+        ),
+    )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
+from torchguard._files import write_whole
 from torchguard._sizes import format_size
 from torchguard.cli import _script, _script_options, _views
 from torchguard.cli._observe import Observation, Options
@@ -164,7 +165,7 @@ class _ReportAtExit:
         written = []
         for form, file in self._files.items():
             try:
-                file.write_text(contents[form](page), encoding="utf-8")
+                write_whole(file, contents[form](page))
                 written.append(file)
             except OSError as error:
                 self._print(plain(f"torchguard: {file} cannot be written: {error.strerror}.", "yellow"))

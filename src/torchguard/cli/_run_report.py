@@ -8,7 +8,7 @@ from torchguard import __version__
 from torchguard.cli import _views
 from torchguard.cli._observe import Observation
 from torchguard.cli._terminal import model_name
-from torchguard.report import Report, Section, Status, Verdict
+from torchguard.report import Answer, Report, Section, Status
 
 if TYPE_CHECKING:
     from torchguard._watch.section import Fault
@@ -38,7 +38,7 @@ def _sections(observation: Observation) -> Iterator[Section]:
 
         yield compilations_section(inspection_data(observation.inspection))
     else:
-        yield Section("Compile", (Verdict("ok", "Nothing was compiled: torch.compile was never called."),))
+        yield Section("Compile", (Answer("ok", "Nothing was compiled: torch.compile was never called."),))
     if observation.device_report is not None:
         yield observation.device_report.section()
     if observation.artifacts:
@@ -48,7 +48,7 @@ def _sections(observation: Observation) -> Iterator[Section]:
     unwatched = watcher.unwatched if watcher else {}
     problems = [*observation.problems, *(f"{name} is not watched: {why}" for name, why in unwatched.items())]
     if problems:
-        yield Section("Not observed", tuple(Verdict("unknown", one) for one in problems))
+        yield Section("Not observed", tuple(Answer("unknown", one) for one in problems))
 
 
 def compilations_section(data: dict[str, Any]) -> Section:

@@ -6,7 +6,7 @@ to its end unwatched, and nothing would say so. torchguard cannot simply take th
 
 - the script takes the option: it gets it;
 - it does not: the command stops before the script runs, and prints the right order;
-- that cannot be told: the script gets the option, and a note says why.
+- it is unknown: the script gets the option, and a note says why.
 
 A bare `--` before the script passes on everything behind it, and nothing is read.
 """

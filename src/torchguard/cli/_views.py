@@ -38,8 +38,8 @@ _GUARD_TYPES, _COSTLIEST, _COUNTED = 8, 10, 10
 
 def artifact_compilations(artifact: "Artifact") -> dict[str, Any]:
     """The one compilation of an artifact, in the form of `inspection_data`."""
+    from torchguard.guards._guard_tree import Guard, GuardFailure
     from torchguard.guards._section import failed_entry
-    from torchguard.guards._tree import Guard, GuardFailure
 
     def failure(entry: Data) -> GuardFailure:
         guard = {name: entry["guard"][name] for name in ("source", "type", "code", "line")}

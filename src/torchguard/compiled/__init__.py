@@ -3,10 +3,10 @@
 from torchguard._graphs.listing import Line
 from torchguard.compiled._builder import Builder, Var
 from torchguard.compiled._compile import compile_out, compile_scalar, state_of
+from torchguard.compiled._derivatives import NonsmoothPoint
 from torchguard.compiled._functions import CompiledOut, CompiledScalar
 from torchguard.compiled._leaves import LeafType
 from torchguard.compiled._load import load
-from torchguard.compiled._nonsmooth import NonsmoothPoint
 from torchguard.compiled._session import Session
 from torchguard.compiled.certify import Certificate, Claim, Verdict, Verification, equivalent
 from torchguard.exceptions import (

@@ -14,7 +14,7 @@ from torchguard._graphs.source_lines import caller_line
 from torchguard._pytrees import flatten_tensors
 from torchguard._torch import fakes, ops, tensors
 from torchguard._torch.tensors import flatten, unflatten
-from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
+from torchguard.compiled._functions import CallStructure, CompiledOut, CompiledScalar
 from torchguard.compiled._leaves import LeafType, dense_type, is_available
 from torchguard.compiled._purity import PurityMode, name_of
 from torchguard.compiled._trace import program_of
@@ -210,7 +210,7 @@ class Builder:
         results, _ = flatten_tensors(values, f"{self.name}: output", "")
         graph = self._module([self.node_of(part) for part in parts])
         program = program_of(graph, self.name, self.leaves)
-        return kind(program, Signature(None, lambda: results), backend=backend, probe=probe)
+        return kind(program, CallStructure(None, lambda: results), backend=backend, probe=probe)
 
     def _module(self, results: Sequence[Node]) -> GraphModule:
         graph, copies = Graph(), {}

@@ -18,7 +18,7 @@ from torchguard._graphs.source_lines import definition_line
 from torchguard._pytrees import PytreeSpec, flatten_tensors
 from torchguard._torch import tensors
 from torchguard._torch.fakes import with_tracing_lock
-from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
+from torchguard.compiled._functions import CallStructure, CompiledOut, CompiledScalar
 from torchguard.compiled._leaves import select_leaves, type_of, with_dynamic
 from torchguard.compiled._trace import Program, with_random_leaves
 from torchguard.exceptions import ImpureFunctionError
@@ -108,7 +108,7 @@ def _compiled(
         is_flat = random and all(isinstance(arg, Tensor) for arg in example)
         arguments = None if is_flat else flatten_tensors((*example, *(leaf.fake() for leaf in random)), *_ARGUMENT)[0]
     examples = tuple(leaf.detach() for leaf in leaves) if not program.random_leaves else None
-    return kind(program, Signature(arguments, results), backend=backend, probe=probe, examples=examples)
+    return kind(program, CallStructure(arguments, results), backend=backend, probe=probe, examples=examples)
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:

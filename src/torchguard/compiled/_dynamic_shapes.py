@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node, map_arg
 from torchguard._pytrees import PytreeSpec
 from torchguard._torch import fakes, tensors
 from torchguard._torch.fakes import SymbolicSizes, with_tracing_lock
-from torchguard.compiled._executables import Code, Executables, Graphs, Run
+from torchguard.compiled._executables import CompiledCode, Executables, ProgramGraphs, Run
 from torchguard.compiled._leaves import with_sizes
 from torchguard.compiled._trace import Program, forward_graph, program_of
 from torchguard.exceptions import CompileError
@@ -28,7 +28,7 @@ _SMALLEST = 2
 
 
 def trace_symbolically(
-    graphs: Graphs, sizes: Mapping[str, int], results: Callable[[], PytreeSpec], backend: str
+    graphs: ProgramGraphs, sizes: Mapping[str, int], results: Callable[[], PytreeSpec], backend: str
 ) -> "SymbolicProgram | None":
     """The program with symbols for its sizes; None if it cannot be traced with symbols, or gives another graph then.
 
@@ -47,7 +47,7 @@ def trace_symbolically(
         fakes.require_no_symbol_constants(graph)
         symbolic = SymbolicProgram(program_of(graph, program.name, program.leaves), symbols, sizes, backend)
         # Torch does not record that a function tests whether a size is an int. Only the graph shows it.
-        is_same = results() == before and _steps(Graphs(symbolic.at(sizes)).forward) == _steps(graphs.forward)
+        is_same = results() == before and _steps(ProgramGraphs(symbolic.at(sizes)).forward) == _steps(graphs.forward)
         return symbolic if is_same else None
     except Exception as error:  # any failure: each size is then compiled on its own, and raises its own errors
         _log.debug("%s: cannot be traced with symbolic sizes: %s", program.name, error)
@@ -60,7 +60,7 @@ class SymbolicProgram:
     def __init__(self, program: Program, symbols: SymbolicSizes, example: Mapping[str, int], backend: str) -> None:
         self._program, self._symbols, self._example, self._backend = program, symbols, example, backend
         self._codes: dict[str, _SymbolicCode | None] = {}
-        self.probed: set[Code] = set()
+        self.probed: set[CompiledCode] = set()
 
     def is_valid_at(self, sizes: Mapping[str, int]) -> bool:
         return min(sizes.values()) >= _SMALLEST and self._symbols.satisfied_by(sizes)
@@ -70,7 +70,7 @@ class SymbolicProgram:
         return _at_sizes(self._program, sizes)
 
     @with_tracing_lock
-    def code(self, kind: str, sizes: Mapping[str, int], outputs: Sequence[Tensor]) -> Code | None:
+    def code(self, kind: str, sizes: Mapping[str, int], outputs: Sequence[Tensor]) -> CompiledCode | None:
         """Code of a kind; None if it cannot be made, or is not valid at these sizes, or returns other strides."""
         if kind not in self._codes:
             self._codes[kind] = self._compile(kind)
@@ -95,7 +95,7 @@ class _SymbolicCode:
     def __init__(self, program: Program, example: Mapping[str, int], backend: str, kind: str) -> None:
         self._symbols = SymbolicSizes(example)
         with self._symbols.active():
-            graphs = Graphs(_at_sizes(program, self._symbols.symbols))
+            graphs = ProgramGraphs(_at_sizes(program, self._symbols.symbols))
             fakes.require_no_symbol_constants(graphs[kind.partition("_")[0]])
             self.code = Executables(graphs, backend).code(kind)
         self._outputs = graphs.outputs
@@ -113,17 +113,19 @@ class _SymbolicCode:
 class SymbolicExecutables(Executables):
     """Code for one size: the symbolic code where it is valid, and code compiled for that size otherwise."""
 
-    def __init__(self, graphs: Graphs, backend: str, symbolic: SymbolicProgram, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, graphs: ProgramGraphs, backend: str, symbolic: SymbolicProgram, sizes: Mapping[str, int]
+    ) -> None:
         super().__init__(graphs, backend)
         self._symbolic, self._sizes = symbolic, sizes
 
-    def code(self, kind: str) -> Code:
+    def code(self, kind: str) -> CompiledCode:
         return self._symbolic.code(kind, self._sizes, self.graphs.outputs) or super().code(kind)
 
-    def is_probed(self, code: Code) -> bool:
+    def is_probed(self, code: CompiledCode) -> bool:
         return code in self._symbolic.probed
 
-    def mark_probed(self, code: Code) -> None:
+    def mark_probed(self, code: CompiledCode) -> None:
         self._symbolic.probed.add(code)
 
     def reject(self, kind: str) -> None:

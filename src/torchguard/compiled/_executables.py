@@ -9,18 +9,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from torchguard._graphs.op_facts import PRODUCTS
 from torchguard._torch import inductor, tensors, tracing
 from torchguard._torch.fakes import TRACING_LOCK, trace
+from torchguard.compiled._derivatives import derivative_graph, for_forward_mode
 from torchguard.compiled._nodes import op_name
 from torchguard.compiled._split import Split, depends_on_tangents, split
-from torchguard.compiled._trace import (
-    Program,
-    derivative_graph,
-    fakes_of,
-    for_forward_mode,
-    forward_graph,
-    output_values,
-)
+from torchguard.compiled._trace import Program, fakes_of, forward_graph, output_values
 from torchguard.exceptions import CompileError, TorchGuardError
 
 KINDS = ("forward", "jvp", "vjp", "hvp", "vjp_first", "vjp_second", "jvp_first", "jvp_second")
@@ -55,14 +50,14 @@ FALLBACKS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Code:
+class CompiledCode:
     """Compiled code for a value or derivative: one run, or the two of a split."""
 
     runs: tuple[Run, ...]
     split: Split | None = None
 
 
-class Graphs:
+class ProgramGraphs:
     """The graphs of a program, each traced once."""
 
     def __init__(self, program: Program) -> None:
@@ -153,7 +148,7 @@ class Graphs:
 class Executables:
     """The code that one backend compiles from the graphs of a program, each graph once."""
 
-    def __init__(self, graphs: Graphs, backend: str) -> None:
+    def __init__(self, graphs: ProgramGraphs, backend: str) -> None:
         if backend not in BACKENDS:
             raise CompileError(f"compile: there is no backend {backend!r}. Use 'inductor', 'aot_eager' or 'eager'.")
         self.graphs, self.backend = graphs, backend
@@ -162,22 +157,22 @@ class Executables:
     def __getitem__(self, kind: str) -> Run:
         return self._runs.get(kind) or self._compile(kind)
 
-    def code(self, kind: str) -> Code:
+    def code(self, kind: str) -> CompiledCode:
         """Code for "forward", "jvp", "vjp" or "hvp"; in two parts for "jvp_split" or "vjp_split"."""
         base, _, is_split = kind.partition("_")
         if not is_split:
-            return Code((self[base],))
-        return Code((self[f"{base}_first"], self[f"{base}_second"]), self.graphs.split_of(base))
+            return CompiledCode((self[base],))
+        return CompiledCode((self[f"{base}_first"], self[f"{base}_second"]), self.graphs.split_of(base))
 
     def run(self, graph: GraphModule) -> Run:
         """Code for a graph that is none of the kinds; it is not kept."""
         return _outside_autograd(BACKENDS[self.backend](graph))
 
-    def is_probed(self, code: Code) -> bool:
+    def is_probed(self, code: CompiledCode) -> bool:
         """Whether code has passed a probe at another size."""
         return False
 
-    def mark_probed(self, code: Code) -> None:
+    def mark_probed(self, code: CompiledCode) -> None:
         """Record that code has passed a probe."""
 
     def reject(self, kind: str) -> None:
@@ -221,7 +216,7 @@ def _outside_autograd(run: inductor.Boxed) -> Run:
 
 # Rounding. These formats have the exponents of float32 and fewer digits; torch.backends may allow them in products.
 _EPS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul", "attention")
+_PRODUCTS = (*PRODUCTS, "addmv", "linear", "matmul", "attention")
 
 
 def coarsest_eps(graph: GraphModule, *, in_products: bool = True) -> float:

@@ -19,8 +19,9 @@ from torchguard._graphs.listing import Line, lines_of, listing_of, short_dtype
 from torchguard._pytrees import PytreeSpec
 from torchguard._torch import tensors
 from torchguard._torch.fakes import TRACING_LOCK, with_tracing_lock
+from torchguard.compiled._derivatives import NonsmoothPoint, cotangent_types, nonsmooth_points_of, tangent_types
 from torchguard.compiled._dynamic_shapes import SymbolicExecutables, SymbolicProgram, trace_symbolically
-from torchguard.compiled._executables import FALLBACKS, Code, Executables, Graphs
+from torchguard.compiled._executables import CompiledCode, Executables, ProgramGraphs
 from torchguard.compiled._leaves import (
     LeafType,
     TangentSpec,
@@ -29,9 +30,8 @@ from torchguard.compiled._leaves import (
     matcher,
     with_sizes,
 )
-from torchguard.compiled._nonsmooth import NonsmoothPoint, nonsmooth_points_of
 from torchguard.compiled._save import save
-from torchguard.compiled._trace import Program, cotangent_types, tangent_types
+from torchguard.compiled._trace import Program
 from torchguard.compiled.certify import _probe
 from torchguard.compiled.certify._certificate import Certificate
 from torchguard.compiled.certify._certify import certify
@@ -43,7 +43,7 @@ _PROBES_EACH_CALL = 8
 
 
 @dataclass(frozen=True)
-class Signature:
+class CallStructure:
     """The structure of the arguments, None if they are flat, and of the results, which tracing determines."""
 
     arguments: PytreeSpec | None
@@ -64,7 +64,7 @@ class CompiledOut:
     def __init__(
         self,
         program: Program,
-        signature: Signature,
+        signature: CallStructure,
         *,
         backend: str = "inductor",
         probe: bool = True,
@@ -75,7 +75,7 @@ class CompiledOut:
     ) -> None:
         self.program, self.signature, self._probe, self.examples = program, signature, probe, examples
         self._sizes = sizes or dynamic_sizes(program.leaves, [leaf.fake() for leaf in program.leaves])
-        self.graphs = Graphs(program)
+        self.graphs = ProgramGraphs(program)
         # The results of this trace: at another size, the function may return another structure.
         self.results = parent.results if parent and symbolic else signature.results()
         self._check_results()
@@ -90,7 +90,7 @@ class CompiledOut:
         self._matches = matcher(program.leaves)
         self._output_count = len(self.graphs.outputs)
         self._all_differentiable = all(program.differentiable)
-        self._codes: dict[str, Code] = {}
+        self._codes: dict[str, CompiledCode] = {}
         self._attempts: dict[str, int] = {}
         own: dict[tuple[int, ...], CompiledOut] = {tuple(self._sizes.values()): self}
         self._by_size = parent._by_size if parent else own
@@ -287,7 +287,7 @@ class CompiledOut:
     def _check_results(self) -> None:
         """Raise if the results are not those of this kind of function."""
 
-    def _run_first(self, code: Code, leaves: Sequence[Tensor]) -> tuple[Any, list[Any], tensors.Versions]:
+    def _run_first(self, code: CompiledCode, leaves: Sequence[Tensor]) -> tuple[Any, list[Any], tensors.Versions]:
         """The outputs, the residuals, and the versions of the leaves and of what the residuals share memory with."""
         found, split = code.runs[0]([*leaves]), code.split
         assert split is not None
@@ -318,48 +318,37 @@ class CompiledOut:
         queue = iter(tangents)
         return self.results.unflatten([next(queue) if is_own else None for is_own in self.cotangents.differentiable])
 
-    def _code(self, kind: str, leaves: Sequence[Tensor]) -> Code:
+    def _code(self, kind: str, leaves: Sequence[Tensor]) -> CompiledCode:
         """Code for a derivative, probed at these leaves unless it was before."""
         with TRACING_LOCK:
             return self._codes.get(kind) or self._probed_code(kind, leaves)
 
-    def _probed_code(self, kind: str, leaves: Sequence[Tensor]) -> Code:
-        base = kind.partition("_")[0]
-        code, used = self._executables.code(kind), self.backend
-        first = code
-        failed: list[str] = []
-        is_done = not self._probe or self._executables.is_probed(code) or self.graphs.is_zero(base)
-        if not is_done and not self._is_probe_due(kind):
-            return code
-        while not is_done:
-            gap = _probe.measure_gap(self.graphs, kind, code, leaves)
-            if not gap.is_conclusive and not failed:
-                return code  # all zero or not finite: probe again at the next point
-            if gap.is_small:
-                break
-            failed.append(used)
-            if len(failed) > len(FALLBACKS[self.backend]):
-                break
-            used = FALLBACKS[self.backend][len(failed) - 1]
-            code = Executables(self.graphs, used).code(kind)
-        if failed:
+    def _probed_code(self, kind: str, leaves: Sequence[Tensor]) -> CompiledCode:
+        base, first = kind.partition("_")[0], self._executables.code(kind)
+        choice: _probe.Choice | None = _probe.Choice(first, self.backend)
+        if self._probe and not self._executables.is_probed(first) and not self.graphs.is_zero(base):
+            choice = _probe.choose_code(self._executables, kind, leaves) if self._is_probe_due(kind) else None
+        if choice is None:
+            return first  # probe at a later point
+        if choice.failed:
             self._executables.reject(kind)
             for other in self._by_size.values():
                 if other._codes.get(kind) is first:
                     del other._codes[kind]
-            self.fallbacks[kind] = used
-            self._warn(base, failed, used)
+            self.fallbacks[kind] = choice.backend
+            self._warn(base, choice)
         else:
-            self._executables.mark_probed(code)
-        self._codes[kind] = code
-        return code
+            self._executables.mark_probed(first)
+        self._codes[kind] = choice.code
+        return choice.code
 
     def _is_probe_due(self, kind: str) -> bool:
         """Whether to probe in this call: in the first 8 calls, then at every power of two."""
         attempts = self._attempts[kind] = self._attempts.get(kind, 0) + 1
         return attempts <= _PROBES_EACH_CALL or attempts & (attempts - 1) == 0
 
-    def _warn(self, base: str, failed: Sequence[str], used: str) -> None:
+    def _warn(self, base: str, choice: _probe.Choice) -> None:
+        failed, used = choice.failed, choice.backend
         what = f"{self.name}: the {base} compiled with {', and with '.join(failed)} fails the adjoint identity here"
         eager_fails = "eager mode fails it too: a rule is wrong, or rounding is large"
         then = eager_fails if used in failed else f"{used} is used instead"

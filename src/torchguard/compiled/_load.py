@@ -15,7 +15,7 @@ from torchguard._graphs.listing import type_text
 from torchguard._pytrees import PytreeSpec, flatten_tensors
 from torchguard._torch import fakes, tensors
 from torchguard.compiled._allowed import check_arguments
-from torchguard.compiled._functions import CompiledOut, CompiledScalar, Signature
+from torchguard.compiled._functions import CallStructure, CompiledOut, CompiledScalar
 from torchguard.compiled._leaves import LeafType, is_available
 from torchguard.compiled._save import FORMAT, VERSION, find_operation
 from torchguard.compiled._trace import fakes_of, program_of
@@ -58,7 +58,7 @@ def _decode(data: Any, backend: str, probe: bool) -> CompiledOut:
             f"the arguments hold {len(arguments.positions)} tensors, but there are {len(leaves)} leaves."
         )
     program = program_of(graph, _printable(data["name"])[:200], leaves)
-    made = _KINDS[data["kind"]](program, Signature(arguments, lambda: results), backend=backend, probe=probe)
+    made = _KINDS[data["kind"]](program, CallStructure(arguments, lambda: results), backend=backend, probe=probe)
     if (outputs := len(made.graphs.outputs)) != len(results.positions):
         raise SavedGraphError(f"the graph returns {outputs} tensors, but the results hold {len(results.positions)}.")
     return made

@@ -9,12 +9,12 @@ import json
 import operator
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from torchguard._files import write_whole
 from torchguard._graphs.codec import encode_argument, target_name
 from torchguard._graphs.listing import type_text
 from torchguard._pytrees import PytreeSpec
@@ -59,7 +59,7 @@ def save(made: "CompiledOut", path: str | os.PathLike[str]) -> None:
         "arguments": None if arguments is None else _encode_nest(arguments),
         "results": _encode_nest(made.results),
     }
-    Path(path).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(written, indent=1, allow_nan=False) + "\n")
 
 
 def graph_hash(graph: GraphModule) -> str:

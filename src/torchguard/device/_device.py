@@ -173,6 +173,8 @@ def _read_graph_op(value: object) -> str:
     """An op that a graph can contain: a rule about any other op would never find anything."""
     pattern = _read_op(value)
     if pattern.startswith("aten.") and not _op_patterns.matches_graph_ops(pattern):
+        if not any(ops.is_traced(name) for name in ops.op_names() if ops.matches(name, pattern)):
+            raise ValueError(f"No graph contains {pattern!r}: it returns no tensor, and Dynamo breaks the graph there.")
         similar = _op_patterns.similar_graph_ops(pattern)[:5]
         candidates = f", possibly {', '.join(similar)}" if similar else ""
         raise ValueError(

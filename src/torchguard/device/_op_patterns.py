@@ -2,14 +2,17 @@
 
 AOTAutograd decomposes some ops while it traces: no graph contains `aten.linear`, but `aten.addmm` or `aten.mm`. A
 device that denies `aten.linear` means these, so a pattern is expanded by `DECOMPOSES_TO` before it is matched. The
-table is written by hand: torch has none of the ops that its composite kernels call.
+table is written by hand: torch has none of the ops that its composite kernels call. Where an op decomposes to what many
+others use, as `torch.max(x, y)` to `aten.maximum`, it is found by the call in the program (`is_call_of`).
 """
 
 import functools
 import re
 
 from torchguard._torch.ops import (
+    is_composed,
     is_decomposed,
+    is_traced,
     matches,
     op_name_set,
     op_names,
@@ -47,17 +50,19 @@ DECOMPOSES_TO: dict[str, tuple[str, ...]] = {
     "group_norm": ("native_group_norm",),
     "batch_norm": _BATCH_NORMS,
     "native_batch_norm": _BATCH_NORMS,
+    "_native_batch_norm_legit": _BATCH_NORMS,
     "_batch_norm_impl_index": _BATCH_NORMS,
     "instance_norm": _BATCH_NORMS,
     "dropout": ("native_dropout",),
     "dropout_": (),  # it decomposes to ops that many others use
+    "normal": ("normal_functional",),
     "normal_": ("normal_functional",),
+    "resize_": ("resize", "as_strided"),
     "max_pool1d": ("max_pool2d_with_indices",),
     "max_pool2d": ("max_pool2d_with_indices",),
     "max_pool3d": ("max_pool3d_with_indices",),
     "avg_pool1d": ("avg_pool2d",),
     "adaptive_max_pool1d": ("adaptive_max_pool2d",),
-    # With output size 1 it decomposes to a mean, like many other ops, and is not found.
     "adaptive_avg_pool2d": ("_adaptive_avg_pool2d",),
     "adaptive_avg_pool3d": ("_adaptive_avg_pool3d",),
     # With a mask or dropout it decomposes to ops with a softmax that nothing else uses.
@@ -106,7 +111,6 @@ DECOMPOSES_TO: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("movedim", "moveaxis"), ("permute",)),
     **dict.fromkeys(("chunk", "tensor_split"), ("split", "split_with_sizes", "slice")),
     "narrow": ("slice",),
-    # `repeat_interleave` by a number decomposes to an expansion, like many other ops, and is not found.
     "tile": ("repeat",),
     **dict.fromkeys(("concat", "concatenate", "hstack", "vstack", "dstack", "row_stack", "column_stack"), ("cat",)),
     # Aliases.
@@ -166,9 +170,11 @@ def patterns_as_written(name: str) -> list[str]:
         return [".".join(["aten", *path[1:], last])]
     if path[0] not in _PYTHON:
         return [name]
+    if not set(path) <= set(_PYTHON):  # torch.masked.mean is no aten.mean
+        return [f"aten.{'_'.join([*path[1:], last])}"]
     if path[-1] in ("nn", "F", "functional") and last.lower() in _IN_NN:
         return [f"aten.{_IN_NN[last.lower()]}"]
-    if last[:1].isupper():
+    if last[:1].isupper() and path[-1] == "nn":
         return [f"aten.{_op_of_class(last)}"]
     op = "_".join([*(one for one in path if one in _PREFIXES), last])
     return [f"aten.{op}", f"aten.{op}_loss"]  # F.cross_entropy is aten.cross_entropy_loss
@@ -200,11 +206,25 @@ def first_match(name: str, patterns: tuple[str, ...]) -> str | None:
 
 
 @functools.cache
+def is_call_of(called: str, pattern: str) -> bool:
+    """Whether a pattern names a function or a class of `torch.nn` that AOTAutograd decomposes, in some overload.
+
+    `aten.where` names the call `torch.where(mask)`, of which a graph has only `aten.nonzero`. A glob names no call.
+    """
+    op = ".".join(pattern.split(".")[:2])
+    is_glob = any(letter in pattern for letter in "*?[")
+    if is_glob or not pattern.startswith("aten.") or not called:
+        return False
+    written = patterns_as_written(f"nn.{called}" if called[0].isupper() else f"torch.{called}")
+    return op in written and any(is_composed(name) for name in op_names() if name.startswith(f"{op}."))
+
+
+@functools.cache
 def matches_graph_ops(pattern: str) -> bool:
     """Whether a pattern, or what it expands to, matches an op that a graph of AOTAutograd can contain."""
     patterns = graph_patterns(pattern)
     names = (name for name in op_names() if any(matches(name, one) for one in patterns))
-    return any(not is_decomposed(name) for name in names)
+    return any(not is_decomposed(name) and is_traced(name) for name in names)
 
 
 def similar_graph_ops(pattern: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torchguard._graphs.source_lines import SourceLine
 from torchguard.device._violations import abbreviated, distinct
 from torchguard.report import (
+    Answer,
     Block,
     Facts,
     LineChart,
@@ -16,7 +17,6 @@ from torchguard.report import (
     Series,
     Status,
     Table,
-    Verdict,
     format_cell,
 )
 
@@ -28,9 +28,9 @@ _LARGEST = 15  # tensors alive at a peak
 
 def device_section(report: "DeviceReport") -> Section:
     """The section of a device report. Partitions are left out: they are expensive to compute."""
-    verdict = Verdict(_status(report), report.verdict)
+    answer = Answer(_status(report), report.verdict)
     if not report.graphs:
-        return Section("Device", (verdict,))
+        return Section("Device", (answer,))
     coverage = report.coverage
     facts = Facts(
         (
@@ -48,7 +48,7 @@ def device_section(report: "DeviceReport") -> Section:
     )
     largest = max(range(len(report.graphs)), key=lambda i: report.graphs[i].memory.peak)
     graphs = tuple(_graph(i, graph, is_open=i == largest) for i, graph in enumerate(report.graphs))
-    return Section("Device", (verdict, facts, *_violations(report), *_training(report)), graphs)
+    return Section("Device", (answer, facts, *_violations(report), *_training(report)), graphs)
 
 
 def _status(report: "DeviceReport") -> Status:
@@ -125,7 +125,7 @@ def _graph(number: int, graph: "GraphReport", is_open: bool) -> Section:
     total = len(plan.at_peak) if len(plan.at_peak) > _LARGEST else None
     alive = Table(("tensor", "size", "where"), rows, "Alive at the peak, the largest first", total=total)
     unknown = (
-        (Verdict("unknown", f"Sizes not known, and not counted: {', '.join(plan.unknown)}"),) if plan.unknown else ()
+        (Answer("unknown", f"Sizes not known, and not counted: {', '.join(plan.unknown)}"),) if plan.unknown else ()
     )
     return Section(f"Graph {number}: {graph.name}", (*unknown, memory, alive, *_roofline(graph)), collapsed=not is_open)
 

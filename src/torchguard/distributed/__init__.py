@@ -4,14 +4,17 @@ Every function is one call of the same function on every rank of the group. `doc
 """
 
 from torchguard.distributed._agree import agree, any_err
-from torchguard.distributed._debug import debug_distributed_rank
+from torchguard.distributed._averages import (
+    all_reduce_parameter,
+    average_gradients,
+    calculate_loss_distributed,
+    mean_ok,
+)
 from torchguard.distributed._digest import Digest, digest
 from torchguard.distributed._failures import name_failures
 from torchguard.distributed._flags import GatheredFlags, gather_flags, merge_flags
 from torchguard.distributed._gather import all_gather
-from torchguard.distributed._gradients import all_reduce_parameter, average_gradients
-from torchguard.distributed._loss import calculate_loss_distributed, mean_ok
-from torchguard.distributed._report import RankIncident, gather_report
+from torchguard.distributed._report import RankIncident, debug_distributed_rank, gather_report
 from torchguard.exceptions import DistributedError, RankFailedError, RankMismatchError
 
 __all__ = [

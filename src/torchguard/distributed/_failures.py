@@ -3,7 +3,7 @@
 If a rank dies, a collective of the others fails with an error of the transport, such as "Connection closed by peer", or
 with a timeout. Neither names the rank. So while `name_failures` is active, a thread of each rank counts up a number in
 the store of the process group. A rank whose number stands still is dead. A rank that leaves the block by an exception
-writes that into the store, so that the others can tell what they waited for.
+writes that into the store, so that the others know what they waited for.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ class _Board:
 
     def post(self, kind: str, text: str) -> None:
         """Say how this rank left the block: it "raised", "failed" in a collective, or just "left"."""
-        with contextlib.suppress(dist.DistError):  # without the store, there is nobody to tell
+        with contextlib.suppress(dist.DistError):  # without the store, no rank could read it
             self._store.set(self._key("end", self.rank), f"{kind} {text}"[:2000])
 
     def close(self) -> None:

@@ -6,8 +6,7 @@ The flags leave the runtime as the last output, and the names of their locations
 from torchguard.exceptions import ExportError, MissingExtraError
 from torchguard.export._file import flags_of, signature_of
 from torchguard.export._onnx import to_onnx
-from torchguard.export._package import to_package
-from torchguard.export._program import to_program
+from torchguard.export._program import to_package, to_program
 from torchguard.export._signature import Signature
 
 __all__ = [

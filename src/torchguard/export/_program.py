@@ -1,4 +1,4 @@
-"""A guarded or watched model as a program of `torch.export`."""
+"""A guarded or watched model as a program of `torch.export`, and as a package that AOTInductor compiles of it."""
 
 import contextlib
 import os
@@ -12,12 +12,13 @@ from torch.export import ExportedProgram
 
 from torchguard._channel.config import CARRIERS
 from torchguard._pytrees import children
+from torchguard._torch.inductor import compile_package, load_package
 from torchguard._torch.tensors import unflatten
 from torchguard._watch.export import batch_dim, planned
 from torchguard._watch.wrapper import is_watched
 from torchguard.exceptions import ExportError
 from torchguard.export._example import Dims, Example
-from torchguard.export._file import ENTRY
+from torchguard.export._file import ENTRY, write_entry
 from torchguard.export._signature import Signature, signature
 from torchguard.export._verify import verify_outputs
 
@@ -51,6 +52,35 @@ def to_program(
         extra = {ENTRY.split("/")[-1]: traced.signature.to_json()}
         torch.export.save(traced.program, path, extra_files=extra)  # pyright: ignore[reportArgumentType]
     return traced.program
+
+
+def to_package(
+    model: nn.Module,
+    example: Any,
+    path: str | os.PathLike[str],
+    *,
+    batch: tuple[int, int | None] = (1, None),
+    dims: Dims | None = None,
+    verify: bool = True,
+) -> None:
+    """Compile a guarded or watched model by AOTInductor into a package. The flags are its last output.
+
+    Args:
+        model: as for `to_program`.
+        example: as for `to_program`.
+        path: of the package, ends in ".pt2". It is loaded by `torch._inductor.aoti_load_package`, or from C++.
+        batch: as for `to_program`.
+        dims: as for `to_program`.
+        verify: as for `to_program`, with the compiled package.
+    """
+    if not os.fspath(path).endswith(".pt2"):
+        raise ExportError(f"to_package: the path is {os.fspath(path)!r}. AOTInductor takes a path that ends in '.pt2'.")
+    traced = trace(model, example, batch, dims or {})
+    compile_package(traced.program, os.fspath(path))
+    write_entry(path, traced.signature.to_json())
+    if verify:
+        package = load_package(os.fspath(path))
+        verify_outputs(traced.example, model, lambda args, kwargs: package(*args, **kwargs), batch, "the package")
 
 
 @dataclass(frozen=True)

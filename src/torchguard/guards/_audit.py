@@ -4,7 +4,7 @@ Dynamo builds the tree of all guards, passes them to the filter, and builds a se
 keeps. An audit stores the first tree as a *shadow* and adds a callback to the second, which Dynamo calls once all kept
 guards of a call hold. In most calls the callback only counts. In every `every`-th call, and in the first call after a
 change of state that is cheap to see, it checks the shadow: quickly, where nothing has changed since the last check
-(`_torch.versions`).
+(`_torch.quick_check`).
 
 Four properties of Dynamo shape the code:
 
@@ -42,12 +42,12 @@ from torchguard._torch.events import (
     require_guard_events,
 )
 from torchguard._torch.guards import Guards, torch_function_enabled
+from torchguard._torch.quick_check import QuickCheck
 from torchguard._torch.tensors import any_autocast, grad_mode
-from torchguard._torch.versions import QuickCheck
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._audit_report import AuditReport, GuardViolation
 from torchguard.guards._filters import Filter, by_function
-from torchguard.guards._tree import GuardFailure, failures_of, format_value
+from torchguard.guards._guard_tree import GuardFailure, failures_of, format_value
 
 _ROOT = "L"  # the source of guards without one, such as those on grad mode
 Action = str | Callable[["list[GuardViolation]"], Any]

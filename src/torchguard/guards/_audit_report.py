@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchguard.report import Section, Shown, Table, Verdict
+from torchguard.report import Answer, Section, Shown, Table
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class AuditReport(Shown):
         """How many dropped guards were violated, and each of them."""
         checked = f"{self.checks:,} of {self.calls:,} calls checked, {self.dropped:,} guards dropped."
         if self.violations:
-            verdict = Verdict("bad", f"{len(self.violations)} dropped guards no longer held; {checked}")
+            answer = Answer("bad", f"{len(self.violations)} dropped guards no longer held; {checked}")
         else:
-            verdict = Verdict("ok" if self.checks else "unknown", f"No violation found; {checked}")
+            answer = Answer("ok" if self.checks else "unknown", f"No violation found; {checked}")
         columns = ("guard", "type", "function", "then", "now", "calls affected, at most", "checks", "from")
         rows = tuple(
             (one.name, one.type, one.function, one.then, one.now, one.calls, one.checks, one.line)
             for one in self.violations
         )
-        return Section("Audit of dropped guards", (verdict, *([Table(columns, rows)] if rows else [])))
+        return Section("Audit of dropped guards", (answer, *([Table(columns, rows)] if rows else [])))
 
     def __str__(self) -> str:
         head = f"{self.dropped} guards dropped, {self.checks} of {self.calls} calls checked, "

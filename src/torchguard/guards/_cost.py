@@ -12,7 +12,7 @@ from torchguard._torch import dynamo
 from torchguard._torch.guards import Guards, children_of
 from torchguard.exceptions import GuardError
 from torchguard.guards._audit import audits_paused
-from torchguard.report import FlameGraph, Frame, Section, Shown, Table, Verdict
+from torchguard.report import Answer, FlameGraph, Frame, Section, Shown, Table
 
 _LOOKUP = "TorchDynamo Cache Lookup"
 # A subtree that takes less than this share of the total is not decomposed any further.
@@ -71,11 +71,11 @@ class Cost(Shown):
     def section(self) -> Section:
         """The time of guards as a flame graph, and the most expensive sources."""
         profiled = "" if self.profiled is None else f", {self.profiled:.1f} us in a typical real call"
-        verdict = Verdict("ok", f"Guards take {self.hot:.1f} us in a loop{profiled}.")
+        answer = Answer("ok", f"Guards take {self.hot:.1f} us in a loop{profiled}.")
         rows = tuple((source, took) for source, took in self.by_source())
         table = Table(("source and all below it", "us"), rows, "The most expensive sources")
         return Section(
-            "Cost of guards", (verdict, FlameGraph("Time of guards by source", "us", _frame(self.tree)), table)
+            "Cost of guards", (answer, FlameGraph("Time of guards by source", "us", _frame(self.tree)), table)
         )
 
     def __str__(self) -> str:

@@ -19,8 +19,8 @@ from torchguard.exceptions import GuardError, RecompileError
 from torchguard.guards._audit import audits_paused
 from torchguard.guards._compile import compile
 from torchguard.guards._explain import short_repr
+from torchguard.guards._guard_tree import Guard, GuardFailure, GuardNode, failures_of, tree_of
 from torchguard.guards._section import compile_section, inspection_data
-from torchguard.guards._tree import Guard, GuardFailure, GuardNode, failures_of, tree_of
 from torchguard.guards._why import advice_for
 from torchguard.report import Section, Shown
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torchguard.guards._why import advice_for
-from torchguard.report import Section, Span, Status, Table, Timeline, Verdict
+from torchguard.report import Answer, Section, Span, Status, Table, Timeline
 
 if TYPE_CHECKING:
     from torchguard.guards._inspect import Inspection
@@ -48,7 +48,7 @@ def compile_section(
     """
     frames, breaks, not_compiled = data["frames"], data["graph_breaks"], data["not_compiled"]
     recompiled = [one for one in frames if one["recompiled_for"]]
-    blocks = [Verdict(*_verdict(frames, recompiled, breaks, not_compiled)), *_timeline(data, name, where)]
+    blocks = [Answer(*_answer(frames, recompiled, breaks, not_compiled)), *_timeline(data, name, where)]
     if frames:
         columns = ("id", "function", "where", "guards", "seconds")
         rows = tuple(
@@ -77,7 +77,7 @@ def compile_section(
     return Section("Compile", tuple(blocks))
 
 
-def _verdict(
+def _answer(
     frames: Sequence[Data], recompiled: Sequence[Data], breaks: Sequence[Data], not_compiled: Sequence[Data]
 ) -> tuple[Status, str]:
     counts = {

@@ -8,8 +8,8 @@ from torchguard._torch.dynamo import entries_of, frame_of, is_full, stance
 from torchguard._torch.guards import MARK_DYNAMIC
 from torchguard.exceptions import GuardError
 from torchguard.guards._audit import audits_paused
-from torchguard.guards._tree import GuardFailure, failures_of
-from torchguard.report import Section, Shown, Table, Verdict
+from torchguard.guards._guard_tree import GuardFailure, failures_of
+from torchguard.report import Answer, Section, Shown, Table
 
 _EQUAL_SIZES = re.compile(r"\.size\(\)\[\d+\] == .*\.size\(\)\[\d+\]")
 _ATTRIBUTE_OF_MODULE = re.compile(r"^L\['self'\]")
@@ -73,10 +73,10 @@ class Why(Shown):
 
     def section(self) -> Section:
         """The answer, and a table of all reasons with what to do about them."""
-        verdict = Verdict("warning" if self.recompiles or self.fallback else "ok", self.answer)
+        answer = Answer("warning" if self.recompiles or self.fallback else "ok", self.answer)
         rows = tuple((one.compile_id, str(one.failure), one.advice, one.failure.guard.line) for one in self.reasons)
         columns = ("entry", "guard that fails", "what to do", "from")
-        return Section("Would it recompile?", (verdict, *([Table(columns, rows, "All reasons")] if rows else [])))
+        return Section("Would it recompile?", (answer, *([Table(columns, rows, "All reasons")] if rows else [])))
 
     def __str__(self) -> str:
         lines = [self.answer]

@@ -17,11 +17,12 @@ whenever a micro-batch has bad samples, since it cannot know those of the next o
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchguard import err
@@ -31,7 +32,6 @@ from torchguard._retry.batch import Batch
 from torchguard._torch.training import multiply_all
 from torchguard._watch.wrapper import is_watched
 from torchguard.exceptions import RetryError, WatchError
-from torchguard.integrations._losses import logits_of, sample_losses
 
 require_extra("torchguard.integrations.transformers", "transformers", "transformers", "accelerate")
 from transformers import TrainerCallback  # noqa: E402
@@ -41,6 +41,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 __all__ = ["RetryMixin", "TorchGuardCallback", "losses_of"]
 
 logger = logging.getLogger("torchguard")
+_IGNORED = -100  # the label of what has no loss
 
 
 def losses_of(model: nn.Module, inputs: dict[str, Any], *, shift: bool, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,52 @@ def losses_of(model: nn.Module, inputs: dict[str, Any], *, shift: bool, smoothin
     labels = inputs["labels"]
     outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
     multi_label = _problem_type(model) == "multi_label_classification"
-    return sample_losses(logits_of(outputs), labels, shift=shift, smoothing=smoothing, multi_label=multi_label)
+    return _sample_losses(_logits_of(outputs), labels, shift=shift, smoothing=smoothing, multi_label=multi_label)
+
+
+def _sample_losses(
+    logits: Tensor, labels: Tensor, *, shift: bool = False, smoothing: float = 0.0, multi_label: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of each sample, and how many losses that are.
+
+    Args:
+        logits: `(batch, ..., classes)`, or what a regression predicts.
+        labels: `(batch, ...)` classes, of which -100 does not count; or floats, of the shape of `logits` but for
+            dims of size 1.
+        shift: whether each token is predicted from the ones before it.
+        smoothing: of labels.
+        multi_label: whether float labels are probabilities of classes.
+    """
+    if labels.is_floating_point():
+        if labels.numel() != logits.numel():
+            raise RetryError(
+                f"losses of samples: labels {tuple(labels.shape)} do not have the size of logits "
+                f"{tuple(logits.shape)}. Give losses of your own."
+            )
+        labels = labels.reshape(logits.shape).to(logits.dtype)
+        fn = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss
+        each = fn(logits, labels, reduction="none").flatten(1)
+        return each.sum(1), torch.full_like(each[:, 0], each.shape[1])
+    if logits.ndim != labels.ndim + 1 or logits.shape[0] != labels.shape[0]:
+        raise RetryError(
+            f"losses of samples: logits {tuple(logits.shape)} do not fit labels {tuple(labels.shape)}. "
+            "Give losses of your own."
+        )
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    each = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=_IGNORED, reduction="none", label_smoothing=smoothing
+    )
+    each = each.reshape(labels.shape[0], -1)
+    return each.sum(1), labels.ne(_IGNORED).reshape(labels.shape[0], -1).sum(1).to(each.dtype)
+
+
+def _logits_of(outputs: Any) -> Tensor:
+    """The logits among what a model of transformers returned."""
+    if isinstance(outputs, Mapping):
+        return outputs["logits"]
+    return getattr(outputs, "logits", outputs[0] if isinstance(outputs, tuple) else outputs)
 
 
 class RetryMixin:
@@ -155,7 +201,7 @@ class TorchGuardCallback(TrainerCallback):
         self.guarded, self._losses = guarded, losses
         self._smoothing, self._shift = 0.0, losses is None and _shifts(guarded)
         self._items = self._left = None  # of the step: what the trainer counted, and without bad samples so far
-        self._told = 0
+        self._logged = 0
 
     def loss(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss over good samples: `Trainer(compute_loss_func=callback.loss)`."""
@@ -163,8 +209,8 @@ class TorchGuardCallback(TrainerCallback):
             sums, weights = self._losses(outputs, labels)
         else:
             multi_label = _problem_type(self.guarded) == "multi_label_classification"
-            sums, weights = sample_losses(
-                logits_of(outputs), labels, shift=self._shift, smoothing=self._smoothing, multi_label=multi_label
+            sums, weights = _sample_losses(
+                _logits_of(outputs), labels, shift=self._shift, smoothing=self._smoothing, multi_label=multi_label
             )
         good = err.is_ok(self.guarded.flags).to(sums.device)
         total = torch.where(good, sums, 0).sum()
@@ -197,11 +243,11 @@ class TorchGuardCallback(TrainerCallback):
         if logs is not None and run.total:
             logs["bad_samples"] = run.total
             state.log_history[-1]["bad_samples"] = run.total  # it was written before the callbacks are called
-        if run.total > self._told:
+        if run.total > self._logged:
             logger.warning(
-                "step %d: %d samples bad since the last log\n%s", state.global_step, run.total - self._told, run
+                "step %d: %d samples bad since the last log\n%s", state.global_step, run.total - self._logged, run
             )
-            self._told = run.total
+            self._logged = run.total
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@
 from torchguard.exceptions import LintError
 from torchguard.lint._check import check_source
 from torchguard.lint._config import Settings
+from torchguard.lint._files import LintResult, check_paths
 from torchguard.lint._finding import Finding
 from torchguard.lint._rules.base import Rule
 from torchguard.lint._rules.registry import RULES
-from torchguard.lint._run import Result, check_paths
 
-__all__ = ["RULES", "Finding", "LintError", "Result", "Rule", "Settings", "check_paths", "check_source"]
+__all__ = ["RULES", "Finding", "LintError", "LintResult", "Rule", "Settings", "check_paths", "check_source"]

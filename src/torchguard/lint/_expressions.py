@@ -4,7 +4,7 @@ import ast
 
 from torchguard.lint import _torch_names as names
 from torchguard.lint import _values as values
-from torchguard.lint._tree import Function, Tree
+from torchguard.lint._syntax import Function, Tree
 from torchguard.lint._values import IS_TENSOR
 
 

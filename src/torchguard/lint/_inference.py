@@ -5,7 +5,7 @@ import ast
 from torchguard.lint import _values as values
 from torchguard.lint._expressions import Expressions, Scope, public_name
 from torchguard.lint._parameters import tensors_by_use
-from torchguard.lint._tree import SETUP, Class, Function, FunctionNode, Tree
+from torchguard.lint._syntax import SETUP, Class, Function, FunctionNode, Tree
 from torchguard.lint._values import IS_TENSOR, ref
 
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)

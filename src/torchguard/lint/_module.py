@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from torchguard.lint._inference import Inference
-from torchguard.lint._tree import Class, Function, FunctionNode, Tree
+from torchguard.lint._syntax import Class, Function, FunctionNode, Tree
 
 __all__ = ["Class", "Function", "FunctionNode", "Module"]
 

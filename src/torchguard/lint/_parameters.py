@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 
 from torchguard.lint import _torch_names as names
-from torchguard.lint._tree import Function
+from torchguard.lint._syntax import Function
 from torchguard.lint._values import ref
 
 

@@ -54,7 +54,7 @@ class _Registry:
         self._entries: dict[int, _Entry] = {}
         self._by_hand: dict[str, int] = {}
         self._numbers: set[int] = set()  # ids that were made up
-        self._shown: set[int] = set()  # ids of modules that the user has got from us
+        self._shown: set[int] = set()  # ids of modules that were given to the user
         self._next = {1: 1, FIRST_ASSIGNED: FIRST_ASSIGNED}
         self._models: Counter[str] = Counter()
 

@@ -15,7 +15,7 @@ from torchguard._torch.process import process_state
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard.exceptions import LocationWarning, NotFlagsError
 from torchguard.locations._registry import ErrorLocation, registry, warn_full, warn_of_number
-from torchguard.locations._tree import WeightedLocationTree, nearest
+from torchguard.locations._weighted_tree import WeightedLocationTree, nearest
 
 T = TypeVar("T")
 LocationLike = nn.Module | int | str | None

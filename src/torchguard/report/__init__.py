@@ -6,6 +6,7 @@ as text, as JSON and as one HTML page. Nothing here knows the parts.
 
 from torchguard.exceptions import ReportError
 from torchguard.report._blocks import (
+    Answer,
     Block,
     Cell,
     Code,
@@ -23,7 +24,6 @@ from torchguard.report._blocks import (
     Table,
     Text,
     Timeline,
-    Verdict,
     format_cell,
 )
 from torchguard.report._json import SCHEMA
@@ -32,6 +32,7 @@ from torchguard.report._section import Section
 
 __all__ = [
     "SCHEMA",
+    "Answer",
     "Block",
     "Cell",
     "Code",
@@ -53,6 +54,5 @@ __all__ = [
     "Table",
     "Text",
     "Timeline",
-    "Verdict",
     "format_cell",
 ]

@@ -16,10 +16,10 @@ STATUSES: tuple[Status, ...] = ("ok", "warning", "unknown", "bad")  # from best 
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Answer:
     """The answer, in one sentence, before everything that explains it."""
 
-    kind: ClassVar[str] = "verdict"
+    kind: ClassVar[str] = "answer"
     status: Status
     text: str
 
@@ -201,8 +201,8 @@ class Code:
     panes: tuple[Pane, ...]
 
 
-Block: TypeAlias = Verdict | Text | Facts | Table | LineChart | HeatMap | Timeline | FlameGraph | Roofline | Code
-BLOCKS: tuple[type, ...] = (Verdict, Text, Facts, Table, LineChart, HeatMap, Timeline, FlameGraph, Roofline, Code)
+Block: TypeAlias = Answer | Text | Facts | Table | LineChart | HeatMap | Timeline | FlameGraph | Roofline | Code
+BLOCKS: tuple[type, ...] = (Answer, Text, Facts, Table, LineChart, HeatMap, Timeline, FlameGraph, Roofline, Code)
 
 
 def format_cell(cell: Cell, unit: str = "") -> str:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from torchguard._files import write_whole
 from torchguard.exceptions import ReportError
 from torchguard.report._blocks import BLOCKS, Cell, Status, worst
 from torchguard.report._json import MARKER, SCHEMA, Reader, to_data
@@ -21,8 +22,8 @@ class Report:
         facts: what the report is about: the script, the versions.
         created: when it was made, in ISO 8601; now if empty.
 
-    >>> from torchguard.report import Report, Section, Verdict
-    >>> print(Report("A run", (Section("Values", (Verdict("ok", "No sample went bad."),)),)).to_text().strip())
+    >>> from torchguard.report import Report, Section, Answer
+    >>> print(Report("A run", (Section("Values", (Answer("ok", "No sample went bad."),)),)).to_text().strip())
     A run
     <BLANKLINE>
     Values
@@ -90,14 +91,7 @@ class Report:
         form = forms.get(path.suffix.lower())
         if form is None:
             raise ReportError(f"save: {path.name!r} has to end in one of {', '.join(forms)}.")
-        content = form()
-        beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            beside.write_text(content, encoding="utf-8")
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-        return path
+        return write_whole(path, form())
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
         from torchguard.report._text import views

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from torchguard.report._blocks import Block, Status, Verdict, worst
+from torchguard.report._blocks import Answer, Block, Status, worst
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Section:
 
     @property
     def status(self) -> Status:
-        """The worst verdict in it."""
-        own: list[Status] = [one.status for one in self.blocks if isinstance(one, Verdict)]
+        """The worst answer in it."""
+        own: list[Status] = [one.status for one in self.blocks if isinstance(one, Answer)]
         return worst([*own, *(one.status for one in self.sections)])
 
 

@@ -16,6 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
 from torchguard.report._blocks import (
+    Answer,
     Block,
     Code,
     Facts,
@@ -25,7 +26,6 @@ from torchguard.report._blocks import (
     Table,
     Text,
     Timeline,
-    Verdict,
     format_cell,
 )
 from torchguard.report._section import Section
@@ -93,7 +93,7 @@ def _view(block: Block) -> RenderableType:
 
 
 @_view.register
-def _(block: Verdict) -> RenderableType:
+def _(block: Answer) -> RenderableType:
     return plain(block.text, _STYLES[block.status])
 
 

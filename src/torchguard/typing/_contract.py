@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from torchguard._channel.config import get_config
 from torchguard.exceptions import AnnotationError, ValidationWarning
+from torchguard.typing._containers import Node, specs_in
 from torchguard.typing._dims import Formula, Named, OfSelf
 from torchguard.typing._hints import Unresolved, resolve
 from torchguard.typing._message import error_of
-from torchguard.typing._nodes import Node, specs_in
 from torchguard.typing._reader import Reader
 from torchguard.typing._scope import Scope
 
@@ -67,10 +67,10 @@ class Contract:
             terms = self._read() if self.terms.unresolved else self.terms
             if strictly:
                 for name, hint in terms.unresolved.items():
-                    told = f"{self.name}: {name}: {hint}"
+                    message = f"{self.name}: {name}: {hint}"
                     if hint.declares_a_tensor or get_config().strict_validation:
-                        raise AnnotationError(told)
-                    warnings.warn(f"{told} It is not validated.", ValidationWarning, stacklevel=4)
+                        raise AnnotationError(message)
+                    warnings.warn(f"{message} It is not validated.", ValidationWarning, stacklevel=4)
                 self.terms = terms = terms._replace(unresolved={})
             return terms
 

@@ -12,8 +12,8 @@ from torchguard._pytrees import child_at, replace_children, tensors_in
 from torchguard._torch.tracing import holds
 from torchguard.checks import can_be_checked, findings_in
 from torchguard.exceptions import InvalidParameterError
+from torchguard.typing._containers import Each, EachValue, Fields, Items, Node, OneOf
 from torchguard.typing._dims import Named
-from torchguard.typing._nodes import Each, EachValue, Fields, Items, Node, OneOf
 from torchguard.typing._spec import TensorSpec
 
 # The path from a value to a part of it: indices, keys, attribute names; None matches any of them.

@@ -9,10 +9,10 @@ from torchguard.exceptions import (
     ValidationError,
 )
 from torchguard.typing._dims import Broadcasting, DimSpec, NamedRest, OneOr
-from torchguard.typing._scope import CheckedTensor, Finding, Scope
+from torchguard.typing._scope import CheckedTensor, Mismatch, Scope
 
 
-def advice_for(finding: Finding, scope: Scope) -> str | None:
+def advice_for(finding: Mismatch, scope: Scope) -> str | None:
     """The change of shape that satisfies the annotation, if there is exactly one."""
     if finding.checked is None:
         return finding.advice
@@ -61,7 +61,7 @@ def error_of(scope: Scope) -> ValidationError:
     return first.error("\n".join(lines), scope.function, first.path)
 
 
-def _block(finding: Finding, scope: Scope) -> list[str]:
+def _block(finding: Mismatch, scope: Scope) -> list[str]:
     if finding.checked is None:
         rows = [f"declared  {finding.declared}", f"found     {finding.found}"]
     else:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from torchguard.exceptions import AnnotationError
+from torchguard.typing._containers import Each, EachValue, Fields, Items, Node, OneOf
 from torchguard.typing._dtypes import TensorKind
 from torchguard.typing._hints import fields_of
 from torchguard.typing._jaxtyping import is_jaxtyped, spec_of_jaxtyped
-from torchguard.typing._nodes import Each, EachValue, Fields, Items, Node, OneOf
 from torchguard.typing._spec import TensorSpec
 
 _WRAPPERS = (Annotated, typing.Final, typing.Required, typing.NotRequired)

@@ -24,7 +24,7 @@ def described(value: Any) -> str:
     return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-class Finding(NamedTuple):
+class Mismatch(NamedTuple):
     """One violation. Findings are reported in the order of the arguments, by `turn`.
 
     `binds` is True for a tensor that was accepted at first, and so bound names, but violates its annotation now that
@@ -53,14 +53,14 @@ class Scope:
         self.sizes: dict[str, int] = {}
         self.rests: dict[str, tuple[tuple[int, ...], bool]] = {}
         self.checked: list[CheckedTensor] = []
-        self.findings: list[Finding] = []
+        self.findings: list[Mismatch] = []
 
     def report(
         self, error: type[ValidationError], path: str, annotation: str, declared: str, found: str, advice: str | None
     ) -> None:
         # A tensor is the last one checked; anything else comes after it.
         is_seen = bool(self.checked) and self.checked[-1][1] == path
-        self.findings.append(Finding(len(self.checked) - is_seen, error, path, annotation, declared, found, advice))
+        self.findings.append(Mismatch(len(self.checked) - is_seen, error, path, annotation, declared, found, advice))
 
     def report_kind(self, path: str, annotation: str, declared: str, found: str, advice: str) -> None:
         """Report a value that is not a tensor, or a tensor of another kind."""
@@ -76,7 +76,7 @@ class Scope:
         if not any(finding.checked is checked for finding in self.findings):
             found = str(tuple(shape))
             self.findings.append(
-                Finding(turn, DimensionMismatchError, path, spec.text, "", found, None, checked, binds)
+                Mismatch(turn, DimensionMismatchError, path, spec.text, "", found, None, checked, binds)
             )
 
     def check_deferred(self, start: int = 0) -> None:

@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torchguard.exceptions import CompileError
-from torchguard.report import Facts, Section, Shown, Status, Table
-from torchguard.report import Verdict as Answer
+from torchguard.report import Answer, Facts, Section, Shown, Status, Table
 
 if TYPE_CHECKING:
     from torchguard.compiled._functions import CompiledOut

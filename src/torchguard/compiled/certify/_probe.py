@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchguard.compiled._executables import Code, Executables, Graphs
+from torchguard.compiled._derivatives import cotangent_types, tangent_types
+from torchguard.compiled._executables import FALLBACKS, CompiledCode, Executables, ProgramGraphs
 from torchguard.compiled._leaves import LeafType
-from torchguard.compiled._trace import cotangent_types, tangent_types
 from torchguard.compiled.certify._certificate import Claim, Verdict
 from torchguard.compiled.certify._taylor import (
     ALLOWED_ROUNDING,
@@ -95,7 +95,7 @@ def adjoint_gap(v: Any, jvp: Any, w: Any, vjp: Any, tolerance: float) -> Gap:
     return Gap(left, right, max(left_size, right_size), tolerance)
 
 
-def measure_gap(graphs: Graphs, kind: str, code: Code, leaves: Sequence[Tensor], seed: int = 0) -> Gap:
+def measure_gap(graphs: ProgramGraphs, kind: str, code: CompiledCode, leaves: Sequence[Tensor], seed: int = 0) -> Gap:
     """How far the compiled JVP is from being the adjoint of the eager VJP, or the compiled VJP of the eager JVP.
 
     An HVP is compared with the eager one by reverse mode alone, whose rules are others; where an operation has none,
@@ -117,7 +117,37 @@ def measure_gap(graphs: Graphs, kind: str, code: Code, leaves: Sequence[Tensor],
         return _equality_gap(compiled, expected, v if base == "vjp" else w, graphs.tolerance)
 
 
-def _hvp_gap(graphs: Graphs, hvp: Sequence[Tensor], leaves: Sequence[Tensor], v: Any, w: Any) -> Gap:
+@dataclass(frozen=True)
+class Choice:
+    """Code for a derivative, the backend that compiled it, and the backends whose code failed the adjoint identity."""
+
+    code: CompiledCode
+    backend: str
+    failed: tuple[str, ...] = ()
+
+
+def choose_code(executables: Executables, kind: str, leaves: Sequence[Tensor]) -> Choice | None:
+    """The code of the first backend, of this one and its fallbacks, whose derivative satisfies the adjoint identity.
+
+    The last backend's code if none does. None if nothing can be compared here: all terms are zero, or some not finite.
+    """
+    graphs, first = executables.graphs, executables.backend
+    choice = None
+    failed: list[str] = []
+    for backend in (first, *FALLBACKS[first]):
+        code = (executables if backend == first else Executables(graphs, backend)).code(kind)
+        gap = measure_gap(graphs, kind, code, leaves)
+        if not gap.is_conclusive and not failed:
+            return None
+        if not gap.is_small:
+            failed.append(backend)
+        choice = Choice(code, backend, tuple(failed))
+        if gap.is_small:
+            break
+    return choice
+
+
+def _hvp_gap(graphs: ProgramGraphs, hvp: Sequence[Tensor], leaves: Sequence[Tensor], v: Any, w: Any) -> Gap:
     """An HVP against the eager one by reverse mode alone, or against its own transpose: <Hv, u> and <v, Hu>."""
     eager = Executables(graphs, "eager")
     if graphs.other_hvp is not None:
@@ -136,7 +166,12 @@ def _equality_gap(got: Sequence[Tensor], expected: Sequence[Tensor], weights: An
 
 
 def run_derivative(
-    graphs: Graphs, kind: str, code: Code, leaves: Sequence[Tensor], v: Sequence[Tensor], w: Sequence[Tensor]
+    graphs: ProgramGraphs,
+    kind: str,
+    code: CompiledCode,
+    leaves: Sequence[Tensor],
+    v: Sequence[Tensor],
+    w: Sequence[Tensor],
 ) -> list[Tensor]:
     """The output tangents or gradients that some code computes, in one part or in two."""
     base = kind.partition("_")[0]

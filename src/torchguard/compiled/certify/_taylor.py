@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from torchguard.compiled._executables import Executables, Graphs
+from torchguard.compiled._executables import Executables, ProgramGraphs
 from torchguard.compiled._nodes import op_name
 from torchguard.compiled.certify._certificate import Claim, Verdict
 from torchguard.exceptions import CompileError
@@ -155,7 +155,7 @@ def taylor_claim(derivative: Derivative, compiled: "CompiledOut", point: tuple[T
     return claim if widened is None else _claim_in_float64(compiled, widened, test, d) or claim
 
 
-def _runs(graphs: Graphs, code: Callable[[str], Any]) -> _Runs:
+def _runs(graphs: ProgramGraphs, code: Callable[[str], Any]) -> _Runs:
     """Results after the outputs, for a derivative; the outputs for the value."""
 
     def run(kind: str, values: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -166,7 +166,7 @@ def _runs(graphs: Graphs, code: Callable[[str], Any]) -> _Runs:
 
 
 def _claim_in_float64(
-    compiled: "CompiledOut", widened: tuple[Graphs, list[Tensor]], test: _TaylorTest, d: Directions
+    compiled: "CompiledOut", widened: tuple[ProgramGraphs, list[Tensor]], test: _TaylorTest, d: Directions
 ) -> Claim | None:
     """The same with smaller steps; None unless compiled code is as near to float64 as eager mode."""
     graphs, point = widened
@@ -276,13 +276,13 @@ def distance(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return gap if math.isfinite(gap) else math.inf
 
 
-def in_float64(compiled: "CompiledOut", point: tuple[Tensor, ...]) -> tuple[Graphs, list[Tensor]] | None:
+def in_float64(compiled: "CompiledOut", point: tuple[Tensor, ...]) -> tuple[ProgramGraphs, list[Tensor]] | None:
     """The graphs and the point with every floating-point leaf in float64; None if the function fixes its dtypes."""
     wide = [leaf.double() if leaf.is_floating_point() else leaf for leaf in point]
     pairs = zip(compiled.leaves, wide, strict=True)
     types = [replace(t, dtype=leaf.dtype, stride=tuple(leaf.stride())) for t, leaf in pairs]
     try:
-        return Graphs(replace(compiled.program, leaves=tuple(types))), wide
+        return ProgramGraphs(replace(compiled.program, leaves=tuple(types))), wide
     except (CompileError, RuntimeError):
         return None
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torchguard._graphs.op_facts import PRODUCTS
 from torchguard._torch.tracing import is_surely
 from torchguard.device._graph import Graph, producer_of
 from torchguard.device._rules.base import Constraint
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 # Matrix products accept transposed operands: every BLAS routine has a flag for them.
-_PRODUCTS = frozenset({_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.dot})
+_PRODUCTS = frozenset(getattr(_aten, name) for name in PRODUCTS)
 # A copy is the remedy, so it accepts every layout.
 _COPIES = frozenset({_aten.clone, _aten._to_copy, _aten.copy_, _aten.copy})
 

@@ -1,13 +1,13 @@
 """Ops that a device does not support."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import fx
 
-from torchguard._torch import aot, ops
+from torchguard._torch import aot, nodes, ops
 from torchguard.device._graph import Graph, op_name
-from torchguard.device._op_patterns import first_match
+from torchguard.device._op_patterns import first_match, is_call_of
 from torchguard.device._rules.base import Constraint
 from torchguard.device._violations import DeviceViolation
 
@@ -21,11 +21,32 @@ class Denied(Constraint):
     code = "TGD501"
 
     def check(self, graph: Graph, device: "Device") -> Iterable[DeviceViolation]:
-        for node in graph.calls if device.deny else ():
-            pattern = first_match(op_name(node), device.deny)
-            if pattern is not None:
-                message = f"{device.name} does not support {pattern}"
-                yield self.violation(graph, message, node=node, remedy=_remedy(node, device))
+        for node, pattern in _denied(graph, device.deny) if device.deny else ():
+            message = f"{device.name} does not support {pattern}"
+            yield self.violation(graph, message, node=node, remedy=_remedy(node, device))
+
+
+def _denied(graph: Graph, deny: tuple[str, ...]) -> Iterator[tuple[fx.Node, str]]:
+    """Nodes, each with the pattern that denies it: by its op, or by the call in the program that it comes from."""
+    calls: dict[nodes.ProgramCall, list[fx.Node]] = {}
+    for node in graph.calls:
+        if (pattern := first_match(op_name(node), deny)) is not None:
+            yield node, pattern
+        # The calls of a backward graph are those of the forward graph.
+        if graph.name != "backward" and (call := nodes.call_of(node)) is not None:
+            calls.setdefault(call, []).append(node)
+    for call, made in calls.items():
+        names = {nodes.op_before_decomposition(node) for node in made} - {"aten.detach.default"}
+        if names == {"aten.clone.default"}:  # Dropout in evaluation mode
+            continue
+        pattern = next((one for one in deny if is_call_of(call.called, one)), None)
+        is_found = pattern is None or any(first_match(name, (_without_overload(pattern),)) for name in names)
+        if pattern is not None and not is_found:
+            yield next((node for node in made if not ops.is_view(node.target)), made[0]), pattern
+
+
+def _without_overload(pattern: str) -> str:
+    return ".".join(pattern.split(".")[:2])
 
 
 class NotAllowed(Constraint):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torchguard.lint._module import Module
 from torchguard.lint._rules.base import FUNCTIONS, Problem, Rule, is_evaluation, is_method, last_name, text
-from torchguard.lint._rules.modes import calls_model, mode_calls, receiver, trains
+from torchguard.lint._rules.modes import PREDICT, calls_model, mode_calls, receiver, trains
 
 
 class BackwardWithoutGradients(Rule):
@@ -61,24 +61,8 @@ class PreferInferenceMode(Rule):
 a result is later used for training. It fits where results never meet autograd again. Weights that are changed or
 trained afterwards need `no_grad`.
 """
-    wrong = """
-import torch
-from torch import nn
-
-@torch.no_grad()
-def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    model.eval()
-    return model(x)
-"""
-    right = """
-import torch
-from torch import nn
-
-@torch.inference_mode()
-def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    model.eval()
-    return model(x)
-"""
+    wrong = PREDICT.replace("inference_mode", "no_grad")
+    right = PREDICT
     silence = "Where results are used in training afterwards, or where a backend does not support inference tensors."
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:

@@ -15,6 +15,16 @@ from torchguard.lint._rules.base import (
     last_name,
 )
 
+# A right example of several rules; each replaces the line that its wrong example has otherwise.
+PREDICT = """
+import torch
+from torch import nn
+
+@torch.inference_mode()
+def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.eval()
+    return model(x)
+"""
 _TRAINS = frozenset(("backward", "zero_grad"))
 
 
@@ -157,23 +167,8 @@ class EvaluationInTrainingMode(Rule):
 In training mode dropout is active and batch norm uses and updates the statistics of the batch: predictions are random
 and depend on the other samples. Call `model.eval()` first.
 """
-    wrong = """
-import torch
-from torch import nn
-
-@torch.inference_mode()
-def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x)
-"""
-    right = """
-import torch
-from torch import nn
-
-@torch.inference_mode()
-def predict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    model.eval()
-    return model(x)
-"""
+    wrong = PREDICT.replace("    model.eval()\n", "")
+    right = PREDICT
     silence = "Where the caller has set the mode."
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:
@@ -290,24 +285,8 @@ class TrainModeInEvaluation(Rule):
 `model.train()` before an evaluation turns dropout on and lets the evaluated batches change the statistics of batch
 norm.
 """
-    wrong = """
-import torch
-from torch import nn
-
-@torch.inference_mode()
-def evaluate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    model.train()
-    return model(x)
-"""
-    right = """
-import torch
-from torch import nn
-
-@torch.inference_mode()
-def evaluate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    model.eval()
-    return model(x)
-"""
+    wrong = PREDICT.replace("model.eval()", "model.train()")
+    right = PREDICT
     silence = "For Monte Carlo dropout, which wants dropout while predicting."
 
     def check(self, node: ast.AST, module: Module) -> Iterator[Problem]:

@@ -83,7 +83,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class OutcomeCoverage:
     """Which outcomes each element of each comparison, index and step function has had.
 
     Attributes:
@@ -97,7 +97,7 @@ class Coverage:
     possible: dict[str, Tensor] = field(default_factory=dict)
     first: dict[str, Tensor] = field(default_factory=dict)
 
-    def with_trace(self, trace: EvaluationTrace, *, is_void: bool = False) -> "Coverage":
+    def with_trace(self, trace: EvaluationTrace, *, is_void: bool = False) -> "OutcomeCoverage":
         """The coverage with that of another point. At one that is void no outcome counts, but all are wanted."""
         first = {**trace.steps, **self.first}
         seen, possible = dict(self.seen), dict(self.possible)
@@ -110,9 +110,9 @@ class Coverage:
             here = torch.zeros_like(here) if is_void else here
             seen[key] = seen[key] | here if key in seen else here
             possible[key] = possible[key] | can_be if key in possible else can_be
-        return Coverage(seen, possible, self.first if is_void else first)
+        return OutcomeCoverage(seen, possible, self.first if is_void else first)
 
-    def adds_to(self, other: "Coverage") -> bool:
+    def adds_to(self, other: "OutcomeCoverage") -> bool:
         """Whether another coverage has an element with fewer outcomes."""
         return any(key not in other.seen or bool((seen & ~other.seen[key]).any()) for key, seen in self.seen.items())
 
@@ -127,7 +127,7 @@ class Search:
 
     comparison: Comparison
     seed: int
-    coverage: Coverage = Coverage()
+    coverage: OutcomeCoverage = OutcomeCoverage()
     first_range: int = 0
 
     @cached_property

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchguard.compiled.certify.enclosure._elementary import RULES as ELEMENTARY
 from torchguard.compiled.certify.enclosure._intervals import (
     MAX_INTEGER,
     SLACK,
@@ -124,7 +125,7 @@ def _var_mean(x: Interval, dim: Dims = None, *, dtype: torch.dtype, **options: A
 
 
 def _std(x: Interval, dim: Dims = None, *, dtype: torch.dtype, **options: Any) -> Interval:
-    return POINTWISE["sqrt"](_var(x, dim, dtype=dtype, **options), dtype=dtype)
+    return ELEMENTARY["sqrt"](_var(x, dim, dtype=dtype, **options), dtype=dtype)
 
 
 def _sorted(x: Interval, dim: int, descending: bool) -> Interval:
@@ -326,7 +327,7 @@ def _exponent_slack(x: Interval, dims: list[int], keepdim: bool, dtype: torch.dt
 
 def _glu(x: Interval, dim: int = -1, *, dtype: torch.dtype) -> Interval:
     first, second = splitting(lambda t: t.chunk(2, dim))(x, dtype=dtype)
-    return POINTWISE["mul"](first, POINTWISE["sigmoid"](second, dtype=dtype), dtype=dtype)
+    return POINTWISE["mul"](first, ELEMENTARY["sigmoid"](second, dtype=dtype), dtype=dtype)
 
 
 def _max_pool(x: Interval, *args: Any, dtype: torch.dtype, **options: Any) -> tuple[Interval, None]:

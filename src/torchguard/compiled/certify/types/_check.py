@@ -12,10 +12,16 @@ from torchguard.compiled._nodes import attribute, op_name
 from torchguard.compiled.certify._certificate import Claim, Json, Verdict
 from torchguard.compiled.certify._decompose import decompose
 from torchguard.compiled.certify._definitions import DEFINITIONS
-from torchguard.compiled.certify.types import _layers, _shapes, _types
+from torchguard.compiled.certify.types import _layers, _matrices, _reductions, _shapes, _types
 from torchguard.compiled.certify.types._types import IllTypedError, Type, UnsupportedTypeError
 
-RULES: dict[str, Callable[..., Any]] = {**_types.RULES, **_shapes.RULES, **_layers.RULES}
+RULES: dict[str, Callable[..., Any]] = {
+    **_types.RULES,
+    **_shapes.RULES,
+    **_reductions.RULES,
+    **_matrices.RULES,
+    **_layers.RULES,
+}
 # The definitions of operators without a rule.
 DEFINED = {name: definition for name, definition in DEFINITIONS.items() if name not in RULES}
 # The operators that have a rule or a definition.

@@ -1,4 +1,4 @@
-"""Types of reductions, matrix products and factorisations, convolutions, pools, norms, attention and losses."""
+"""Types of convolutions, pools, resampling, norms, attention and losses."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,161 +9,13 @@ import torch
 from torchguard.compiled.certify.types._types import (
     Type,
     broadcast,
-    category,
-    dims_of,
     promoted,
-    real,
     require,
     same_as,
     wrapped,
 )
 
-Dims = int | Sequence[int] | None
 Sizes = Sequence[int]
-
-
-def _reduced_shape(x: Type, dim: Dims, keepdim: bool) -> tuple[int, ...]:
-    dims = dims_of(x, dim)
-    if keepdim:
-        return tuple(1 if d in dims else n for d, n in enumerate(x.shape))
-    return tuple(n for d, n in enumerate(x.shape) if d not in dims)
-
-
-def _reduce(x: Type, dim: Dims = None, keepdim: bool = False, **options: Any) -> Type:
-    return Type(_reduced_shape(x, dim, options.get("keepdim", keepdim)), options.get("dtype") or x.dtype)
-
-
-def _sum(x: Type, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Type:
-    own = x.dtype if category(x.dtype) == 2 else torch.int64
-    return Type(_reduced_shape(x, dim, keepdim), dtype or own)
-
-
-def _norm(x: Type, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Type:
-    return Type(_reduced_shape(x, dim, keepdim), dtype or real(x).dtype)
-
-
-def _variance(x: Type, *args: Any, **options: Any) -> Type:
-    return real(_reduce(x, *args, **options))
-
-
-def _any(x: Type, dim: Dims = None, keepdim: bool = False) -> Type:
-    return Type(_reduced_shape(x, dim, keepdim), torch.bool)
-
-
-def _argmax(x: Type, dim: int | None = None, keepdim: bool = False) -> Type:
-    return Type(_reduced_shape(x, dim, keepdim), torch.int64)
-
-
-def _max(x: Type, dim: int | None = None, keepdim: bool = False) -> Any:
-    if dim is None:
-        return _reduce(x)
-    return _reduce(x, dim, keepdim), _argmax(x, dim, keepdim)
-
-
-def _cumulative(x: Type, dim: int, *, dtype: torch.dtype | None = None) -> Type:
-    wrapped(dim, x.rank)
-    return Type(x.shape, dtype or (x.dtype if category(x.dtype) == 2 else torch.int64))
-
-
-def _topk(x: Type, k: int, dim: int = -1, *_: Any, **__: Any) -> tuple[Type, Type]:
-    at = wrapped(dim, x.rank)
-    shape = (*x.shape[:at], k, *x.shape[at + 1 :])
-    return Type(shape, x.dtype), Type(shape, torch.int64)
-
-
-def _kth_value(x: Type, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Type, Type]:
-    return _reduce(x, dim, keepdim), _argmax(x, dim, keepdim)
-
-
-def _running_largest(x: Type, dim: int) -> tuple[Type, Type]:
-    wrapped(dim, x.rank)
-    return x, Type(x.shape, torch.int64)
-
-
-def _trace(x: Type) -> Type:
-    require(x.rank == 2, f"the trace of {x}")
-    return Type((), x.dtype if category(x.dtype) == 2 else torch.int64)
-
-
-def _outer_sum(x: Type, a: Type, b: Type, **_: Any) -> Type:
-    require(a.rank == b.rank == 1, f"the outer product of {a} and {b}")
-    return Type(broadcast(x.shape, (*a.shape, *b.shape)), promoted(x, a, b))
-
-
-def _cross(a: Type, b: Type, *, dim: int = -1) -> Type:
-    shape = broadcast(a.shape, b.shape)
-    require(a.rank == b.rank and shape[wrapped(dim, len(shape))] == 3, f"the cross product of {a} and {b}")
-    return Type(shape, promoted(a, b))
-
-
-def _pixel_shuffle(x: Type, factor: int) -> Type:
-    require(x.rank >= 3 and x.shape[-3] % factor**2 == 0, f"pixels of {x} shuffled by {factor}")
-    *batch, channels, height, width = x.shape
-    return Type((*batch, channels // factor**2, height * factor, width * factor), x.dtype)
-
-
-def _pixel_unshuffle(x: Type, factor: int) -> Type:
-    require(x.rank >= 3 and x.shape[-2] % factor == x.shape[-1] % factor == 0, f"pixels of {x} split by {factor}")
-    *batch, channels, height, width = x.shape
-    return Type((*batch, channels * factor**2, height // factor, width // factor), x.dtype)
-
-
-def _rotate(x: Type, k: int = 1, dims: Sequence[int] = (0, 1)) -> Type:
-    first, second = (wrapped(dim, x.rank) for dim in dims)
-    require(first != second, f"a rotation of {x} in the dimensions {dims}")
-    shape = list(x.shape)
-    if k % 2:
-        shape[first], shape[second] = shape[second], shape[first]
-    return Type(tuple(shape), x.dtype)
-
-
-def _matmul(a: Type, b: Type) -> Type:
-    require(a.rank == b.rank >= 2 and a.shape[-1] == b.shape[-2], f"{a} times {b}")
-    require(a.shape[:-2] == b.shape[:-2] and a.dtype == b.dtype, f"{a} times {b}")
-    return Type((*a.shape[:-1], b.shape[-1]), a.dtype)
-
-
-def _addmm(c: Type, a: Type, b: Type, **_: Any) -> Type:
-    product = _matmul(a, b)
-    require(broadcast(c.shape, product.shape) == product.shape and c.dtype == a.dtype, f"{c} added to {product}")
-    return product
-
-
-def _matrix_vector(a: Type, x: Type) -> Type:
-    require(a.rank == 2 and x.rank == 1 and a.shape[1] == x.shape[0], f"{a} times {x}")
-    return Type(a.shape[:1], a.dtype)
-
-
-def _dot(a: Type, b: Type) -> Type:
-    require(a.rank == b.rank == 1 and a.shape == b.shape, f"{a} times {b}")
-    return Type((), a.dtype)
-
-
-def _info(a: Type) -> Type:
-    return Type(a.shape[:-2], torch.int32)
-
-
-def _pivots(a: Type) -> Type:
-    return Type(a.shape[:-1], torch.int32)
-
-
-def _solve(a: Type, b: Type, *_: Any, **__: Any) -> Type:
-    require(a.shape[-1] == a.shape[-2], f"{a} is not square")
-    batch = broadcast(a.shape[:-2], b.shape[:-2])
-    return Type((*batch, *b.shape[-2:]), b.dtype)
-
-
-def _eigh(a: Type, uplo: str = "L", compute_v: bool = True) -> tuple[Type, Type]:
-    return real(Type(a.shape[:-1], a.dtype)), Type(a.shape if compute_v else (0,), a.dtype)
-
-
-def _svd(a: Type, full: bool = False, compute_uv: bool = True, **_: Any) -> tuple[Type, Type, Type]:
-    m, n = a.shape[-2:]
-    k = min(m, n)
-    shapes = ((m, m if full else k), (k,), (n if full else k, n)) if compute_uv else ((0,), (k,), (0,))
-    batch = a.shape[:-2]
-    u, s, v = (Type((*batch, *shape), a.dtype) for shape in shapes)
-    return (u, real(s), v) if compute_uv else (Type((0,), a.dtype), real(s), Type((0,), a.dtype))
 
 
 def _convolution(
@@ -319,51 +171,6 @@ _UPSAMPLING = {
 }
 
 RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("mean", "amax", "amin", "logsumexp"), _reduce),
-    **dict.fromkeys(("var", "std"), _variance),
-    "var_mean": lambda *args, **options: (_variance(*args, **options), _reduce(*args, **options)),
-    "sum": _sum,
-    "prod": _sum,
-    "any": _any,
-    "all": _any,
-    "argmax": _argmax,
-    "argmin": _argmax,
-    "max": _max,
-    "min": _max,
-    "median": _max,
-    "kthvalue": _kth_value,
-    **dict.fromkeys(("cummax", "cummin"), _running_largest),
-    "logcumsumexp": _cumulative,
-    "trace": _trace,
-    "addr": _outer_sum,
-    "linalg_cross": _cross,
-    "pixel_shuffle": _pixel_shuffle,
-    "pixel_unshuffle": _pixel_unshuffle,
-    "rot90": _rotate,
-    "linalg_vector_norm": _norm,
-    "cumsum": _cumulative,
-    "cumprod": _cumulative,
-    "sort": lambda x, *_, **__: (x, Type(x.shape, torch.int64)),
-    "topk": _topk,
-    "_softmax": lambda x, dim, half_to_float: x,
-    "_safe_softmax": lambda x, dim, dtype=None: x,
-    "_log_softmax": lambda x, dim, half_to_float: x,
-    "_softmax_backward_data": lambda g, y, dim, dtype: Type(y.shape, dtype),
-    "_log_softmax_backward_data": lambda g, y, dim, dtype: Type(y.shape, dtype),
-    **dict.fromkeys(("mm", "bmm"), _matmul),
-    **dict.fromkeys(("addmm", "baddbmm"), _addmm),
-    "mv": _matrix_vector,
-    "dot": _dot,
-    "linalg_inv_ex": lambda a, **_: (a, _info(a)),
-    "_linalg_solve_ex": lambda a, b, **options: (_solve(a, b), a, _pivots(a), _info(a)),
-    "linalg_lu_solve": lambda lu, pivots, b, **options: _solve(lu, b),
-    "linalg_solve_triangular": _solve,
-    "_linalg_det": lambda a: (Type(a.shape[:-2], a.dtype), a, _pivots(a)),
-    "_linalg_slogdet": lambda a: (Type(a.shape[:-2], a.dtype), real(Type(a.shape[:-2], a.dtype)), a, _pivots(a)),
-    "linalg_cholesky_ex": lambda a, **_: (a, _info(a)),
-    "_linalg_eigh": _eigh,
-    "_linalg_svd": _svd,
-    "_linalg_check_errors": lambda *_, **__: None,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "max_pool2d_with_indices": _max_pool(2),
@@ -383,16 +190,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "adaptive_max_pool3d": lambda x, sizes: _with_indices(_resize(3)(x, sizes)),
     "im2col": _im2col,
     "col2im": lambda x, sizes, kernel, *_: Type((*x.shape[:-2], x.shape[-2] // math.prod(kernel), *sizes), x.dtype),
-    "linalg_matrix_exp": same_as(0),
-    **{
-        f"upsample_{name}": _resize(rank)
-        for rank, names in {
-            1: ("nearest1d", "linear1d"),
-            2: ("nearest2d", "bilinear2d", "bicubic2d"),
-            3: ("nearest3d", "trilinear3d"),
-        }.items()
-        for name in names
-    },
+    **{f"upsample_{name}": _resize(rank) for name, rank in _UPSAMPLING.items()},
     **{f"upsample_{name}_backward": _resize_backward for name in _UPSAMPLING},
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,

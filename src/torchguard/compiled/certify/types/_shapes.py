@@ -217,6 +217,27 @@ def _embedding_backward(g: Type, ids: Type, rows: int, *_: Any) -> Type:
     return Type((rows, *g.shape[ids.rank :]), g.dtype)
 
 
+def _pixel_shuffle(x: Type, factor: int) -> Type:
+    require(x.rank >= 3 and x.shape[-3] % factor**2 == 0, f"pixels of {x} shuffled by {factor}")
+    *batch, channels, height, width = x.shape
+    return Type((*batch, channels // factor**2, height * factor, width * factor), x.dtype)
+
+
+def _pixel_unshuffle(x: Type, factor: int) -> Type:
+    require(x.rank >= 3 and x.shape[-2] % factor == x.shape[-1] % factor == 0, f"pixels of {x} split by {factor}")
+    *batch, channels, height, width = x.shape
+    return Type((*batch, channels * factor**2, height // factor, width // factor), x.dtype)
+
+
+def _rotate(x: Type, k: int = 1, dims: Sequence[int] = (0, 1)) -> Type:
+    first, second = (wrapped(dim, x.rank) for dim in dims)
+    require(first != second, f"a rotation of {x} in the dimensions {dims}")
+    shape = list(x.shape)
+    if k % 2:
+        shape[first], shape[second] = shape[second], shape[first]
+    return Type(tuple(shape), x.dtype)
+
+
 RULES: dict[str, Callable[..., Any]] = {
     "view": _view,
     "reshape": _view,
@@ -264,4 +285,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "index_select": _index_select,
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_unshuffle,
+    "rot90": _rotate,
 }

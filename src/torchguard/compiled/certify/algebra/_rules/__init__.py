@@ -11,6 +11,7 @@ from torchguard.compiled.certify.algebra._rules import (
     matrices,
     pointwise,
     reductions,
+    resampling,
     shapes,
     windows,
 )
@@ -25,6 +26,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **reductions.RULES,
     **matrices.RULES,
     **windows.RULES,
+    **resampling.RULES,
     **layers.RULES,
 }
 # The definitions of operators without a rule.

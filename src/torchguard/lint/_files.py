@@ -26,7 +26,7 @@ _FEW = 40  # files: fewer are checked faster than a second process starts
 
 
 @dataclass
-class Result:
+class LintResult:
     """The findings in some paths, and how many files were checked."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -43,7 +43,7 @@ def check_paths(
     jobs: int | None = None,
     cache: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Result:
+) -> LintResult:
     """Check files, and the Python files below directories.
 
     Args:
@@ -76,7 +76,7 @@ def check_paths(
         return settings_of(os.path.dirname(os.path.abspath(file)))
 
     settings_of(os.getcwd())  # an unknown code is an error even where there are no files
-    result = Result()
+    result = LintResult()
     result.files = list(dict.fromkeys(find_files(paths, settings_for)))
     store = _Cache(Path(cache)) if cache is not None else None
     checked = _check_files(result, settings_for, store, _number_of_jobs(jobs), progress)
@@ -109,7 +109,7 @@ def find_files(paths: Iterable[str | Path], settings_for: Callable[[str], Settin
 
 
 def _check_files(
-    result: Result,
+    result: LintResult,
     settings_for: Callable[[str], Settings],
     store: "_Cache | None",
     jobs: int,

@@ -23,15 +23,15 @@ from torchguard._graphs.codec import encode_graph
 from torchguard._torch import settings
 from torchguard._torch.compilations import CompilationStart
 from torchguard._torch.process import module_state
-from torchguard.artifacts._export import copy_graph, to_dot
+from torchguard.artifacts._formats import copy_graph, to_dot
 from torchguard.artifacts._safe_io import single_line
 from torchguard.artifacts._schema import SCHEMA_VERSION
 from torchguard.artifacts._write import Writer
+from torchguard.guards._guard_tree import Guard
 from torchguard.guards._inspect import CompiledFrame, GraphBreak
-from torchguard.guards._tree import Guard
 
 if TYPE_CHECKING:
-    from torchguard.artifacts._session import CaptureSession
+    from torchguard.artifacts._open_capture import CaptureSession
 
 
 class GraphFiles(NamedTuple):

@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import fx
 
 from torchguard.artifacts._artifact import Artifact, artifact_at
-from torchguard.artifacts._export import PendingExport, svg_problem, to_svg
-from torchguard.artifacts._record import Graphs
+from torchguard.artifacts._compilation import Graphs
+from torchguard.artifacts._formats import PendingExport, svg_problem, to_svg
 from torchguard.artifacts._safe_io import single_line
 from torchguard.artifacts._store import Store
 from torchguard.artifacts._write import Writer

@@ -1,27 +1,12 @@
-"""Whether guards still hold, told by what has not changed since they last did.
+"""Which words of memory the guards of a compilation depend on: see `quick_check`.
 
-A check of all guards of a large model reads thousands of objects in C++, which takes 0.1 ms when they are cached and
-three times that when they are not. An audit that finds nothing has read the same state as before. CPython 3.11 numbers
-states: a dict has a version that every change to it replaces, a class has one that a change to it or to its bases
-replaces, and what an object or a function refers to are pointers at known offsets. So once a whole check has passed,
-those words are read in one gather (`numpy.take` over the process's memory). While they are the same, the guards that
-depend on them alone hold: those on attributes, dicts, types, classes and functions that are reached from a module of
-the frame, or from a module of Python. Tensors have no version: `TensorGuards` checks all parameters in one call.
-What neither covers, such as lists, arguments and the state of torch, is checked by a smaller tree.
-
-Memory is safe, since every object whose memory is read is held by a strong reference. These must not keep a model
-alive: the collector cannot see them, because C++ owns the callback that leads here. So they are dropped when a module
-of the frame dies, and before each full collection of garbage; the next checks read the tree, and then collect them
-anew. Meanwhile a submodule that the user replaced can live until the next check.
-
-Degraded where Python is not CPython 3.11, its objects are not laid out as expected, or torch has no `TensorGuards` or
-`dict_version` (`can_read_words`): every check is one of the tree. Python 3.12 removed the public versions of dicts.
+A guard tree is followed from the frame's modules and globals through the user's objects, without running their code.
+What cannot be followed is UNKNOWN, and the guards on it are left to the tree. Degraded where torch names the
+class of a guard or accessor otherwise than torch 2.11 to 2.15 do: that guard is left to the tree, too.
 """
 
 import ast
 import contextlib
-import gc
-import operator
 import re
 import types
 import weakref
@@ -42,8 +27,6 @@ from torchguard._torch.words import (
     HAS_VALID_VERSION,
     MANAGED_DICT,
     TYPE,
-    Words,
-    can_read_words,
     dict_of,
     read_word,
 )
@@ -51,8 +34,6 @@ from torchguard._torch.words import (
 _CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 _TENSORS = (torch.Tensor, nn.Parameter)
 _OF_PYTHON = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, dict)
-# Checks of the tree before the words are read for the first time, and the least number before they are read again.
-_FIRST_WAIT, _NEXT_WAIT = 1, 32
 
 
 class _Unknown:
@@ -70,88 +51,17 @@ UNKNOWN = _Unknown()
 _PLAIN_LOOKUPS = (vars(object)["__getattribute__"], vars(types.ModuleType)["__getattribute__"])
 
 
-class QuickCheck:
-    """A check of all guards of a tree that is quick while nothing has changed."""
+class Plan:
+    """Which words to read for a guard tree, found by following its paths through the user's objects.
 
-    def __init__(self, guards: Guards) -> None:
-        self._guards = guards
-        self._state: _State | None = None
-        self._wait = _FIRST_WAIT
-        self._next_wait = _NEXT_WAIT
-        if can_read_words():
-            _quick_checks.add(self)
-            if _release_before_collection not in gc.callbacks:
-                gc.callbacks.append(_release_before_collection)
+    The words are at `addresses`, in objects that `held` keeps alive. They do not cover `tensors`, the modules among
+    the frame's locals in `roots`, or the values of `global_names`: whoever reads the words checks these beside them.
 
-    def check(self, f_locals: dict[str, Any]) -> bool:
-        """Whether a call with these locals satisfies all guards: the answer of the tree."""
-        state = self._state
-        if state is not None:
-            if state.is_unchanged(f_locals):
-                return state.rest.check(f_locals)
-            self._state = None
-        if not self._guards.check(f_locals):
-            return False
-        if self._wait:
-            self._wait -= 1
-        elif can_read_words():
-            self._read(f_locals)
-        return True
-
-    @property
-    def is_quick(self) -> bool:
-        """Whether the next check starts with the words."""
-        return self._state is not None
-
-    def release(self, _: object = None) -> None:
-        """Drop all references to the user's objects."""
-        self._state = None
-
-    def _read(self, f_locals: dict[str, Any]) -> None:
-        # Reading takes as long as a hundred checks. A model that changes all the time makes it rarer and rarer.
-        self._wait, self._next_wait = self._next_wait, 2 * self._next_wait
-        plan = _Plan(self._guards, f_locals, self.release)
-        state = plan.state() if plan.roots else None
-        if state is not None and self._guards.check(f_locals) and state.is_unchanged(f_locals):
-            self._state = state
-
-
-class _State:
-    """The words behind guards that hold, and the objects they were read from."""
-
-    def __init__(self, plan: "_Plan", rest: Guards) -> None:
-        self.rest = rest
-        self._roots = tuple(plan.roots.items())
-        self._globals, self._names = plan.globals, tuple(plan.global_names)
-        self._global_values = tuple(plan.global_names.values())
-        self._globals_version: int | None = None
-        self._held = plan.held
-        self.words = Words(plan.addresses)
-        self._tensors = tuple(plan.tensors.values())
-        self._check_tensors = _tensor_guards(self._tensors) if self._tensors else bool
-
-    def is_unchanged(self, f_locals: dict[str, Any]) -> bool:
-        for name, module in self._roots:
-            if f_locals.get(name, UNKNOWN) is not module():
-                return False
-        return (
-            self.words.are_unchanged()
-            and self._globals_are_unchanged()
-            and (not self._tensors or self._check_tensors(*self._tensors))
-        )
-
-    def _globals_are_unchanged(self) -> bool:
-        # The globals of a script change all the time, those of a package hardly ever.
-        version = dynamo_guards.dict_version(self._globals)
-        if version != self._globals_version:
-            if not all(map(operator.is_, map(self._globals.get, self._names), self._global_values)):
-                return False
-            self._globals_version = version
-        return True
-
-
-class _Plan:
-    """Which words to read for a guard tree, found by following its paths through the user's objects."""
+    Args:
+        guards: the guards of one compilation.
+        f_locals: the locals of a call that satisfies them.
+        on_death: called when a module of the frame dies.
+    """
 
     def __init__(self, guards: Guards, f_locals: dict[str, Any], on_death: Callable[[object], None]) -> None:
         self._guards, self._f_locals, self._on_death = guards, f_locals, on_death
@@ -165,8 +75,10 @@ class _Plan:
         for child, accessor in zip(guards.root.get_child_managers(), guards.root.get_accessors(), strict=True):
             self._walk(child, self._enter(accessor), (guards.root.get_source(),))
 
-    def state(self) -> _State:
-        return _State(self, self._guards.part(self._rest))
+    @property
+    def rest(self) -> Guards:
+        """The guards that no word covers."""
+        return self._guards.part(self._rest)
 
     def _enter(self, accessor: Any) -> Any:
         """The value that an accessor of the root reads: a module among the locals, or the globals."""
@@ -316,7 +228,7 @@ class _Plan:
         return False
 
     def _lacks_attributes(self, value: Any) -> bool:
-        """Whether the words tell that an object gets no further attribute. A module has attributes in four dicts."""
+        """Whether the words show that an object gets no further attribute. A module has attributes in four dicts."""
         cls = type(value)
         if _lookup(cls, "__getattribute__") not in _PLAIN_LOOKUPS or not (self._type(value) and self._class(cls)):
             return False
@@ -327,7 +239,7 @@ class _Plan:
         return fallback is vars(nn.Module)["__getattr__"] and all(map(self._dict, own))
 
 
-_FOLLOW: dict[str, Callable[[_Plan, Any, Any], Any]] = {
+_FOLLOW: dict[str, Callable[[Plan, Any, Any], Any]] = {
     "DictGetItemGuardAccessor": lambda plan, value, accessor: plan._item(value, accessor),
     "TupleGetItemGuardAccessor": lambda plan, value, accessor: plan._item(value, accessor),
     "GetItemGuardAccessor": lambda plan, value, accessor: plan._item(value, accessor),
@@ -381,12 +293,6 @@ def _key_of(accessor: Any) -> Any:
         return None
 
 
-def _tensor_guards(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
-    sizes: Any = [[*one.size()] for one in tensors]
-    strides: Any = [[*one.stride()] for one in tensors]
-    return dynamo_guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-
-
 def _forget(release: Callable[[object], None]) -> Callable[[object], None]:
     """The method, without keeping its object alive."""
     method = weakref.WeakMethod(release)
@@ -397,12 +303,3 @@ def _forget(release: Callable[[object], None]) -> Callable[[object], None]:
             found(dead)
 
     return forget
-
-
-_quick_checks: "weakref.WeakSet[QuickCheck]" = weakref.WeakSet()
-
-
-def _release_before_collection(phase: str, info: dict[str, int], checks: Any = _quick_checks) -> None:
-    if phase == "start" and info["generation"] == 2:
-        for one in [*checks]:
-            one.release()
