@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -73,10 +73,21 @@ def gradients(model, loss):
     return [grad for grad in grads if grad is not None]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("mode", ["plain", pytest.param("aot_eager", marks=[pytest.mark.long, pytest.mark.compiled])])
 @given(st.data())
-def test_a_fault_is_its_sample_s_or_all_are_accused(mode, data):
+def test_a_fault_is_its_sample_s_or_all_are_accused(data):
+    check_example("plain", data)
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@settings(max_examples=20)
+@given(st.data())
+def test_in_a_graph_a_fault_is_its_sample_s_or_all_are_accused(data):
+    check_example("aot_eager", data)
+
+
+def check_example(mode, data):
     steps = data.draw(st.lists(st.sampled_from([*STEPS]), min_size=1, max_size=3))
     size, time = data.draw(st.sampled_from([(3, 3), (3, 2), (2, 4), (4, 4)]))
     model = Regrouping(steps).double()

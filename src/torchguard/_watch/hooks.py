@@ -165,6 +165,27 @@ def checked_arguments(
     return tuple(checked[: len(args)]), named
 
 
+def checked_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord, watch: WatchState
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the model, checked, each under its own name, and in quarantine replaced."""
+    checked, count = [], 0
+    for i, value in enumerate(args):
+        if i in watch.masks:
+            checked.append(value)
+            continue
+        call_record.argument = watch.arguments[watch.positional[i]] if i < len(watch.positional) else None
+        checked += checked_arguments((value,), {}, call_record, 0, (), mask_gradient=True, first=count)[0]
+        count += holds_floats(value)
+    named: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        call_record.argument = watch.arguments.get(name)
+        named |= checked_arguments((), {name: value}, call_record, 0, (), mask_gradient=True, first=count)[1]
+        count += holds_floats(value)
+    call_record.argument = None
+    return tuple(checked), named
+
+
 def _checked_once(value: Any, before: Sequence[Any], checked: list[Any], *how: Any) -> Any:
     """An argument, checked: the one that was made of it before, if it was."""
     if isinstance(value, Tensor):

@@ -38,6 +38,7 @@ from torchguard._watch.call_path import PathMode
 from torchguard._watch.intervals import Call, Owners, everything, nobody, union
 from torchguard._watch.owner_rules import Rule
 from torchguard._watch.owner_storages import StorageOwners, geometry_of
+from torchguard._watch.parameter_uses import UsedTensors
 
 # Operations that hand a value to Python, which may then decide by it what the model does.
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
@@ -104,12 +105,7 @@ class OwnerMode(PathMode):
         self._of_floats: dict[int, StorageWeakRef] = {}
         self._unwritten: dict[int, StorageWeakRef] = {}
         self._samples = 0
-        # Storages that a check left finite, with their number of changes then.
-        self._clean: dict[int, tuple[StorageWeakRef, int]] = {}
-        # Results of uses of parameters (`parameter_uses.py`) that no check and no operation has met yet, each with the
-        # key of the use; and the keys of uses whose results an operation met before a check.
-        self.unmet: dict[int, tuple[Any, bool]] = {}
-        self.met: set[Any] = set()
+        self.used = UsedTensors()
 
     def set_samples(self, z: Tensor, dim: int) -> None:
         """Let the samples lie along a dim of an argument."""
@@ -196,8 +192,9 @@ class OwnerMode(PathMode):
             self.needs_finite = self.needs_finite or _rule_of(call) is owner_rules.batch_of_matrices
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
         self._set_outputs(call)
-        if self.unmet and not makes_view(op):
-            self._meet(given, outputs)
+        if not makes_view(op) and self.used.meet(given):
+            for one in outputs:
+                self.mix_used(one)
         if any(
             one.dtype in _INTEGERS and _key(one) in self._of_floats and _key(one) in self._storages for one in outputs
         ):
@@ -212,29 +209,6 @@ class OwnerMode(PathMode):
         after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
         if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
             self.problem = str(op)
-
-    def note_clean(self, z: Tensor) -> None:
-        """Note that a check left a tensor finite, and masks its gradient."""
-        self._clean[_key(z)] = (weak_storage(z), mutation_count(z))
-        self.unmet.pop(_key(z), None)
-
-    def is_clean(self, z: Tensor) -> bool:
-        found = self._clean.get(_key(z))
-        return found is not None and found[1] == mutation_count(z)
-
-    def note_use(self, key: Any, results: Iterable[Tensor], is_opaque: bool) -> None:
-        """Note the results of a use of parameters."""
-        for z in results:
-            self.unmet[_key(z)] = (key, is_opaque)
-
-    def _meet(self, given: list[Tensor], outputs: list[Tensor]) -> None:
-        for one in given:
-            key, is_opaque = self.unmet.pop(_key(one), (None, False))
-            if key is not None:
-                self.met.add(key)
-            if is_opaque:
-                for z in outputs:
-                    self.mix_used(z)
 
     def mix_used(self, z: Tensor) -> None:
         """A parameter was used in a checkpoint, where a fault cannot be kept from its gradient."""

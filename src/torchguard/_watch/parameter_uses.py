@@ -21,14 +21,15 @@ again without this mode, cannot be treated so. There the gradients of the weight
 import functools
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchguard._torch.tensors import casts_to_float16, flatten, unflatten
+from torchguard._torch.dispatch import StorageWeakRef, weak_storage
+from torchguard._torch.tensors import casts_to_float16, flatten, mutation_count, storage_of, unflatten
 from torchguard._torch.tracing import can_read
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import is_finite
@@ -72,7 +73,7 @@ class Argument(NamedTuple):
     keep_neg_inf: bool
 
 
-class Use(NamedTuple):
+class ParameterUse(NamedTuple):
     """An operation in which samples meet a parameter.
 
     Args:
@@ -86,6 +87,39 @@ class Use(NamedTuple):
     weights: tuple[int, ...]
     is_opaque: bool
     outputs: tuple[int | None, ...] = ()
+
+
+class UsedTensors:
+    """Which tensors of a call that is followed are finite, and which results of uses an operation met before a check.
+
+    Attributes:
+        met: the keys of uses whose results an operation met before a check, so that they have to be protected.
+    """
+
+    def __init__(self) -> None:
+        # By storage: a reference that keeps its number from being reused, and its number of changes at the check.
+        self._clean: dict[int | None, tuple[StorageWeakRef, int]] = {}
+        self._unmet: dict[int | None, tuple[Any, bool]] = {}
+        self.met: set[Any] = set()
+
+    def note_clean(self, z: Tensor) -> None:
+        """Note that a check left a tensor finite, and masks its gradient."""
+        self._clean[storage_of(z)] = (weak_storage(z), mutation_count(z))
+        self._unmet.pop(storage_of(z), None)
+
+    def is_clean(self, z: Tensor) -> bool:
+        _, changes = self._clean.get(storage_of(z), (None, None))
+        return changes == mutation_count(z)
+
+    def note_use(self, key: Any, results: Iterable[Tensor], mixes: bool) -> None:
+        """Note the results of a use; `mixes`: whether whatever meets them mixes samples."""
+        self._unmet |= {storage_of(z): (key, mixes) for z in results}
+
+    def meet(self, given: Iterable[Tensor]) -> bool:
+        """An operation that is no view gets these tensors. Returns whether it thereby mixes samples."""
+        found = [self._unmet.pop(storage_of(z), (None, False)) for z in given] if self._unmet else []
+        self.met |= {key for key, _ in found if key is not None}
+        return any(mixes for _, mixes in found)
 
 
 class Protection(NamedTuple):
@@ -189,7 +223,12 @@ def protected(z: Tensor, bad: Tensor | None, rows: int, how: Protection) -> Tens
 
 
 def call_protected(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], use: Use, owners: Any, how: Protection
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    use: ParameterUse,
+    owners: Any,
+    how: Protection,
 ) -> Any:
     """Call a function that is a use, in eager mode.
 
@@ -233,7 +272,7 @@ def call_protected(
     return owners.used(unflatten(found, results), use)
 
 
-def is_by_vector(name: str, leaves: Sequence[Any], use: Use) -> bool:
+def is_by_vector(name: str, leaves: Sequence[Any], use: ParameterUse) -> bool:
     """Whether each vector of the result depends on that vector of the one argument with samples."""
     return is_by_vector_name(name, use.weights == (1,) and leaves[1].ndim == 2)
 
@@ -243,7 +282,7 @@ def is_by_vector_name(name: str, has_matrix: bool) -> bool:
     return has_matrix if name in ("matmul", "__matmul__") else name in _BY_VECTOR
 
 
-def _protect_weights(leaves: list[Any], use: Use, how: Protection) -> None:
+def _protect_weights(leaves: list[Any], use: ParameterUse, how: Protection) -> None:
     cell = None if how.probes is None else call_probes(how.probes, how.batch.size).cell
     is_half = any(isinstance(one, Tensor) and one.dtype == torch.float16 for one in leaves) or casts_to_float16()
     for i in use.weights:

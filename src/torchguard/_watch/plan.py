@@ -8,9 +8,8 @@ mixing samples from there on, and the next one is followed again; after two such
 Parts of a model that are compiled on their own would not run compiled under any dispatch mode. A model that has some
 goes without this comparison.
 
-Without quarantine, a batch of one sample needs no plan, and under `torch.func` transforms sizes decide. With it,
-`transform_plan.py` finds a plan before. For an export, `export.py` does so. In a graph, `graph_plan.py` finds the plan
-while Dynamo traces.
+Without quarantine, a batch of one sample needs no plan, and under `torch.func` transforms sizes decide. With it, and
+for an export, `export.py` finds a plan before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
 """
 
 import gc
@@ -30,11 +29,11 @@ from torchguard._torch.tensors import flatten
 from torchguard._torch.tracing import is_in_backward, is_in_checkpoint, is_plain, is_wrapped
 from torchguard._torch.training import sharding_of
 from torchguard._watch.arguments import set_arguments, tensors_by_sample
-from torchguard._watch.batch import MIXED, UNBATCHED, Batch
+from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call_path import PathMode
 from torchguard._watch.owner_storages import rows_of
 from torchguard._watch.owners import OwnerMode
-from torchguard._watch.parameter_uses import RECURRENT, Argument, Use
+from torchguard._watch.parameter_uses import RECURRENT, Argument, ParameterUse
 
 _PLAIN = torch.empty(0)
 # How many plans a watched model keeps.
@@ -61,7 +60,7 @@ class OwnerPlan(NamedTuple):
     outputs: tuple[int, ...]
     path: int
     problem: str | None
-    uses: Mapping[tuple[int, str], Use] = {}
+    uses: Mapping[tuple[int, str], ParameterUse] = {}
     paths: frozenset[int] = frozenset()
 
     @property
@@ -80,7 +79,7 @@ class FollowedCall:
         self.mode, self.size, self._known = mode, size, known
         self._checks: list[tuple[int, int, int]] = []
         self._neg_inf: set[int] = set()
-        self._uses: dict[tuple[int, str], Use] = {}
+        self._uses: dict[tuple[int, str], ParameterUse] = {}
         self._paths: set[int] = set()
         self._key = (0, "")  # of the last use
 
@@ -131,48 +130,41 @@ class FollowedCall:
         """A check replaced a tensor by another, which is finite."""
         self.replaced(z, new)
         if new.layout == torch.strided and not new.is_nested:
-            self.mode.note_clean(new)
+            self.mode.used.note_clean(new)
 
-    def use_of(self, name: str, leaves: Sequence[Any]) -> Use | None:
+    def use_of(self, name: str, leaves: Sequence[Any]) -> ParameterUse | None:
         """The use that a call of a function with these arguments is, if it is one."""
         self._paths.add(self.mode.path)
-        samples, weights = [], []
-        for i, z in enumerate(leaves):
-            if not isinstance(z, Tensor) or not (z.is_floating_point() or z.is_complex()):
-                continue
-            if is_wrapped(z) or z.layout != torch.strided or z.is_nested:
-                return None
-            with self.mode.paused():
-                belongs_to_nobody = rows_of(self.mode.owners_of(z), self.size) == UNBATCHED
-            if not belongs_to_nobody:
-                samples.append((i, z, self._code(z)))
-            elif z.requires_grad:
-                weights.append(i)
-        if not samples or not weights:
+        floats = [(i, z) for i, z in enumerate(leaves) if _is_float(z)]
+        if any(is_wrapped(z) or z.layout != torch.strided or z.is_nested for _, z in floats):
+            return None
+        weights = [i for i, z in floats if z.requires_grad and self.mode.owners_of(z) is None]
+        samples = [(i, z, self._code(z)) for i, z in floats if self.mode.owners_of(z) is not None] if weights else []
+        if not samples:
             return None
         unknown = [
-            Argument(i, code, self.mode.may_have_neg_inf(z)) for i, z, code in samples if not self.mode.is_clean(z)
+            Argument(i, code, self.mode.may_have_neg_inf(z)) for i, z, code in samples if not self.mode.used.is_clean(z)
         ]
         self._key = (self.mode.path, name)
-        return Use(tuple(unknown), tuple(weights), name in RECURRENT or is_in_checkpoint())
+        return ParameterUse(tuple(unknown), tuple(weights), name in RECURRENT or is_in_checkpoint())
 
-    def enters(self, use: Use) -> None:
+    def enters(self, use: ParameterUse) -> None:
         """The last use is a function whose steps are followed one by one."""
         self._uses[self._key] = use
-        self.mode.met.add(self._key)
+        self.mode.used.met.add(self._key)
 
-    def codes_of_use(self, result: Any, use: Use) -> tuple[int | None, ...]:
+    def codes_of_use(self, result: Any, use: ParameterUse) -> tuple[int | None, ...]:
         """The row code of each leaf of a result; None if it is no tensor of floating-point numbers."""
         return tuple([self._code(one) if _is_float(one) else None for one in flatten(result)[0]])
 
-    def used(self, result: Any, use: Use) -> Any:
+    def used(self, result: Any, use: ParameterUse) -> Any:
         """Note the result of a use."""
         found = [one for one in flatten(result)[0] if _is_float(one)]
         self._uses[self._key] = use._replace(outputs=self.codes_of_use(result, use))
         is_mixed = use.is_opaque and self._key[1] not in RECURRENT
-        self.mode.note_use(self._key, found, is_mixed)
+        self.mode.used.note_use(self._key, found, is_mixed)
         if use.arguments or self._key[1] in RECURRENT:
-            self.mode.met.add(self._key)
+            self.mode.used.met.add(self._key)
             for z in found if is_mixed else ():
                 with self.mode.paused():
                     self.mode.mix_used(z)
@@ -180,7 +172,7 @@ class FollowedCall:
 
     def finish(self, output: Any) -> OwnerPlan:
         outputs = tuple([self._code(z) for _, z in tensors_in(output, objects=OBJECTS)])
-        uses = {key: use for key, use in self._uses.items() if key in self.mode.met}
+        uses = {key: use for key, use in self._uses.items() if key in self.mode.used.met}
         known = (self.mode.path, self.mode.problem, uses, frozenset(self._paths))
         return OwnerPlan(tuple(self._checks), frozenset(self._neg_inf), outputs, *known)
 
@@ -250,7 +242,7 @@ class PlannedCall:
     def checked(self, z: Tensor, new: Tensor) -> None:
         return None
 
-    def use_of(self, name: str, leaves: Sequence[Any]) -> Use | None:
+    def use_of(self, name: str, leaves: Sequence[Any]) -> ParameterUse | None:
         path = None if self._mode is None else self._mode.path
         use = None if path is None else self.plan.uses.get((path, name))
         if use is not None or path in self.plan.paths:
@@ -259,17 +251,17 @@ class PlannedCall:
         floats = [i for i, one in enumerate(leaves) if _is_float(one) and (self._protects_all or not is_wrapped(one))]
         given = [i for i in floats if leaves[i].requires_grad]
         arguments = tuple([Argument(i, MIXED, False) for i in floats])
-        return Use(arguments, tuple(given), name in RECURRENT or is_in_checkpoint()) if given else None
+        return ParameterUse(arguments, tuple(given), name in RECURRENT or is_in_checkpoint()) if given else None
 
-    def enters(self, use: Use) -> None:
+    def enters(self, use: ParameterUse) -> None:
         return None
 
-    def codes_of_use(self, result: Any, use: Use) -> tuple[int | None, ...]:
+    def codes_of_use(self, result: Any, use: ParameterUse) -> tuple[int | None, ...]:
         if use.outputs:
             return use.outputs
         return tuple([MIXED if _is_float(one) else None for one in flatten(result)[0]])
 
-    def used(self, result: Any, use: Use) -> Any:
+    def used(self, result: Any, use: ParameterUse) -> Any:
         return result
 
     def finish(self, output: Any) -> OwnerPlan:
@@ -291,7 +283,7 @@ class Plans:
     def __init__(self) -> None:
         self._by_form: dict[Any, OwnerPlan] = {}
         self._misfits: dict[Any, int] = {}  # how many calls of a form took another way than its plan
-        self.of_transforms: dict[Any, OwnerPlan | None] = {}  # of calls under `torch.func`: see `transform_plan.py`
+        self.of_transforms: dict[Any, OwnerPlan | None] = {}  # of calls under `torch.func`: see `export.py`
 
     def start(
         self, form: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch

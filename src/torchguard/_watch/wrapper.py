@@ -16,24 +16,24 @@ from torchguard._channel.record import push
 from torchguard._operators import use_operators
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
 from torchguard._torch.modules import compiled_call_at, has_compiled_parts, without_compiled_call
-from torchguard._torch.tracing import in_transform, is_exporting, is_surely
+from torchguard._torch.tensors import register_tuple
+from torchguard._torch.tracing import in_transform, is_exporting, is_plain, is_surely
 from torchguard._watch.arguments import batch_of
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
+from torchguard._watch.export import plan_of_transform
 from torchguard._watch.finite_gradients import require_finite_gradients, require_in_graph
 from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
-from torchguard._watch.hooks import checked_arguments, checked_output, holds_floats
-from torchguard._watch.pair import returned
+from torchguard._watch.hooks import checked_inputs, checked_output
 from torchguard._watch.parameter_uses import UseMode
 from torchguard._watch.plan import NOTHING_KNOWN, OwnerPlan, PlannedCall, can_follow, form_of
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
 from torchguard._watch.state import IDS, MAX_PROBED_BATCH, WatchState
-from torchguard._watch.transform_plan import plan_of_transform
 from torchguard._watch.warn import warn_of_mixing, warn_of_recurrent_layer, warn_of_unfollowed
 from torchguard._watch.zeros import zero_samples
-from torchguard.exceptions import WatchError
+from torchguard.exceptions import ReturnsError, WatchError
 from torchguard.flags import require_boundary
 
 # The public names that a watched model adds to those of its class.
@@ -93,7 +93,7 @@ class WatchedModel:
         watch = self._watch
         if use_operators():
             mark_arguments(args, kwargs, call_record.batch)
-        args, kwargs = _checked_inputs(args, kwargs, call_record, watch)
+        args, kwargs = checked_inputs(args, kwargs, call_record, watch)
         watch.begin(call_record)
         try:
             output = forward(*args, **kwargs)
@@ -256,27 +256,6 @@ def _ids(ids: Any, batch: Batch) -> Tensor:
     return ids.to(batch.device, torch.int64)
 
 
-def _checked_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord, watch: WatchState
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the model, checked, each under its own name, and in quarantine replaced."""
-    checked, count = [], 0
-    for i, value in enumerate(args):
-        if i in watch.masks:
-            checked.append(value)
-            continue
-        call_record.argument = watch.arguments[watch.positional[i]] if i < len(watch.positional) else None
-        checked += checked_arguments((value,), {}, call_record, 0, (), mask_gradient=True, first=count)[0]
-        count += holds_floats(value)
-    named: dict[str, Any] = {}
-    for name, value in kwargs.items():
-        call_record.argument = watch.arguments.get(name)
-        named |= checked_arguments((), {name: value}, call_record, 0, (), mask_gradient=True, first=count)[1]
-        count += holds_floats(value)
-    call_record.argument = None
-    return tuple(checked), named
-
-
 def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> Sequence[int]:
     """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
     outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
@@ -353,3 +332,56 @@ def new_wrapper(base: type[nn.Module], has_instance_forward: bool) -> nn.Module:
         has_instance_forward: whether the model has a `forward` that is set on the instance.
     """
     return object.__new__(_wrapper_class(base, has_instance_forward))
+
+
+# The pair (out, f).
+#
+# Callers that know nothing of `watch` (a training loop, `generate`, a pipeline) expect the model's own output. They
+# fail at the pair with errors such as "cross_entropy_loss(): argument 'input' must be Tensor, not tuple", which do not
+# say what to do. So in eager mode the pair is a tuple that names the remedy when it is used as an output. In a graph,
+# and under transforms, it is a plain tuple.
+
+# What a tensor can do and a tuple cannot, or does in another way: a tuple times 2 is twice as long.
+_OPERATIONS = ("neg", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "matmul", "rmatmul", "float")
+
+
+class WatchedOutput(tuple):
+    """`(out, f)`, which unpacks, indexes and compares as a tuple does. To use it as `out` is an error."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise _error(f"it has no attribute {name!r}")
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, (int, slice)):
+            return tuple.__getitem__(self, key)
+        raise _error(f"it has no item {key!r}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _error(f"{getattr(function, '__name__', function)} does not take it")
+
+
+def _refusing(name: str) -> Any:
+    def refuse(self: WatchedOutput, *_: Any) -> Any:
+        raise _error(f"it has no {name}")
+
+    return refuse
+
+
+for _name in _OPERATIONS:
+    setattr(WatchedOutput, f"__{_name}__", _refusing(f"__{_name}__"))
+register_tuple(WatchedOutput)
+
+
+def _error(what: str) -> ReturnsError:
+    return ReturnsError(
+        f"watch: the watched model returned the tuple (out, f), and {what}. Unpack it, `out, f = guarded(...)`. For "
+        "callers that expect the model's own output: watch(model, returns='output'), with the flags in guarded.flags."
+    )
+
+
+def returned(output: Any, flags: Tensor) -> tuple[Any, Tensor]:
+    """The pair that a call returns."""
+    return WatchedOutput((output, flags)) if is_plain(flags) else (output, flags)
