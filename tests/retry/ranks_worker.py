@@ -268,6 +268,26 @@ def exceptions_on_one_rank(kind: str) -> None:
         compare(kind, {1: [3]}, loss, start=5)
 
 
+class NeedsThree(torch.autograd.Function):
+    """Raises in its backward pass for fewer than three samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if len(gradient) < 3:
+            raise ValueError("too few")
+        return gradient
+
+
+@case
+def exceptions_in_backward_on_one_rank(kind: str) -> None:
+    """With DDP a part that raises in its backward pass is unknown: it is run without communication."""
+    compare(kind, {1: [3]}, lambda model, x: NeedsThree.apply(per_sample(model, x)), start=5, fault=HIDDEN)
+
+
 @case
 def a_smallest_part(kind: str) -> None:
     compare(kind, {1: [0]}, make=normed, start=4, fault=HIDDEN, min_batch=2)

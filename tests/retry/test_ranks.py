@@ -53,6 +53,7 @@ FOR_BOTH = [
 ]
 FOR_ONE = [
     "no_sync:ddp",
+    "exceptions_in_backward_on_one_rank:ddp",
     "buffers_after_a_skipped_step:ddp",
     "parameters_without_gradients:ddp",
     "an_overflow_by_the_scale:ddp",

@@ -6,6 +6,7 @@ import collections
 import contextvars
 import copy
 import dataclasses
+import functools
 import queue
 import random
 import sys
@@ -21,6 +22,7 @@ from torch import nn
 
 from torchguard import Retry, RetryError
 from torchguard._retry import python_state
+from torchguard._retry.reach import reach
 
 B = 6
 COUNT = 0
@@ -416,6 +418,20 @@ def in_torchscript(model):
     return lambda x: losses(model, scripted(x)), count
 
 
+def in_decorator(model):
+    calls = [0]
+
+    def counted(function):
+        @functools.wraps(function)
+        def call(x):
+            calls[0] += 1
+            return function(x)
+
+        return call
+
+    return torch.enable_grad()(counted(lambda x: losses(model, x))), lambda: calls[0]
+
+
 PLACES = [
     in_attribute, in_buffer, in_buffer_by_data, in_replaced_buffer, in_lazy_buffer, in_frozen_parameter,
     in_module_of_closure, in_plain_tensor, in_expanded_tensor, in_cell, in_global, in_global_list, in_global_tensor,
@@ -423,7 +439,7 @@ PLACES = [
     behind_weak_reference,
     in_namespaces, in_numpy_array, in_bound_method, in_function_attribute, in_imported_module, in_private_slot,
     in_arrays_of_the_standard_library, in_classes_of_the_standard_library, in_context_variable,
-    in_optimizer_of_the_closure, in_hooks_that_take_part, in_torchscript,
+    in_optimizer_of_the_closure, in_hooks_that_take_part, in_torchscript, in_decorator,
 ]  # fmt: skip
 
 
@@ -439,6 +455,14 @@ def test_a_retried_step_counts_once(place):
     assert count() == 1
 
 
+def test_state_of_dynamo_is_not_followed():
+    model = nn.Linear(4, 1)
+    compiled = torch.compile(lambda x: losses(model, x), backend="eager")
+    names = {name for name, _ in reach({"closure": compiled}).states}
+    assert "model" in names
+    assert not any("dynamo" in name for name in names)
+
+
 def test_a_hook_that_is_registered_after_the_first_step_is_restored():
     model = nn.Linear(4, 1)
     guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -446,6 +470,22 @@ def test_a_hook_that_is_registered_after_the_first_step_is_restored():
     closure, count = in_hooks_that_take_part(model)
     guard.step(closure, bad_batch())
     assert count() == 1
+
+
+def test_a_hook_of_all_modules_that_takes_part_is_restored():
+    calls = [0]
+
+    def count(module, args, output):
+        calls[0] += 1
+        return output * 2
+
+    handle = nn.modules.module.register_module_forward_hook(count)
+    try:
+        model = nn.Linear(4, 1)
+        step(lambda x: losses(model, x), model)
+    finally:
+        handle.remove()
+    assert calls == [1]
 
 
 def test_hooks_that_only_observe_see_every_run():

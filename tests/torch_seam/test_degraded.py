@@ -550,6 +550,14 @@ class TestTraining:
         del model._forward_hooks
         assert training.hooks_of(model) == [print]
 
+    def test_hooks_of_all_modules_in_other_variables_are_not_seen(self, monkeypatch):
+        handle = nn.modules.module.register_module_forward_hook(print)
+        assert training.hooks_of_all_modules() == [print]
+        monkeypatch.delattr(nn.modules.module, "_global_forward_hooks")
+        assert training.hooks_of_all_modules() == []
+        monkeypatch.undo()
+        handle.remove()
+
     def test_without_types_of_torchscript_its_attributes_are_not_seen(self, monkeypatch):
         scripted = torch.jit.script(nn.Dropout())
         assert "training" in modules.script_attributes(scripted)

@@ -176,13 +176,13 @@ class BatchedClosure:
 
     def without(self, rows: Rows, parts: Collection[tuple[int, int]]) -> Rows:
         """Those of some samples that are not in these parts, each a rank and a micro-batch."""
-        places = [
+        parts_of = [
             (rank, number)
             for rank, sizes in enumerate(self.sizes)
             for number, size in enumerate(sizes)
             for _ in range(size)
         ]
-        return tuple(row for row in rows if places[row] not in parts)
+        return tuple(row for row in rows if parts_of[row] not in parts)
 
     def first_run(self, scale: Scale) -> RunResult:
         """The step as it was given."""
@@ -270,12 +270,18 @@ class BatchedClosure:
                     losses[number] = Losses(found.sums.detach(), found.weights)
                 else:
                     loss = loss * 0
+                is_last = is_reduced and number == numbers[-1]
+                communicates = self.wrappers.is_sharded or (is_last and bool(self.wrappers.replicated))
+                has_raised = False
                 try:
                     scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
                 except Exception:
-                    if of_ranks == [None] or self.ranks.size > 1:  # other ranks wait in this backward pass
+                    if of_ranks == [None] or (self.ranks.size > 1 and communicates):  # other ranks wait in this pass
                         raise
-                    self.raised_in = {(0, number)}
+                    has_raised = True
+                if of_ranks != [None] and not communicates and self.ranks.any(has_raised):
+                    flags = self.ranks.gather(has_raised)
+                    self.raised_in = {(rank, number) for rank, flag in enumerate(flags) if flag}
                     return None
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None

@@ -32,26 +32,26 @@ class Copies:
         self._strides = [tensor.stride() for tensor in self.tensors]
         self._flat = [_flat_view(tensor) for tensor in self.tensors]  # None where there are gaps between the elements
         self._groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for place, tensor in enumerate(self.tensors):
-            self._groups.setdefault((tensor.device, tensor.dtype), []).append(place)
+        for index, tensor in enumerate(self.tensors):
+            self._groups.setdefault((tensor.device, tensor.dtype), []).append(index)
         self._parts: list[Tensor] = [torch.empty(0)] * len(self.tensors)  # of the joined copies
         self._joined: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        for (device, dtype), places in self._groups.items():
-            sizes = [one.numel() for one in self._sources(places)]
+        for (device, dtype), indices in self._groups.items():
+            sizes = [one.numel() for one in self._sources(indices)]
             with torch.inference_mode(False):
                 joined = self._joined[device, dtype] = torch.empty(sum(sizes), device=device, dtype=dtype)
-            for place, part in zip(places, joined.split(sizes), strict=True):
-                self._parts[place] = part
+            for index, part in zip(indices, joined.split(sizes), strict=True):
+                self._parts[index] = part
         self._checked: tuple[frozenset[int], list[list[Tensor]], list[Tensor]] | None = None
 
     def _places(self) -> tuple[list[tuple[torch.Size, torch.dtype]], list[int]]:
         return [*map(_layout, self.tensors)], [*map(Tensor.data_ptr, self.tensors)]
 
-    def _sources(self, places: Sequence[int]) -> list[Tensor]:
-        flat = [self._flat[place] for place in places]
+    def _sources(self, indices: Sequence[int]) -> list[Tensor]:
+        flat = [self._flat[index] for index in indices]
         return [
-            self.tensors[place].detach().reshape(-1) if one is None else one
-            for place, one in zip(places, flat, strict=True)
+            self.tensors[index].detach().reshape(-1) if one is None else one
+            for index, one in zip(indices, flat, strict=True)
         ]
 
     def fits(self) -> bool:
@@ -61,62 +61,62 @@ class Copies:
     def save(self) -> None:
         """Copy the values. The tensors have to fit."""
         with torch.no_grad():
-            for kind, places in self._groups.items():
-                torch.cat(self._sources(places), out=self._joined[kind])
+            for kind, indices in self._groups.items():
+                torch.cat(self._sources(indices), out=self._joined[kind])
 
-    def value(self, place: int) -> Tensor:
-        """The value that the tensor at this place had, of the shape of `elements_of(tensor)`."""
-        part, shape = self._parts[place], self._layouts[place][0]
+    def value(self, index: int) -> Tensor:
+        """The value that the tensor at this index had, of the shape of `elements_of(tensor)`."""
+        part, shape = self._parts[index], self._layouts[index][0]
         if part.numel() != shape.numel():
             return part
-        if self._flat[place] is None:
+        if self._flat[index] is None:
             return part.view(shape)
-        return part.as_strided(shape, self._strides[place], part.storage_offset())
+        return part.as_strided(shape, self._strides[index], part.storage_offset())
 
     def restore(self) -> None:
         """Put the values back."""
         with torch.no_grad():
             if not self.fits():
-                for place, tensor in enumerate(self.tensors):
-                    _copy_back(tensor, self.value(place))
+                for index, tensor in enumerate(self.tensors):
+                    _copy_back(tensor, self.value(index))
                 return
             flat = [one for one in self._flat if one is not None]
             copy_all(flat, [part for part, one in zip(self._parts, self._flat, strict=True) if one is not None])
-            for place, one in enumerate(self._flat):
+            for index, one in enumerate(self._flat):
                 if one is None:
-                    self.tensors[place].detach().copy_(self.value(place))
+                    self.tensors[index].detach().copy_(self.value(index))
 
     def restore_where(self, flag: Tensor) -> None:
         """Put the values back on the device, without waiting, where a flag says so."""
         with torch.no_grad():
             if not self.fits():
-                for place, tensor in enumerate(self.tensors):
+                for index, tensor in enumerate(self.tensors):
                     elements = elements_of(tensor).detach()
-                    elements.copy_(torch.where(flag.to(tensor.device), self.value(place), elements))
+                    elements.copy_(torch.where(flag.to(tensor.device), self.value(index), elements))
                 return
-            for kind, places in self._groups.items():
-                sources = self._sources(places)
+            for kind, indices in self._groups.items():
+                sources = self._sources(indices)
                 joined = torch.where(flag.to(kind[0]), self._joined[kind], torch.cat(sources))
                 parts = joined.split([one.numel() for one in sources])
-                copy_all([self._flat_or_whole(place) for place in places], self._shaped(places, parts))
+                copy_all([self._flat_or_whole(index) for index in indices], self._shaped(indices, parts))
 
-    def _flat_or_whole(self, place: int) -> Tensor:
-        flat = self._flat[place]
-        return self.tensors[place].detach() if flat is None else flat
+    def _flat_or_whole(self, index: int) -> Tensor:
+        flat = self._flat[index]
+        return self.tensors[index].detach() if flat is None else flat
 
-    def _shaped(self, places: Sequence[int], parts: Sequence[Tensor]) -> list[Tensor]:
+    def _shaped(self, indices: Sequence[int], parts: Sequence[Tensor]) -> list[Tensor]:
         return [
-            part.view(self._layouts[place][0]) if self._flat[place] is None else part
-            for place, part in zip(places, parts, strict=True)
+            part.view(self._layouts[index][0]) if self._flat[index] is None else part
+            for index, part in zip(indices, parts, strict=True)
         ]
 
     def finiteness(self, but: frozenset[int]) -> list[Tensor]:
-        """On the devices: numbers that are finite if all tensors are, but for those at some places. Nothing waits."""
+        """On the devices: numbers that are finite if all tensors are, but for those at some indices. Nothing waits."""
         if not self.fits():
             floating = [
                 elements_of(one).detach()
-                for place, one in enumerate(self.tensors)
-                if place not in but and is_floating(one) and one.numel()
+                for index, one in enumerate(self.tensors)
+                if index not in but and is_floating(one) and one.numel()
             ]
             return [*map(_finiteness, floating)]
         if self._checked is None or self._checked[0] != but:
@@ -129,11 +129,11 @@ class Copies:
     def _to_check(self, but: frozenset[int]) -> tuple[list[list[Tensor]], list[Tensor]]:
         """Flat views to be joined, by device and dtype, and tensors to be checked as they are."""
         joined, alone = [], []
-        for places in self._groups.values():
+        for indices in self._groups.values():
             some = []
-            for place in places:
-                tensor, flat = self.tensors[place], self._flat[place]
-                if place in but or not is_floating(tensor) or not tensor.numel():
+            for index in indices:
+                tensor, flat = self.tensors[index], self._flat[index]
+                if index in but or not is_floating(tensor) or not tensor.numel():
                     continue
                 if flat is not None and tensor.nbytes <= _MAX_JOINED:
                     some.append(flat)

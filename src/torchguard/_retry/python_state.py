@@ -145,8 +145,8 @@ class PythonState:
 
     def _owners_of(self, now: np.ndarray) -> list[int]:
         """The numbers of the states whose values are not these."""
-        places = np.frombuffer(now.tobytes(), np.intp) != np.frombuffer(self._values.tobytes(), np.intp)
-        parts = np.searchsorted(np.cumsum([*map(len, self._parts())]), places.nonzero()[0], side="right")
+        is_changed = np.frombuffer(now.tobytes(), np.intp) != np.frombuffer(self._values.tobytes(), np.intp)
+        parts = np.searchsorted(np.cumsum([*map(len, self._parts())]), is_changed.nonzero()[0], side="right")
         return sorted({self._numbers[part] for part in parts})
 
     def _is_same(self, number: int) -> bool:

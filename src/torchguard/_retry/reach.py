@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torchguard._retry.hooks import takes_part
 from torchguard._retry.names import ClassNames, GlobalNames, Length, ScriptAttributes, Slots, Variable, slots_of
 from torchguard._torch.modules import wrapped_function
-from torchguard._torch.training import hooks_of, module_dicts
+from torchguard._torch.training import hooks_of, hooks_of_all_modules, module_dicts
 from torchguard.exceptions import RetryError
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic)
@@ -105,6 +105,7 @@ def reach(roots: dict[str, Any], stepped: Iterable[torch.optim.Optimizer] = ()) 
         waiting += [(key, value, 0) for key, value in group.items() if key != "params"]
     _follow(waiting, seen, found)
     found.of_hooks = len(found.states)
+    found.hooks += [("a hook of all modules", hook) for hook in hooks_of_all_modules() if takes_part(hook)]
     while found.hooks and found.is_complete:  # hooks may reach modules with hooks
         waiting = collections.deque((name, hook, 0) for name, hook in found.hooks)
         found.hooks = []
@@ -225,14 +226,16 @@ def _enter_module(name: str, module: nn.Module, found: Reached) -> list[tuple[st
 def _enter_function(name: str, function: types.FunctionType, found: Reached) -> Iterator[tuple[str, Any]]:
     if (wrapped := wrapped_function(function)) is not None:
         yield name, wrapped
-    if _is_foreign(function.__module__ or ""):
+    # Not `__module__`, which `functools.wraps` copies: what `torch.compile` returns holds state of Dynamo.
+    home = function.__globals__.get("__name__") or ""
+    if _is_foreign(home):
         return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         _note_iterator(variable, cell.cell_contents if is_filled(cell) else None, found)
         yield variable, cell
     yield from (("a default", value) for value in function.__defaults__ or ())
     yield from (function.__kwdefaults__ or {}).items()
-    if not _is_own(function.__module__ or ""):
+    if not _is_own(home):
         return
     names = _names_of(function.__code__)
     namespace = function.__globals__

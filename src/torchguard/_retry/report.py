@@ -62,8 +62,8 @@ class RetryReport(Shown):
             return f"step {self.step}: loss {self.loss:.4g}"
         on_rank = "" if self.rank is None else f"rank {self.rank}, "
         lines = [f"step {self.step}, {on_rank}{self.runs} runs: {self.outcome}"]
-        for place, sample in enumerate(self.bad):
-            name = f" (id {self.ids[place]})" if self.ids else ""
+        for index, sample in enumerate(self.bad):
+            name = f" (id {self.ids[index]})" if self.ids else ""
             lines.append(f"  sample {sample}{name}: {self.because.get(sample, 'not finite')}")
         lines += [f"  samples {', '.join(map(str, group))} are bad only together" for group in self.groups]
         if self.left_out:

@@ -22,7 +22,7 @@ from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import reach
 from torchguard._retry.tensor_state import shards_of, tensors_of
 from torchguard._retry.wrappers import Wrappers
-from torchguard._torch.training import hooks_of, next_hook, steps_in_backward
+from torchguard._torch.training import hooks_of, hooks_of_all_modules, next_hook, steps_in_backward
 from torchguard.exceptions import RetryError, RetryWarning
 
 
@@ -100,7 +100,8 @@ class Scope:
         return [*map(id, self._all_hooks())] == [*map(id, self._hooks)]
 
     def _all_hooks(self) -> list[Any]:
-        return [hook for _, module in self.reached.modules for hook in hooks_of(module)]
+        of_modules = [hook for _, module in self.reached.modules for hook in hooks_of(module)]
+        return of_modules + hooks_of_all_modules()
 
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]

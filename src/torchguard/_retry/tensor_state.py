@@ -78,7 +78,7 @@ class TensorState:
         self._frozen: tuple[list[Tensor], list[int]] = [], []  # constant ones that nobody trains, their data pointers
         self._masks: set[int] = set()  # ids of those with NaN or Inf that no step put there
         self._trained: set[int] = set()
-        self._unknown: list[int] = []  # places of the copied ones of which no step has shown whether they change
+        self._unknown: list[int] = []  # indices of the copied ones of which no step has shown whether they change
         self._source: tuple[Named, Named] | None = (
             None  # what the lists above were made for; None if they are not valid
         )
@@ -137,7 +137,7 @@ class TensorState:
                 self._checksums[key] = name, tensor, checksum(tensor)
         self._frozen = frozen, [*map(Tensor.data_ptr, frozen)]
         self._names = [name for name, _ in wanted]
-        self._unknown = [place for place, (_, tensor) in enumerate(wanted) if id(tensor) not in known]
+        self._unknown = [index for index, (_, tensor) in enumerate(wanted) if id(tensor) not in known]
         self._copies = Copies([])  # which frees the memory of the previous ones
         self._copies = Copies([tensor for _, tensor in wanted])
         self._source = buffers, others
@@ -165,9 +165,9 @@ class TensorState:
                 self._source = None
         if not self._unknown and not self._checksums:
             return []
-        for place in self._unknown:
-            tensor = self._copies.tensors[place]
-            self._note(self._names[place], tensor, not _equal(elements_of(tensor), self._copies.value(place)))
+        for index in self._unknown:
+            tensor = self._copies.tensors[index]
+            self._note(self._names[index], tensor, not _equal(elements_of(tensor), self._copies.value(index)))
         for name, tensor, before in self._checksums.values():
             self._note(name, tensor, bool((checksum(tensor) != before).any()))
         return [name for key, (name, _, _) in self._checksums.items() if key in self._trained - self._constant.keys()]
@@ -218,10 +218,10 @@ class TensorState:
         They count where it is not known yet that they were there before.
         """
         copied = enumerate(self._copies.tensors) if self._masks else ()
-        masks = frozenset(place for place, one in copied if id(one) in self._masks)
+        masks = frozenset(index for index, one in copied if id(one) in self._masks)
         found = self._copies.finiteness(masks)
-        for place in masks:
-            one, before = elements_of(self._copies.tensors[place]).detach(), self._copies.value(place)
+        for index in masks:
+            one, before = elements_of(self._copies.tensors[index]).detach(), self._copies.value(index)
             is_bad = _new_faults(one, before) if alike(one, before) else ~one.isfinite()
             found.append(torch.where(is_bad.any(), torch.nan, 0.0))
         return found
@@ -229,12 +229,12 @@ class TensorState:
     def newly_non_finite(self) -> list[str]:
         """The copied tensors with NaN or Inf that they did not have before the step."""
         found = []
-        for place, tensor in enumerate(self._copies.tensors):
-            part, before = elements_of(tensor).detach(), self._copies.value(place)
+        for index, tensor in enumerate(self._copies.tensors):
+            part, before = elements_of(tensor).detach(), self._copies.value(index)
             if not is_floating(tensor) or bool(wide(part).isfinite().all()):
                 continue
             if not alike(part, before) or bool(_new_faults(wide(part), wide(before)).any()):
-                found.append(self._names[place])
+                found.append(self._names[index])
             else:
                 self._masks.add(id(tensor))
         return found
@@ -242,7 +242,7 @@ class TensorState:
     def non_finite(self) -> list[str]:
         """The tensors that had NaN before the step. Inf may be a mask."""
         known = [(name, tensor()) for name, tensor, _ in self._constant.values()]
-        copies = [(name, self._copies.value(place)) for place, name in enumerate(self._names)]
+        copies = [(name, self._copies.value(index)) for index, name in enumerate(self._names)]
         return [
             name
             for name, one in [*copies, *known]

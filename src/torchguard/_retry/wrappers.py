@@ -150,8 +150,8 @@ class Wrappers:
         for module in self._copying:
             copy_buffers(module)
 
-    def _count(self, place: int) -> None:
-        self._passes[place] += 1
+    def _count(self, index: int) -> None:
+        self._passes[index] += 1
 
     def call(self, closure: Callable[[], Any], whole: Callable[[], Any]) -> Any:
         """Call a closure that may raise, so that FSDP2 does not have the other ranks wait.

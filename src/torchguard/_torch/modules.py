@@ -121,7 +121,7 @@ def compiled_call_at(owner: str) -> dict[str, Any]:
 
     torch stores it in the instance's `__dict__`. A watched model and its plain model share that dict, but must not
     share the compiled call. A property takes precedence over the dict. torch reads it in every call, outside of
-    the graph, so Dynamo is told not to compile the getter as a frame of its own (`skip_code`); it still traces the
+    the graph, so `skip_code` keeps Dynamo from compiling the getter as a frame of its own; it still traces the
     getter where it traces the call. Degraded where torch lacks `skip_code`: a getter is compiled for each class of
     models; where torch names the attribute otherwise: a watched model cannot be compiled in place.
     """

@@ -36,13 +36,13 @@ def multiply_all(targets: Sequence[Tensor], factor: Tensor) -> None:
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The norm of each dense tensor, in one pass over those of a device and dtype."""
     found: list[Tensor | None] = [None] * len(tensors)
-    places = sorted(range(len(tensors)), key=lambda place: str((tensors[place].device, tensors[place].dtype)))
-    for _, group in itertools.groupby(places, key=lambda place: (tensors[place].device, tensors[place].dtype)):
+    indices = sorted(range(len(tensors)), key=lambda index: str((tensors[index].device, tensors[index].dtype)))
+    for _, group in itertools.groupby(indices, key=lambda index: (tensors[index].device, tensors[index].dtype)):
         chosen = [*group]
         real = [torch.view_as_real(tensors[one]) if tensors[one].is_complex() else tensors[one] for one in chosen]
         found_norms = torch._foreach_norm(real, order, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
-        for place, norm in zip(chosen, found_norms, strict=True):
-            found[place] = norm
+        for index, norm in zip(chosen, found_norms, strict=True):
+            found[index] = norm
     return [norm for norm in found if norm is not None]
 
 
@@ -198,6 +198,21 @@ def hooks_of(module: nn.Module) -> list[Any]:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     owners = [(module, kinds), *((one, ("_backward_hooks",)) for one in module_dicts(module)[0].values())]
     held = (getattr(owner, kind, None) for owner, kinds in owners for kind in kinds)
+    return [hook for hooks in held if isinstance(hooks, dict) for hook in hooks.values()]
+
+
+def hooks_of_all_modules() -> list[Any]:
+    """The hooks that run in forward and backward passes of every module.
+
+    Degraded where torch keeps them in other variables: those are not seen.
+    """
+    kinds = (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+    held = (getattr(nn.modules.module, kind, None) for kind in kinds)
     return [hook for hooks in held if isinstance(hooks, dict) for hook in hooks.values()]
 
 

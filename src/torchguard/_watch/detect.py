@@ -51,7 +51,7 @@ _SOURCE = "_torchguard_source"
 # A GPU holds a piece of this many numbers in registers, and need not read it again to replace it.
 _LONGEST_PIECE, _SHORTEST_PIECE = 1_024, 256
 # Tensors of up to this many numbers are scanned together at the end of a call on a GPU. Until then their memory is
-# kept: half a megabyte each.
+# kept: at most 1 MiB each in float32.
 _MAX_SMALL = 2**18
 REVISION = source_checksum(Path(__file__).parent)
 # What a gradient probe receives for a sample. Gradients may be added up: one NaN outweighs any number of Infs.

@@ -126,5 +126,5 @@ def _first(f: Flags, rank: int) -> Int64[Tensor, ""]:
     samples = torch.arange(f.shape[0], dtype=torch.int64, device=f.device)
     sample = torch.where(bad, samples, last).amin(0)
     slot = unpack(f).index_select(0, sample.reshape(1))[0, 0].to(torch.int64) & SLOT_MASK
-    place = ((_MAX_RANK - rank) << _SAMPLE_BITS) | sample.clamp(max=_MAX_SAMPLE)
-    return torch.where(bad.any(), (place << (LOCATION_BITS + CODE_BITS)) | (slot >> 2), 0)
+    order = ((_MAX_RANK - rank) << _SAMPLE_BITS) | sample.clamp(max=_MAX_SAMPLE)
+    return torch.where(bad.any(), (order << (LOCATION_BITS + CODE_BITS)) | (slot >> 2), 0)

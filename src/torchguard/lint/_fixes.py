@@ -25,7 +25,7 @@ _PLAIN_DECORATORS = frozenset(("staticmethod", "classmethod", "torch.no_grad", "
 
 
 class _Edit(NamedTuple):
-    """Rewrite the expression or statement at this place, or the function of this name."""
+    """Rewrite the expression or statement at this position, or the function of this name."""
 
     code: str
     line: int

@@ -204,7 +204,7 @@ TENSOR_ONLY_METHODS = frozenset(
     """.split()
 )
 
-# What torch creates in the default dtype unless told otherwise.
+# What torch creates in the default dtype if no dtype is given.
 DEFAULT_DTYPE_FACTORIES = frozenset("empty eye linspace logspace ones rand randn zeros normal".split())
 FACTORIES = DEFAULT_DTYPE_FACTORIES | frozenset(
     "arange as_tensor full randint randperm tensor tril_indices triu_indices".split()

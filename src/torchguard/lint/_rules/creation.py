@@ -330,7 +330,7 @@ class LossDtype(Rule):
     summary = "A loss is computed in the dtype of its inputs."
     why = """
 Under bfloat16 or float16 a sum over many elements loses most of its digits or overflows. A loss should convert its
-inputs to the dtype that it computes in, float32 unless told otherwise: `predictions.to(dtype=dtype)`. Losses of torch
+inputs to the dtype that it computes in, float32 by default: `predictions.to(dtype=dtype)`. Losses of torch
 that autocast runs in float32 do so under autocast only.
 """
     wrong = """
