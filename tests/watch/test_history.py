@@ -238,7 +238,7 @@ class TestParameters:
         assert {one.cause for one in guarded.report()} == {"parameter first.weight is NaN since step 3"}
 
     def test_the_parameter_that_went_bad_first_is_named_first(self):
-        guarded = watch(Net())
+        guarded = watch(OptionalScale())
         for step in range(4):
             if step == 1:
                 guarded.second.weight.data[0, 0] = NAN
