@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from torchguard._torch.tracing import constant_in_graphs
-
 # The public context manager takes 1.5 us, two calls of this 0.3; a whole call of a small compiled function takes 20.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # Whether autocast is on for any device. The public function answers for one device, and would be called for each of
@@ -75,13 +73,6 @@ def without_autocast() -> Iterator[None]:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
-
-
-@constant_in_graphs
-def casts_to_float16() -> bool:
-    """Whether autocast is on, to float16; while Dynamo traces, as where it traces."""
-    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return any(torch.get_autocast_dtype(kind) == torch.float16 for kind in on)
 
 
 def storage_of(tensor: Tensor) -> int | None:

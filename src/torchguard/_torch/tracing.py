@@ -142,6 +142,13 @@ def is_in_backward() -> bool:
     return not torch.compiler.is_compiling() and backward_number() != -1
 
 
+@constant_in_graphs
+def casts_to_float16() -> bool:
+    """Whether autocast is on, to float16; while Dynamo traces, as where it traces."""
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return any(torch.get_autocast_dtype(kind) == torch.float16 for kind in on)
+
+
 def is_in_checkpoint() -> bool:
     """Whether `torch.utils.checkpoint` will run what runs now once more in backward, to save memory.
 

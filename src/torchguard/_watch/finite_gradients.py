@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from torchguard._operators import define_opaque
-from torchguard._torch.tensors import casts_to_float16
-from torchguard._torch.tracing import can_read
+from torchguard._torch.tracing import can_read, casts_to_float16
 from torchguard._watch.detect import PROBE_NAN, all_finite
 from torchguard.checks import floats_of
 

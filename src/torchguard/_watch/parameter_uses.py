@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchguard._torch.dispatch import StorageWeakRef, weak_storage
-from torchguard._torch.tensors import casts_to_float16, flatten, mutation_count, storage_of, unflatten
-from torchguard._torch.tracing import can_read
+from torchguard._torch.tensors import flatten, mutation_count, storage_of, unflatten
+from torchguard._torch.tracing import can_read, casts_to_float16
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import is_finite
 from torchguard._watch.gradient_probes import CallOrigins, ProbeTable, call_probes

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torchguard._operators import define, use_operators
 from torchguard._pytrees import map_tensors, tensors_in
 from torchguard._torch.settings import protect_regions
-from torchguard._torch.tensors import casts_to_float16
+from torchguard._torch.tracing import casts_to_float16
 from torchguard._watch.hooks import ModuleHooks
 from torchguard._watch.state import WatchState
 from torchguard._watch.warn import warn_of_float16
