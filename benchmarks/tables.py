@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PAGES = [Path(__file__).parents[1] / name for name in ("README.md", "docs/benchmarks.md")]
+PAGES = [Path(__file__).parents[1] / name for name in ("README.md", "docs/benchmarks.md", "docs/certificates.md")]
 VARIANTS = ("modules", "quarantine")
 # The GPT of ours is measured by `watched.py gpu`, under other names.
 _OURS = {"modules": "modules", "quarantine": "modules + quarantine"}
@@ -42,7 +42,28 @@ def host() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {"costs": costs, "host": host}
+def certificates() -> str:
+    """How many functions pass each layer, and how many are inconclusive or fail."""
+    functions: dict[str, dict[str, str]] = json.loads((RESULTS / "certificates.json").read_text())["functions"]
+    layers = {
+        "`typed`": ("typed forward",),
+        "`algebraic`, JVP and VJP": ("algebraic jvp", "algebraic vjp"),
+        "`algebraic`, all with HVP": ("algebraic jvp", "algebraic vjp", "algebraic hvp"),
+        "`enclosure`": ("enclosure forward",),
+    }
+    rows = []
+    for layer, claims in layers.items():
+        # A function that the compiler refuses has no claims: nothing is shown about it.
+        found = [{verdicts.get(claim, "inconclusive") for claim in claims} for verdicts in functions.values()]
+        failed = sorted(name for name, one in zip(functions, found, strict=True) if "fail" in one)
+        passed = sum(one == {"pass"} for one in found)
+        other = len(functions) - passed - len(failed)
+        names = ", ".join(f"`{name}`" for name in failed)
+        rows.append([layer, f"{passed} ({passed / len(functions):.0%})", str(other), names or "none"])
+    return _table([f"of {len(functions)} functions", "passed", "inconclusive", "failed"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"costs": costs, "host": host, "certificates": certificates}
 
 
 def _families() -> list[Row]:

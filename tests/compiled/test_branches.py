@@ -310,6 +310,13 @@ def test_a_branch_behind_a_test_for_infinity_is_evaluated_on_both_sides(name):
     assert vjp_claim(RIGHT_WHERE_NOT_FINITE[name], EIGHT[:4]).verdict is Verdict.PASS
 
 
+def test_an_outcome_at_zero_alone_does_not_count():
+    """Where all numbers are zero, a wrong factor of the derivative of x² does not show."""
+    for condition in (lambda x: x[:1] + x[1:2] == x[2:3], lambda x: x.isinf(), lambda x: x.sum() == 0):
+        claim = vjp_claim(gradient_plus(lambda x, condition=condition: torch.where(condition(x), x, 0.0)), EIGHT)
+        assert claim.verdict is not Verdict.PASS
+
+
 def test_a_derivative_that_is_wrong_in_a_narrow_interval_between_two_shifts_fails():
     claim = vjp_claim(gradient_plus(lambda x: (x - 2).relu() * (2.01 - x).relu()), EIGHT)
     assert claim.verdict is Verdict.FAIL

@@ -367,3 +367,17 @@ def test_an_embedding_bag_is_certified():
     bag = torch.nn.EmbeddingBag(5, 3, mode="mean")
     certificate = compile_out(bag, torch.tensor([[0, 1], [2, 3]]), backend="eager").certify(level="probe")
     assert {claim.verdict for claim in certificate.claims if claim.subject in ("jvp", "vjp")} == {"pass"}
+
+
+def test_verify_reports_each_changed_field_that_is_not_measured():
+    c = compile_out(torch.relu, torch.randn(3), backend="eager")
+    stored = json.loads(c.certify("typed").to_json())
+    changed = {
+        "leaves": stored["leaves"] * 2,
+        "nonsmooth_points": stored["nonsmooth_points"] * 2,
+        "claims": [{**stored["claims"][0], "message": "All is well."}],
+    }
+    for field, value in changed.items():
+        assert not Certificate.from_json(json.dumps({**stored, field: value})).verify(c).ok, field
+    with pytest.raises(CompileError, match="ok is not what its claims say"):
+        Certificate.from_json(json.dumps({**stored, "ok": False}))

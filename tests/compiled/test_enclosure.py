@@ -21,7 +21,8 @@ BOUNDED = {
     *("logsumexp", "softmax", "log_softmax", "vector_norm", "rms_norm", "linear", "mlp", "bilinear_einsum", "conv1d"),
     *("conv2d_groups", "conv_transpose2d", "conv_net", "conv_times_its_pool", "max_pool1d", "avg_pool2d", "attention"),
     *("pad_flip_roll", "embedding", "gather", "index_select", "pinn_residual", "hessian_vector", "rnn", "gru", "cdist"),
-    *("glu_chunk_stack", "masks", "amax_amin", "pow_tensor", "prod_cumsum", "sort", "topk", "variance"),
+    *("glu_chunk_stack", "masks", "amax_amin", "pow_tensor", "prod_cumsum", "sort", "topk", "variance", "layer_norm"),
+    *("group_norm", "batch_norm", "conv_bn_relu", "gelu_tanh", "sdpa", "attention_block"),
 }
 
 

@@ -235,3 +235,28 @@ def test_a_slightly_wrong_second_derivative_is_found_by_algebra():
 
     certificate = compile_out(cube, torch.randn(8), backend="eager").certify()
     assert [(claim.layer, claim.subject) for claim in certificate.of("fail")] == [("algebraic", "hvp")]
+
+
+def test_the_second_derivative_of_sinc_is_right_at_and_near_zero():
+    x = torch.tensor([0.0, 1e-9, 1e-4, 0.03, 0.5], dtype=torch.float64)
+    one = torch.ones_like(x)
+    z = torch.pi * x[1:]
+    far = torch.pi**2 * ((2 - z**2) * z.sin() - 2 * z * z.cos()) / z**3
+    near = -(torch.pi**2) / 3 * (1 - 3 * (torch.pi * x) ** 2 / 10)
+    expected = torch.cat([near[:3], far[2:]])
+    torch.testing.assert_close(
+        compile_out(torch.sinc, x, backend="eager").hvp(x, one, one), expected, rtol=2e-5, atol=0
+    )
+
+
+def test_detached_values_are_no_reason_to_call_it_wrong():
+    certificate = compile_out(lambda x: x.detach() * x, wide(3), backend="eager").certify()
+    assert certificate.ok, certificate
+
+
+def test_attention_has_derivatives_by_its_mask():
+    x = wide(1, 2, 3, 4), wide(1, 2, 3, 4), wide(1, 2, 3, 4), wide(3, 3)
+    c = compile_out(F.scaled_dot_product_attention, *x, backend="eager")
+    tracked, w = [leaf.clone().requires_grad_() for leaf in x], wide(1, 2, 3, 4)
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(*tracked), tracked, w)
+    torch.testing.assert_close(c.vjp_with_seed(x, w), expected)

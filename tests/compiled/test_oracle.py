@@ -1,6 +1,8 @@
 """134 functions: derivatives against those of JAX and against differences, and how many certificates cover."""
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ NO_ORACLE = {name for name in FUNCTIONS if f"{name}/v/0" not in JAX} | {"bicubic
 SYMMETRIC = {"cholesky"}
 NAMES = sorted(set(FUNCTIONS) - REFUSED)
 STEP = 1e-5
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "certificates.json"
 
 
 @functools.cache
@@ -106,6 +109,11 @@ def test_layers_cover_three_quarters_and_one_half_and_nothing_right_fails():
     assert failed == {*of_cholesky, ("cosine_sim", "algebraic vjp")}
     assert covered["algebraic"] >= 0.75 * len(FUNCTIONS)
     assert covered["enclosure"] >= 0.5 * len(FUNCTIONS)
+    stored = json.loads(RESULT.read_text())["functions"]
+    exact = ("typed", "algebraic", "enclosure")
+    for name, found in verdicts.items():
+        now, then = ({k: v for k, v in one.items() if k.startswith(exact)} for one in (found, stored[name]))
+        assert now == then, f"{name}: run benchmarks/certificates.py and benchmarks/tables.py"
 
 
 def test_torchs_gradient_of_cosine_similarity_is_wrong_for_tiny_vectors():

@@ -165,3 +165,28 @@ def test_rounding_inside_is_allowed_for():
         warnings.simplefilter("error")
         c.vjp_with_seed((x, torch.randn(64, 16)), torch.ones(16, 16))
     assert c.graphs.eps == torch.finfo(torch.bfloat16).eps
+
+
+ZERO_DERIVATIVES = {
+    "softmax": lambda x: x.softmax(-1).sum(-1),
+    "normalised": lambda x: torch.nn.functional.normalize(x, dim=-1).norm(dim=-1),
+    "centered": lambda x: (x - x.mean(-1, keepdim=True)).mean(-1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ZERO_DERIVATIVES)
+def test_what_rounding_leaves_of_a_zero_derivative_is_not_called_wrong(name, dtype):
+    x = torch.randn(3, 5, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        certificate = compile_out(ZERO_DERIVATIVES[name], x, backend="eager").certify("probe")
+    assert certificate.ok, certificate
+    assert any("rounding" in claim.message for claim in certificate.of("inconclusive"))
+
+
+@pytest.mark.parametrize("f", [torch.sqrt, torch.reciprocal], ids=["sqrt", "reciprocal"])
+def test_a_derivative_that_is_not_finite_is_inconclusive(f):
+    certificate = compile_out(f, torch.zeros(3), backend="eager").certify("probe")
+    assert certificate.ok, certificate
+    assert "It is not finite at this point." in {claim.message for claim in certificate.of("inconclusive")}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.compiled.zoo import ZOO, graphs
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torchguard.compiled import compile_out
 from torchguard.compiled.certify import ALGEBRAIC_OPS, TYPED_OPS, Verdict, check_types
 from torchguard.compiled.certify.types._check import RULES
 from torchguard.compiled.certify.types._types import Type, broadcast, promoted
@@ -168,3 +169,10 @@ def test_a_rule_gives_the_type_that_torch_gives(name):
     if isinstance(expected, torch.Tensor):
         expected, found = [expected], [found]
     assert [*found] == [as_type(one) for one in expected]
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)], ids=["one vector", "a vector for each matrix"])
+def test_solving_for_vectors_has_the_type_that_torch_records(shape):
+    a = torch.eye(3).expand(2, 3, 3) + torch.arange(18.0).reshape(2, 3, 3)
+    c = compile_out(torch.linalg.solve, a, torch.ones(shape), backend="eager", probe=False)
+    assert c.certify("typed").claims[0].verdict == "pass"

@@ -384,8 +384,7 @@ def in_optimizer_of_the_closure(model):
 
 
 def in_hooks_that_take_part(model):
-    """Of a module and of a parameter: what they return is part of what is computed."""
-    state = {"outputs": 0, "gradients": 0}
+    """Of a module and of a parameter: what they return or change is part of what is computed."""
 
     def of_module(module, args, output):
         state["outputs"] += 1
@@ -395,9 +394,16 @@ def in_hooks_that_take_part(model):
         state["gradients"] += 1
         return gradient * 2
 
+    def in_place(module, args, output):
+        state["places"] += 1
+        output *= 2
+        output.data.mul_(0.5)
+
+    state = {"outputs": 0, "gradients": 0, "places": 0}
     model.register_forward_hook(of_module)
+    model.register_forward_hook(in_place)
     model.weight.register_hook(of_gradient)
-    return lambda x: losses(model, x), lambda: (state["outputs"] + state["gradients"]) / 2
+    return lambda x: losses(model, x), lambda: sum(state.values()) / 3
 
 
 class Scripted(nn.Module):

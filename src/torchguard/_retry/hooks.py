@@ -1,12 +1,13 @@
 """Hooks of modules and parameters: those that a run registers, and those that take part in what a step computes.
 
-A hook whose return value replaces an output or a gradient is part of the model, and its state is restored like that of
-the model. One that returns None observes: a metric, a logger, somebody who asks `is_retrying()`. It runs in every run
-of a step and keeps what it has seen. Which of the two a hook is, is read off its code.
+A hook whose return value replaces an output or a gradient, or that changes it in place, is part of the model, and its
+state is restored like that of the model. Any other observes: a metric, a logger, somebody who asks `is_retrying()`. It
+runs in every run of a step and keeps what it has seen. Which of the two a hook is, is read off its code.
 """
 
 import dis
 import functools
+import itertools
 import types
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -32,7 +33,7 @@ def remove_new_hooks(modules: Iterable[tuple[str, nn.Module]], first: int, but: 
 
 
 def takes_part(hook: Callable[..., Any]) -> bool:
-    """Whether a hook may return something other than None. True where its code cannot be read."""
+    """Whether a hook may return something other than None, or change a tensor. True where its code cannot be read."""
     while not isinstance(hook, types.FunctionType):
         if isinstance(hook, functools.partial):
             hook = hook.func
@@ -42,7 +43,7 @@ def takes_part(hook: Callable[..., Any]) -> bool:
             hook = call
         else:
             return True
-    return _returns_a_value(hook.__code__)
+    return _returns_a_value(hook.__code__) or _changes_a_tensor(hook.__code__)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,6 +58,19 @@ def _returns_a_value(code: types.CodeType) -> bool:
         else:
             continue
         if returns and not (code.co_name == "<lambda>" and _ends_in_nothing(steps[:number])):
+            return True
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _changes_a_tensor(code: types.CodeType) -> bool:
+    """Whether code calls a method such as `mul_`, or has `x *= 2` for a local variable."""
+    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    for step, after in itertools.pairwise(steps):
+        name = str(step.argval) if step.opname in _METHODS else ""
+        if name.endswith("_") and not name.endswith("__"):
+            return True
+        if step.opname == "BINARY_OP" and step.argrepr.endswith("=") and after.opname.startswith("STORE_FAST"):
             return True
     return False
 

@@ -7,10 +7,14 @@
   rules take an integer power of two, which is 0 for a negative exponent.
 - Others are decomposed for JVPs and HVPs alone, because the fused operation is faster: attention, distances, and
   sampling from a grid; normalisation, whose second derivative in torch computes eps back from the rounded result; and
-  `logcumsumexp`, whose JVP adds 1e-13 to sums that may be much smaller; and `hardsigmoid`, which has no HVP.
+  `hardsigmoid`, which has no HVP.
+- `logcumsumexp` is decomposed for all derivatives: its JVP adds 1e-13 to sums that may be much smaller, and its VJP
+  takes the logarithm of cotangents. So is `sinc`, whose second derivative is 0 at 0 in torch, and not finite close to
+  it; and fused attention whose mask is differentiable: it has no gradient by the mask.
 """
 
 import math
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -70,6 +74,8 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
     return v * (g / norm), norm
 
 
+# Up to here five terms of the power series of sin(z) / z are exact in float64.
+_SMALL_ANGLE = 0.1
 _SUM, _MEAN, _MAX = 0, 1, 2  # the modes of a bag
 
 
@@ -169,7 +175,7 @@ def _pdist(x: Tensor, p: float = 2) -> Tensor:
     return torch.linalg.vector_norm(x[first] - x[second], p, dim=-1)
 
 
-def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
     """By doubling: after each step, an element is the result over twice as many."""
     if not x.dim():
         return x.clone()
@@ -183,9 +189,20 @@ def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
     return x.clone()
 
 
+def sinc(x: Tensor) -> Tensor:
+    """sin(z) / z for z = πx, and its power series where z is small."""
+    z = x * math.pi
+    is_small = z.abs() < _SMALL_ANGLE
+    square = torch.where(is_small, z, 0.0).square()
+    series = 1 - square / 6 * (1 - square / 20 * (1 - square / 42 * (1 - square / 72)))
+    far = torch.where(is_small, 1.0, z)
+    return torch.where(is_small, series, far.sin() / far)
+
+
 _FORWARD_MODE: dict[Any, Any] = {
     torch.ops.aten.hardsigmoid.default: lambda x: F.hardtanh(x + 3, 0.0, 6.0) / 6,
-    torch.ops.aten.logcumsumexp.default: _logcumsumexp,
+    torch.ops.aten.logcumsumexp.default: logcumsumexp,
+    torch.ops.aten.sinc.default: sinc,
     torch.ops.aten._cdist_forward.default: _cdist,
     torch.ops.aten._euclidean_dist.default: lambda x, y: _cdist(x, y, 2.0),
     torch.ops.aten._pdist_forward.default: _pdist,
@@ -200,13 +217,33 @@ _FORWARD_MODE: dict[Any, Any] = {
 }
 
 
+_IN_ALL_MODES = {torch.ops.aten.logcumsumexp.default, torch.ops.aten.sinc.default}
+
+
 def is_fused_attention(node: Node) -> bool:
     return "scaled_dot_product" in str(node.target)
 
 
-def lacks_tangents(node: Node) -> bool:
-    """Whether an operation has no JVP rule, but a decomposition that has."""
-    return is_fused_attention(node) or node.target in _FORWARD_MODE
+def without_rule(graph: GraphModule, differentiable: Sequence[bool], kind: str) -> frozenset[Node]:
+    """The nodes that have no rule for a derivative, but a decomposition that has.
+
+    Args:
+        differentiable: which inputs of the graph are.
+    """
+    if kind != "vjp":
+        return frozenset(n for n in graph.graph.nodes if is_fused_attention(n) or n.target in _FORWARD_MODE)
+    leaves = graph.graph.find_nodes(op="placeholder")
+    moving = {leaf for leaf, is_own in zip(leaves, differentiable, strict=True) if is_own}
+    found = set()
+    for node in graph.graph.nodes:
+        if moving.intersection(node.all_input_nodes):
+            value = node.meta.get("val")
+            if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
+                moving.add(node)
+        has_moving_mask = is_fused_attention(node) and node.kwargs.get("attn_mask") in moving
+        if has_moving_mask or node.target in _IN_ALL_MODES:
+            found.add(node)
+    return frozenset(found)
 
 
 def has_attention_backward(graph: GraphModule) -> bool:
@@ -214,20 +251,24 @@ def has_attention_backward(graph: GraphModule) -> bool:
     return any(is_fused_attention(node) and "backward" in str(node.target) for node in graph.graph.nodes)
 
 
-class ForwardModeDecomposer(Interpreter):
-    """Runs a graph with decompositions in place of the operations that have no JVP rule."""
+class Decomposer(Interpreter):
+    """Runs a graph with decompositions in place of some nodes."""
+
+    def __init__(self, graph: GraphModule, nodes: Set[Node]) -> None:
+        super().__init__(graph)
+        self.nodes = nodes
 
     def run_node(self, n: Node) -> Any:
         self._running = n
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self._running not in self.nodes:
+            return super().call_function(target, args, kwargs)
         if target in _FORWARD_MODE:
             like, found = self._running.meta["val"], _FORWARD_MODE[target](*args, **kwargs)
             is_one = isinstance(found, Tensor)
             return _with_dim_order(like, found) if is_one else tuple(map(_with_dim_order, like, found))
-        if not is_fused_attention(self._running):
-            return super().call_function(target, args, kwargs)
         names = [argument.name for argument in ops.schema_of(target).arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         like, *rest = self._running.meta["val"]

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchguard._graphs.op_facts import facts_of, has_wrong_jvp
 from torchguard._torch import ops
 from torchguard.compiled._cleanup import clean_graph
-from torchguard.compiled._decompositions import ForwardModeDecomposer, has_attention_backward, lacks_tangents
+from torchguard.compiled._decompositions import Decomposer, has_attention_backward, without_rule
 from torchguard.compiled._leaves import LeafType, dense_type
 from torchguard.compiled._nodes import op_name
 from torchguard.compiled._purity import PurityMode, name_of
@@ -26,14 +26,15 @@ from torchguard.compiled._trace import Forward, Program, forward_graph, output_v
 from torchguard.exceptions import CompileError, MissingRuleError
 
 
-def for_forward_mode(program: Program, forward: Forward) -> Forward:
-    """The same for forward mode, with fused attention and others decomposed that have no JVP rule in torch."""
-    if forward.has_autograd_function or not any(map(lacks_tangents, forward.graph.graph.nodes)):
+def decomposed_for(kind: str, program: Program, forward: Forward) -> Forward:
+    """The same for one kind of derivative, with fused attention and others decomposed that have no rule in torch."""
+    nodes = without_rule(forward.graph, program.differentiable, kind)
+    if forward.has_autograd_function or not nodes:
         return forward
     if has_attention_backward(forward.graph):
         with sdpa_kernel(SDPBackend.MATH):
             return replace(forward, source=forward_graph(program).source)
-    decomposed = replace(forward.source, run=lambda *leaves: list(ForwardModeDecomposer(forward.graph).run(*leaves)))
+    decomposed = replace(forward.source, run=lambda *leaves: list(Decomposer(forward.graph, nodes).run(*leaves)))
     return replace(forward, source=forward_graph(decomposed).source)
 
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torchguard._graphs.op_facts import PRODUCTS
 from torchguard._torch import inductor, tensors, tracing
 from torchguard._torch.fakes import TRACING_LOCK, trace
-from torchguard.compiled._derivatives import derivative_graph, for_forward_mode
+from torchguard.compiled._derivatives import decomposed_for, derivative_graph
 from torchguard.compiled._nodes import op_name
 from torchguard.compiled._split import Split, depends_on_tangents, split
 from torchguard.compiled._trace import Program, fakes_of, forward_graph, output_values
@@ -97,7 +97,7 @@ class ProgramGraphs:
             return self._hvp()
         with TRACING_LOCK:
             if base not in self._derivatives:
-                forward = self._forward if base == "vjp" else for_forward_mode(self.program, self._forward)
+                forward = decomposed_for(base, self.program, self._forward)
                 self._derivatives[base] = derivative_graph(forward, base)
             return self._derivatives[base]
 
@@ -106,7 +106,7 @@ class ProgramGraphs:
         with TRACING_LOCK:
             if reverse not in self._hvps:
                 try:
-                    forward = for_forward_mode(self.program, self._forward)
+                    forward = decomposed_for("hvp", self.program, self._forward)
                     self._hvps[reverse] = derivative_graph(forward, "hvp", by_reverse=reverse)
                 except TorchGuardError as error:
                     self._hvps[reverse] = error

@@ -1,6 +1,7 @@
 """Certificates as data: claims about a compiled function, and a record of them that can be stored and checked again."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,6 +27,9 @@ class Verdict(StrEnum):
 
 
 _STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.INCONCLUSIVE: "yellow"}
+
+
+_NUMBER = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?|\binf\b|\bnan\b")
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Certificate(Shown):
                 Claim(claim["layer"], claim["subject"], Verdict(claim["verdict"]), claim["message"], claim["details"])
                 for claim in record["claims"]
             )
-            return Certificate(
+            certificate = Certificate(
                 str(record["function"]),
                 str(record["level"]),
                 int(record["seed"]),
@@ -127,6 +131,9 @@ class Certificate(Shown):
                 tuple(map(str, record["nonsmooth_points"])),
                 claims,
             )
+            if record["ok"] != certificate.ok:
+                raise ValueError("ok is not what its claims say")
+            return certificate
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise CompileError(
@@ -202,11 +209,24 @@ def _changes(before: Certificate, now: Certificate) -> Iterator[str]:
         yield "the point has changed: pass the point that was certified as at="
     leaves = ([line.split(": ", 1) for line in certificate.leaves] for certificate in (before, now))
     yield from _differences("leaf", *leaves)
+    if len(before.leaves) != len(now.leaves):
+        yield f"there are {len(now.leaves)} leaves, but {len(before.leaves)} were certified"
     yield from _differences("version of", before.versions, now.versions)
     yield from _differences("flag", before.flags, now.flags)
     points = ([(point, "present") for point in certificate.nonsmooth_points] for certificate in (before, now))
     yield from _differences("nonsmooth point", *points)
+    if len(before.nonsmooth_points) != len(now.nonsmooth_points):
+        yield f"there are {len(now.nonsmooth_points)} nonsmooth points, but {len(before.nonsmooth_points)} were listed"
     yield from _differences("claim", *map(_numbered_verdicts, (before, now)))
+    for old, new in zip(before.claims, now.claims, strict=False):
+        if old.verdict == new.verdict and _unmeasured(old) != _unmeasured(new):
+            yield f"claim {new.layer} {new.subject} says {old.message!r} then, {new.message!r} now"
+
+
+def _unmeasured(claim: Claim) -> tuple[str, list[tuple[str, Json]]]:
+    """What a claim says without its measured numbers, which other machines round differently."""
+    named = sorted((name, value) for name, value in claim.details.items() if not isinstance(value, float))
+    return _NUMBER.sub("#", claim.message), [(name, value) for name, value in named if value not in ("inf", "nan")]
 
 
 def _numbered_verdicts(certificate: Certificate) -> list[tuple[str, str]]:

@@ -82,6 +82,11 @@ def _pow(x: Any, n: Any) -> Complex:
     return result if n >= 0 else _reciprocal(result)
 
 
+def _eq(a: Any, b: Any) -> Tensor:
+    x, y = _pairs(a, b)
+    return (x.real == y.real) & (x.imag == y.imag)
+
+
 def _exp(x: Complex) -> Complex:
     size = x.real.exp()
     return Complex(size * x.imag.cos(), size * x.imag.sin())
@@ -226,13 +231,15 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "imag": lambda x: x.imag.clone(),
     "add": _add,
     "sub": lambda a, b, alpha=1: _add(a, b, alpha=-alpha),
-    "neg": lambda x: x.map(torch.neg),
+    **dict.fromkeys(("neg", "_neg_view"), lambda x: x.map(torch.neg)),
     "mul": _mul,
     "div": _div,
     "reciprocal": _reciprocal,
     "pow": _pow,
     "square": lambda x: _mul(x, x),
     "exp": _exp,
+    "eq": _eq,
+    "ne": lambda a, b: ~_eq(a, b),
     "abs": _abs,
     "sgn": _sgn,
     "angle": lambda x: torch.atan2(x.imag, x.real),

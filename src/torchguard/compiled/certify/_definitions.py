@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchguard.compiled._decompositions import logcumsumexp, sinc
+
 
 class UndefinedCallError(Exception):
     """A definition does not cover a call. It never reaches a user: the operator is named as one without a rule."""
@@ -169,10 +171,13 @@ def _cross(a: Tensor, b: Tensor, *, dim: int = -1) -> Tensor:
 
 
 def _xlogy(x: Any, y: Any) -> Tensor:
-    """0 where x is 0, whatever y is."""
+    """The product x log(y); 0 where x is 0 and the logarithm is not finite."""
     if not isinstance(x, Tensor):
         return y.new_zeros(y.shape) if x == 0 else x * y.log()
-    return torch.where(x == 0, 0.0, x * (math.log(y) if isinstance(y, float | int) else y.log()))
+    if not isinstance(y, Tensor):
+        _require(y > 0)
+        return x * math.log(y)
+    return torch.where((x == 0) & (y <= 0), 0.0, x * y.log())
 
 
 def _logit(x: Tensor, eps: float | None = None) -> Tensor:
@@ -183,12 +188,6 @@ def _logit(x: Tensor, eps: float | None = None) -> Tensor:
 def _logit_backward(g: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
     slope = g / (x * (1 - x))
     return slope if eps is None else torch.where((x < eps) | (x > 1 - eps), 0.0, slope)
-
-
-def _sinc(x: Tensor) -> Tensor:
-    is_zero = x == 0
-    angle = torch.where(is_zero, 1.0, x) * math.pi
-    return torch.where(is_zero, 1.0, angle.sin() / angle)
 
 
 def _nan_to_num(
@@ -338,6 +337,7 @@ DEFINITIONS: dict[str, Definition] = {
     "index_fill": _moves(_index_fill),
     "masked_scatter": _moves(_masked_scatter),
     "masked_scatter_backward": Definition(_masked_scatter_backward),
+    "_neg_view": _moves(torch.neg),
     "zero": _moves(torch.zeros_like),
     "trace": _moves(lambda x: x.diagonal().sum()),
     "addr": Definition(_addr),
@@ -348,7 +348,7 @@ DEFINITIONS: dict[str, Definition] = {
     "special_entr": Definition(lambda x: -_xlogy(x, x)),
     "logit": Definition(_logit),
     "logit_backward": Definition(_logit_backward),
-    "sinc": Definition(_sinc),
+    "sinc": Definition(sinc),
     "ldexp": _moves(lambda x, e: x * 2.0**e),
     "nan_to_num": Definition(_nan_to_num),
     "nansum": Definition(lambda x, dim=None, keepdim=False, **_: torch.where(x.isnan(), 0.0, x).sum(dim, keepdim)),
@@ -359,12 +359,16 @@ DEFINITIONS: dict[str, Definition] = {
     "signbit": Definition(lambda x: x < 0),
     "count_nonzero": _moves(lambda x, dim=None: (x != 0).sum(dim)),
     "norm": Definition(_norm),
+    "std_mean": _moves(
+        lambda x, dim=None, **options: (x.std(dim, **options), x.mean(dim, options.get("keepdim", False)))
+    ),
     "_cdist_forward": Definition(_cdist),
     "_euclidean_dist": Definition(_cdist),
     "_cdist_backward": Definition(_cdist_backward),
     "_pdist_forward": Definition(_pdist),
     "_trilinear": Definition(_trilinear),
     "scatter_reduce": Definition(_scatter_reduce),
+    "logcumsumexp": Definition(logcumsumexp),
     "searchsorted": Definition(_searchsorted),
     "bucketize": Definition(_bucketize),
     "linalg_pinv": Definition(_pinv),

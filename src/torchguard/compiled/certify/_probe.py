@@ -11,7 +11,7 @@
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,9 @@ from torchguard.exceptions import CompileError, MissingRuleError
 
 if TYPE_CHECKING:
     from torchguard.compiled._functions import CompiledOut
+
+_BY_ROUNDING = ", but rounding changes it by as much: the derivative may be zero"
+_NUDGES = 4  # points next to one at which the rounding error of a derivative is estimated
 
 # The adjoint identity
 
@@ -102,6 +105,24 @@ def measure_gap(graphs: ProgramGraphs, kind: str, code: CompiledCode, leaves: Se
     with its own transpose. A derivative whose counterpart does not exist is compared with itself in eager mode.
     """
     v, w = random_like(tangent_types(graphs.program), seed), random_like(cotangent_types(graphs.outputs), seed + 1)
+    gap = _gap(graphs, kind, code, leaves, v, w)
+    if gap.is_small or abs(gap.left - gap.right) > _rounding_of_both(graphs, kind.partition("_")[0], leaves, v, w):
+        return gap
+    return replace(gap, scale=0.0)  # nothing was compared but rounding errors
+
+
+def _rounding_of_both(graphs: ProgramGraphs, base: str, leaves: Sequence[Tensor], v: Any, w: Any) -> float:
+    """The rounding error of a derivative, and of the one that it is compared with."""
+    other = {"jvp": "vjp", "vjp": "jvp", "hvp": "hvp"}[base]
+    try:
+        return max(_rounding(graphs, one, leaves, v, w) for one in {base, other})
+    except (MissingRuleError, CompileError):
+        return _rounding(graphs, base, leaves, v, w)
+
+
+def _gap(
+    graphs: ProgramGraphs, kind: str, code: CompiledCode, leaves: Sequence[Tensor], v: list[Tensor], w: list[Tensor]
+) -> Gap:
     base = kind.partition("_")[0]
     compiled = run_derivative(graphs, kind, code, leaves, v, w)
     eager = Executables(graphs, "eager")
@@ -114,7 +135,7 @@ def measure_gap(graphs: ProgramGraphs, kind: str, code: CompiledCode, leaves: Se
         return adjoint_gap(v, jvp, w, vjp, graphs.tolerance)
     except (MissingRuleError, CompileError):
         expected = run_derivative(graphs, base, eager.code(base), leaves, v, w)
-        return _equality_gap(compiled, expected, v if base == "vjp" else w, graphs.tolerance)
+        return _equality_gap(compiled, expected, w if base == "jvp" else v, graphs.tolerance)
 
 
 @dataclass(frozen=True)
@@ -160,6 +181,32 @@ def _hvp_gap(graphs: ProgramGraphs, hvp: Sequence[Tensor], leaves: Sequence[Tens
     return replace(gap, scale=max(gap.scale, rounding / graphs.tolerance)) if gap.is_conclusive else gap
 
 
+def _rounding(
+    graphs: ProgramGraphs, base: str, leaves: Sequence[Tensor], v: Sequence[Tensor], w: Sequence[Tensor]
+) -> float:
+    """How much rounding may change a derivative, and its inner product with a tangent or cotangent.
+
+    It is what eager mode's derivative changes by where the point, tangents and cotangents move by a few units in the
+    last place. Where a derivative is zero, what rounding leaves of it changes by as much as it is large.
+    """
+    code = Executables(graphs, "eager").code(base)
+    here, largest = run_derivative(graphs, base, code, leaves, v, w), 0.0
+    for seed in range(_NUDGES):
+        generator = torch.Generator().manual_seed(seed)
+        moved = [[_nudged(x, graphs.eps, generator) for x in values] for values in (leaves, v, w)]
+        there = run_derivative(graphs, base, code, *moved)
+        largest = max(largest, norm([a.double() - b.double() for a, b in zip(there, here, strict=True)]))
+    return ALLOWED_ROUNDING * largest * max(1.0, norm(v), norm(w))
+
+
+def _nudged(x: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+    """A tensor moved by a few units in the last place, with its strides."""
+    if not x.is_floating_point():
+        return x
+    steps = torch.randint(-4, 5, x.shape, generator=generator, dtype=torch.float64).to(x.device) * eps
+    return torch.empty_like(x).copy_(x.double() * (1 + steps))
+
+
 def _equality_gap(got: Sequence[Tensor], expected: Sequence[Tensor], weights: Any, tolerance: float) -> Gap:
     (left, left_size), (right, right_size) = _inner(got, weights), _inner(expected, weights)
     return Gap(left, right, max(left_size, right_size), tolerance)
@@ -198,71 +245,86 @@ def probe_claims(compiled: "CompiledOut", point: tuple[Tensor, ...], seed: int) 
         yield Claim("probe", "derivatives", Verdict.INCONCLUSIVE, "No leaf or no output is differentiable.")
         return
     directions = Directions(v, w, cotangents.differentiable)
+    rounding = lambda base: lambda: _rounding(compiled.graphs, base, point, v, w)  # noqa: E731
     jvps: list[Any] = []
     vjps: list[Any] = []
     try:
         jvps = [compiled.derivative_at("jvp", point, tangent, w) for tangent in (v, u, _combined(v, u))]
-        yield _linearity_claim(compiled, "jvp", "tangent", jvps)
+        yield _linearity_claim(compiled, "jvp", "tangent", jvps, rounding("jvp"))
         yield taylor_claim(JVP, compiled, point, directions)
-        yield _split_claim(compiled, "jvp", point, v, w, jvps[0])
+        yield _split_claim(compiled, "jvp", point, v, w, jvps[0], rounding("jvp"))
     except (CompileError, MissingRuleError) as error:
         yield Claim("probe", "jvp", Verdict.INCONCLUSIVE, f"The function has no jvp: {error}")
     try:
         vjps = [compiled.derivative_at("vjp", point, v, cotangent) for cotangent in (w, z, _combined(w, z))]
-        yield _linearity_claim(compiled, "vjp", "cotangent", vjps)
+        yield _linearity_claim(compiled, "vjp", "cotangent", vjps, rounding("vjp"))
         if not jvps:
             yield taylor_claim(VJP, compiled, point, directions)
-        yield _split_claim(compiled, "vjp", point, v, w, vjps[0])
+        yield _split_claim(compiled, "vjp", point, v, w, vjps[0], rounding("vjp"))
     except (CompileError, MissingRuleError) as error:
         yield Claim("probe", "vjp", Verdict.INCONCLUSIVE, f"The function has no vjp: {error}")
     if jvps and vjps:
         gap = adjoint_gap(v, jvps[0], w, vjps[0], compiled.graphs.tolerance)
-        details = {"left": gap.left, "right": gap.right, "relative": gap.relative, "tolerance": gap.tolerance}
-        verdict = Verdict.INCONCLUSIVE if not gap.is_finite else Verdict.PASS if gap.is_small else Verdict.FAIL
-        yield Claim("probe", "vjp", verdict, f"<Jv, w> and <v, J'w> differ by {gap.relative:.1e}.", as_json(details))
-    yield from _hvp_claims(compiled, point, directions, u)
+        bound = lambda: max(rounding("jvp")(), rounding("vjp")())  # noqa: E731
+        yield _identity_claim("vjp", "<Jv, w> and <v, J'w> differ by", gap, bound)
+    yield from _hvp_claims(compiled, point, directions, u, rounding("hvp"))
 
 
-def _hvp_claims(compiled: "CompiledOut", point: tuple[Tensor, ...], d: Directions, u: list[Tensor]) -> Iterator[Claim]:
+def _hvp_claims(
+    compiled: "CompiledOut", point: tuple[Tensor, ...], d: Directions, u: list[Tensor], rounding: Callable[[], float]
+) -> Iterator[Claim]:
     """Claims about the HVP: linearity, the symmetry of the Hessian, and the Taylor remainder of the gradients."""
     try:
         hvps = [compiled.derivative_at("hvp", point, tangent, d.w) for tangent in (d.v, u, _combined(d.v, u))]
-        yield _linearity_claim(compiled, "hvp", "tangent", hvps)
-        yield _symmetry_claim(compiled, point, d, u, hvps)
+        yield _linearity_claim(compiled, "hvp", "tangent", hvps, rounding)
+        yield _symmetry_claim(compiled, point, d, u, hvps, rounding)
         yield taylor_claim(HVP, compiled, point, d)
     except (CompileError, MissingRuleError) as error:
         yield Claim("probe", "hvp", Verdict.INCONCLUSIVE, f"The function has no hvp: {error}")
 
 
 def _symmetry_claim(
-    compiled: "CompiledOut", point: tuple[Tensor, ...], d: Directions, u: list[Tensor], hvps: Sequence[list[Tensor]]
+    compiled: "CompiledOut",
+    point: tuple[Tensor, ...],
+    d: Directions,
+    u: list[Tensor],
+    hvps: Sequence[list[Tensor]],
+    rounding: Callable[[], float],
 ) -> Claim:
     gap = adjoint_gap(d.v, hvps[0], u, hvps[1], compiled.graphs.tolerance)
     # Terms of the size of the gradients may cancel: what rounding leaves of them is no second derivative.
     gradients = compiled.derivative_at("vjp", point, d.v, d.w)
-    rounding = 64 * compiled.graphs.eps * norm(gradients) * max(norm(d.v), norm(u))
-    gap = replace(gap, scale=max(gap.scale, rounding / gap.tolerance))
-    details = {"left": gap.left, "right": gap.right, "relative": gap.relative, "tolerance": gap.tolerance}
-    message = f"<Hv, u> and <v, Hu> differ by {gap.relative:.1e}"
-    cause = "" if gap.is_small else known_cause(compiled)
-    verdict = Verdict.PASS if gap.is_small else Verdict.INCONCLUSIVE if cause or not gap.is_finite else Verdict.FAIL
-    return Claim("probe", "hvp", verdict, f"{message}{cause}.", as_json(details))
+    left_over = 64 * compiled.graphs.eps * norm(gradients) * max(norm(d.v), norm(u))
+    gap = replace(gap, scale=max(gap.scale, left_over / gap.tolerance))
+    return _identity_claim("hvp", "<Hv, u> and <v, Hu> differ by", gap, rounding, known_cause(compiled))
+
+
+def _identity_claim(subject: str, what: str, gap: Gap, rounding: Callable[[], float], cause: str = "") -> Claim:
+    """Whether two numbers are equal, unless there is a cause for them not to be, or rounding is as large."""
+    details = as_json({"left": gap.left, "right": gap.right, "relative": gap.relative, "tolerance": gap.tolerance})
+    message = f"{what} {gap.relative:.1e}"
+    if gap.is_small:
+        return Claim("probe", subject, Verdict.PASS, f"{message}.", details)
+    if gap.is_finite and not cause and abs(gap.left - gap.right) <= rounding():
+        cause = _BY_ROUNDING
+    verdict = Verdict.INCONCLUSIVE if cause or not gap.is_finite else Verdict.FAIL
+    return Claim("probe", subject, verdict, f"{message}{cause}.", details)
 
 
 def _value_claims(compiled: "CompiledOut", point: tuple[Tensor, ...]) -> Iterator[Claim]:
     value = compiled.value_at(point)
     eager = Executables(compiled.graphs, "eager")["forward"]([*point])
     gap, allowed = distance(value, eager), compiled.graphs.tolerance
-    yield _gap_claim("forward", f"The value differs from eager mode's by {gap:.1e}.", gap, allowed)
+    yield _gap_claim("forward", f"The value differs from eager mode's by {gap:.1e}", gap, allowed)
     exact = _value_in_float64(compiled, point)
     if exact is None:
         yield Claim("probe", "forward", Verdict.INCONCLUSIVE, "The function cannot be run in float64.")
         return
     gap, eager_gap = distance(value, exact), distance(eager, exact)
     allowed = max(ALLOWED_ROUNDING * eager_gap, compiled.graphs.tolerance**2)
-    message = f"The value differs from float64 by {gap:.1e}, that of eager mode by {eager_gap:.1e}."
+    message = f"The value differs from float64 by {gap:.1e}, that of eager mode by {eager_gap:.1e}"
     if compiled.graphs.tolerance < gap <= allowed:
-        message += " Rounding is too large to tell whether it is right."
+        message += ". Rounding is too large to tell whether it is right."
         details = as_json({"gap": gap, "eager_gap": eager_gap})
         yield Claim("probe", "forward", Verdict.INCONCLUSIVE, message, details)
     else:
@@ -283,20 +345,49 @@ def _combined(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
     return [0.5 * a - 2 * b for a, b in zip(left, right, strict=True)]
 
 
-def _linearity_claim(compiled: "CompiledOut", subject: str, argument: str, results: Sequence[list[Tensor]]) -> Claim:
+def _linearity_claim(
+    compiled: "CompiledOut",
+    subject: str,
+    argument: str,
+    results: Sequence[list[Tensor]],
+    rounding: Callable[[], float],
+) -> Claim:
     first, second, both = results
-    gap = distance(both, _combined(first, second))
-    return _gap_claim(subject, f"It is linear in the {argument} up to {gap:.1e}.", gap, compiled.graphs.tolerance)
+    expected = _combined(first, second)
+    gap = distance(both, expected)
+    message = f"It is linear in the {argument} up to {gap:.1e}"
+    return _gap_claim(subject, message, gap, compiled.graphs.tolerance, norm(expected), rounding)
 
 
 def _split_claim(
-    compiled: "CompiledOut", base: str, point: tuple[Tensor, ...], v: Any, w: Any, expected: list[Tensor]
+    compiled: "CompiledOut",
+    base: str,
+    point: tuple[Tensor, ...],
+    v: Any,
+    w: Any,
+    expected: list[Tensor],
+    rounding: Callable[[], float],
 ) -> Claim:
     """`vjp` and `linearize` run code in two parts, which is compiled separately."""
     gap = distance(compiled.derivative_at(f"{base}_split", point, v, w), expected)
-    return _gap_claim(base, f"In two parts it differs from one run by {gap:.1e}.", gap, compiled.graphs.tolerance)
+    message = f"In two parts it differs from one run by {gap:.1e}"
+    return _gap_claim(base, message, gap, compiled.graphs.tolerance, norm(expected), rounding)
 
 
-def _gap_claim(subject: str, message: str, gap: float, allowed: float) -> Claim:
-    verdict = Verdict.PASS if gap <= allowed else Verdict.FAIL
-    return Claim("probe", subject, verdict, message, as_json({"gap": gap, "allowed": allowed}))
+def _gap_claim(
+    subject: str,
+    message: str,
+    gap: float,
+    allowed: float,
+    size: float = 1.0,
+    rounding: Callable[[], float] = lambda: 0.0,
+) -> Claim:
+    """Whether a gap is small, unless rounding is as large; the gap is relative to a size, if that is not zero."""
+    details = as_json({"gap": gap, "allowed": allowed})
+    if not math.isfinite(size):
+        return Claim("probe", subject, Verdict.INCONCLUSIVE, "It is not finite at this point.", details)
+    if gap <= allowed:
+        return Claim("probe", subject, Verdict.PASS, f"{message}.", details)
+    if gap * (size or 1.0) <= rounding():
+        return Claim("probe", subject, Verdict.INCONCLUSIVE, f"{message}{_BY_ROUNDING}.", details)
+    return Claim("probe", subject, Verdict.FAIL, f"{message}.", details)

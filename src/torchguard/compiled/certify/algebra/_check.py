@@ -23,6 +23,8 @@ from torchguard.compiled.certify.algebra._values import Value
 from torchguard.exceptions import GraphMismatchError
 
 _SAMPLES = 4
+# At how many points graphs have to agree that differ at others, where the function divides by zero.
+_AGREEING = 2
 # How much real numbers that are equal may differ by rounding in float64, relative to the largest. Torch computes some
 # second derivatives from a rounded result, as that of batch norm from the root of the variance.
 _TOLERANCE, _TOLERANCE_OF_HVP = 1e-10, 1e-6
@@ -62,7 +64,17 @@ def check_derivatives(
         "vjp": None if vjp is None else function.comparison_with_vjp(vjp),
         "hvp": None if vjp is None or hvp is None else function.comparison_with_hvp(vjp, hvp),
     }
-    return tuple(_claim(subject, one, seed, _SAMPLES) for subject, one in comparisons.items() if one is not None)
+    claims = (_claim(subject, one, seed, _SAMPLES) for subject, one in comparisons.items() if one is not None)
+    has_detached = any(op_name(node) == "detach" for node in forward.graph.nodes)
+    return tuple(_with_detached(claim) if has_detached else claim for claim in claims)
+
+
+def _with_detached(claim: Claim) -> Claim:
+    """A claim about a function that detaches values: its VJP graph does not tell which of them are constants."""
+    if claim.subject != "hvp" or claim.verdict is not Verdict.FAIL:
+        return claim
+    message = "It is not the derivative of the VJP graph, but the function detaches values, which are constants."
+    return replace(claim, verdict=Verdict.INCONCLUSIVE, message=message)
 
 
 def equivalent(g1: GraphModule, g2: GraphModule, *, seed: int = 0, samples: int = _SAMPLES) -> Claim:
@@ -330,8 +342,9 @@ def _claim(subject: str, comparison: Comparison, seed: int, samples: int) -> Cla
         names = sorted({name for result in mismatched for name in result.mismatches})
         message = f"Wrong: {', '.join(names)}.{_known_cause(subject, comparison.graphs[0])}"
         return claim(Verdict.FAIL, message, wrong=list(names), **count)
-    if mismatched:
-        return claim(Verdict.INCONCLUSIVE, "It differs, but divides by zero at every point that was tried.", **count)
+    # What differs where the function divides by zero shows nothing; the other points have to show enough.
+    if mismatched and len(results) - len(mismatched) < _AGREEING:
+        return claim(Verdict.INCONCLUSIVE, "It differs, but divides by zero at every point where it does.", **count)
     whose = "VJP" if subject == "hvp" else "forward"
     message = "The graphs agree" if subject == "equivalence" else f"It is the derivative of the {whose} graph"
     message += f" at {len(results)} random points of a prime field"
@@ -357,10 +370,15 @@ def _excuse(mismatched: Sequence[SampleResult], results: Sequence[SampleResult])
 
 
 def _known_cause(subject: str, forward: GraphModule) -> str:
-    """Why torch's VJP is not the derivative, where that is on purpose."""
+    """Why torch's derivative is none, where that is on purpose."""
+    nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
+    if any(op_name(node) == "_linalg_eigh" for node in nodes):
+        return (
+            " Torch's derivatives of eigh are those for a symmetric matrix, on purpose, although one triangle is read. "
+            "Take the eigenvalues of (a + a.mT) / 2."
+        )
     if subject != "vjp":
         return ""
-    nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
     if any(op_name(node) == "embedding" and len(node.args) > 2 and node.args[2] != -1 for node in nodes):
         return " Torch leaves the row padding_idx out of the VJP of an embedding, on purpose: it is not the derivative."
     if any(op_name(node) == "linalg_cholesky_ex" for node in nodes):

@@ -70,7 +70,8 @@ def _finiteness_rule(node: Node) -> str:
         return "isnan"
     if isinstance(b, Node) and facts_of(op_name(b)).has_fill_value:
         b = next((n for n in b.args if isinstance(n, float)), b)
-    return {math.inf: "isposinf", -math.inf: "isneginf"}.get(b, "") if isinstance(b, float) else ""
+    positive = "isinf" if isinstance(a, Node) and op_name(a) == "abs" else "isposinf"
+    return {math.inf: positive, -math.inf: "isneginf"}.get(b, "") if isinstance(b, float) else ""
 
 
 def _is_part_of_test(node: Node) -> bool:
@@ -99,9 +100,11 @@ def evaluate_in_reals(gm: GraphModule, inputs: Sequence[Value], field: PrimeFiel
     return reals.trace
 
 
-def evaluate_in_float64(gm: GraphModule, inputs: Sequence[Value], tangents: Sequence[Value] = ()) -> list[Any]:
+def evaluate_in_float64(
+    gm: GraphModule, inputs: Sequence[Value], tangents: Sequence[Value] = (), *, flipped: str = ""
+) -> list[Any]:
     """The outputs of a graph in real numbers, with those tangents for the inputs that have one."""
-    reals, remaining = Reals(0, 0), iter(tangents)
+    reals, remaining = Reals(0, 0, EvaluationTrace(flipped=flipped)), iter(tangents)
     known = []
     for x in inputs:
         tangent = next(remaining).real if x.tangent is not None else None
@@ -183,7 +186,7 @@ class _Run:
         if recorded.is_floating_point():
             return result.as_elements()
         if recorded.dtype == torch.bool:
-            is_true = result.element != 0
+            is_true = (result.element != 0) ^ (self.field.trace.node == self.field.trace.flipped)
             self.field.trace.record_comparison(is_true)
             return integers(self.field, is_true)
         if result.is_integer:

@@ -85,9 +85,11 @@ class EvaluationTrace:
         zero_divisions: the nodes that divided by zero.
         has_nan: whether a real number that is compared is NaN.
         has_nonfinite: whether a number was taken to be infinite or NaN.
+        flipped: the key of a node whose boolean results are inverted.
     """
 
     node: str = ""
+    flipped: str = ""
     is_input_dependent: bool = True
     records: int = 0
     reads: int = 0
@@ -353,6 +355,9 @@ class Reals(PrimeField):
             bits = a.abs().to(torch.float32).view(torch.int32).to(torch.int64)
             drawn = PrimeField(_MERSENNE, self.key).unknown_function("kind", bits) % 8
             finite_or_nan = torch.where(drawn == 0, Kind.NAN, Kind.FINITE)
-            return self.real_values(torch.where(drawn > 5, infinite, finite_or_nan))
-        same = {"": Kind.FINITE, "negative": Kind.NEGATIVE_INFINITY, "nan": Kind.NAN}
-        return self.real_values(torch.full_like(infinite, same[self.taken_for]) if self.taken_for in same else infinite)
+            kinds = torch.where(drawn > 5, infinite, finite_or_nan)
+        else:
+            same = {"": Kind.FINITE, "negative": Kind.NEGATIVE_INFINITY, "nan": Kind.NAN}
+            kinds = torch.full_like(infinite, same[self.taken_for]) if self.taken_for in same else infinite
+        # Zero is what it is: where a factor is zero, what stands behind such a test may not matter.
+        return self.real_values(torch.where(a == 0, Kind.FINITE, kinds))

@@ -29,11 +29,9 @@ from torchguard.compiled.certify.algebra._values import Value, integers
 
 # Constant tensors with more elements are no thresholds.
 _MAX_CONSTANTS = 8
-_SHIFTS = (-30, -20, -12, -6, -3, 3, 6, 12, 20)
+_SHIFTS = (12, 6, -6, 3, -12, 20, -3, -20, -30)
 # The largest number of points that lie between thresholds; all later ones are drawn in any mode.
 MAX_BETWEEN = 8
-# Up to this point no leaf is all zeros.
-_FIRST_ZERO = 120
 _NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
 # The number of values that elements share in a point with ties.
 _TIED_VALUES = 3
@@ -148,11 +146,10 @@ class Mode(StrEnum):
     BETWEEN = "between thresholds"
     ONE_INTERVAL = "in one interval"
     PEAK = "with a peak"
-    ZERO = "zero"
 
 
-# At zero, and along a zero tangent, a wrong derivative may be zero like the right one.
-_LATE_MODES = (Mode.PEAK, Mode.ZERO)
+# The modes of points that have no peak.
+_SPREAD_MODES = tuple(mode for mode in Mode if mode is not Mode.PEAK)
 
 
 @dataclass(frozen=True)
@@ -249,10 +246,10 @@ class Sampler:
         # In every other of the remaining points all leaves have the same distribution, each mode in turn.
         is_common = self.index % 4 == 3
         rng = random.Random(f"{self.index} {'' if is_common else name}")
-        modes = [mode for mode in Mode if mode not in ((Mode.PEAK,) if self.index > _FIRST_ZERO else _LATE_MODES)]
-        mode = modes[self.index // 4 % len(modes)] if is_common else rng.choice(modes)
-        drawn = Distribution(mode, rng.choice(_SHIFTS), rng.choice((-1, 0, 1)))
-        return Distribution() if drawn.mode is Mode.ZERO and not name.startswith("leaf") else drawn
+        if not is_common:
+            return Distribution(rng.choice(_SPREAD_MODES), rng.choice(_SHIFTS), rng.choice((-1, 0, 1)))
+        turn, mode = divmod(self.index // 4, len(_SPREAD_MODES))
+        return Distribution(_SPREAD_MODES[mode], _SHIFTS[turn // 2 % len(_SHIFTS)], (-1, 1)[turn % 2])
 
     def point(self, leaves: Sequence[Tensor]) -> list[Value]:
         """A value for each leaf. In every fourth field many elements are equal, for the sake of ties."""
@@ -273,8 +270,6 @@ class Sampler:
     def _integers(self, raw: Tensor, how: Distribution) -> Tensor:
         """Integers of either sign, small and large, and near the thresholds."""
         thresholds, kind, rest = self.targets.integer_thresholds, raw % 4, raw // 4
-        if how.mode is Mode.ZERO:
-            return torch.zeros_like(raw)
         if how.mode is Mode.ONE_INTERVAL:
             return thresholds[how.shift % thresholds.numel()] + how.sign + torch.zeros_like(raw)
         if how.mode is Mode.SCALED:
@@ -313,8 +308,6 @@ class Sampler:
             tied = torch.where(raw % 2 == 0, common[raw // 2 % _TIED_VALUES], raw)
             raw = common[0].expand(raw.shape) if is_one_value else tied
         multiple, unit = torch.where(raw % 8 < 6, raw // _SCALE | 1, raw), Fraction(1, _UNIT)
-        if how.mode is Mode.ZERO:
-            multiple = torch.zeros_like(multiple)
         if how.mode is Mode.SCALED:
             multiple, unit = multiple.abs() * how.sign if how.sign else multiple, unit * Fraction(2) ** how.shift
         if how.mode is Mode.PEAK:
@@ -357,4 +350,4 @@ def _peak(shape: tuple[int, ...], number: int) -> Tensor:
 def _booleans(raw: Tensor, how: Distribution) -> Tensor:
     if how.mode in (Mode.SCALED, Mode.ONE_INTERVAL) and how.sign:
         return torch.full_like(raw, how.sign > 0, dtype=torch.bool)
-    return torch.zeros_like(raw, dtype=torch.bool) if how.mode is Mode.ZERO else raw % 2 == 1
+    return raw % 2 == 1

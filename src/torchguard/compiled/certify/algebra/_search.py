@@ -5,15 +5,15 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from torchguard.compiled._nodes import attribute
-from torchguard.compiled.certify.algebra._evaluate import evaluate_in_reals
+from torchguard.compiled._nodes import attribute, op_name
+from torchguard.compiled.certify.algebra._evaluate import evaluate_in_float64, evaluate_in_reals
 from torchguard.compiled.certify.algebra._field import (
     EvaluationError,
     EvaluationTrace,
@@ -225,7 +225,51 @@ class Search:
         if result.mismatches and (result.is_singular or trace.has_nan or trace.has_nonfinite):
             self.coverage = before
             return None
+        if not result.mismatches and any(bool((x.element == 0).all()) for x in sampler.point(self.comparison.leaves)):
+            self._discount(sampler, before)
         return result
+
+    def _discount(self, sampler: Sampler, before: OutcomeCoverage) -> None:
+        """Take back the new outcomes that make no difference at a point where a leaf is all zeros.
+
+        There a wrong derivative may be zero like the right one. An outcome counts if inverting it changes results in
+        the field, or those in real numbers, which may be NaN; and if it tests a norm, which is zero nowhere else.
+        """
+        for key, seen in list(self.coverage.seen.items()):
+            known = before.seen.get(key, torch.zeros_like(seen))
+            if not bool((seen & ~known).any()) or key.partition("#")[0] in self.tests_of_norms:
+                continue
+            if not self._with_widest_range(sampler, partial(self._matters, key)):
+                self.coverage.seen[key] = known
+
+    @cached_property
+    def tests_of_norms(self) -> frozenset[str]:
+        """The keys of nodes that test whether a norm is zero."""
+        pairs = [
+            (gm, node) for gm in self.comparison.graphs for node in gm.graph.nodes if op_name(node) in ("eq", "ne")
+        ]
+        return frozenset(
+            f"{id(gm)}:{node.name}"
+            for gm, node in pairs
+            if isinstance(node.args[0], Node) and op_name(node.args[0]) == "linalg_vector_norm" and node.args[1] == 0
+        )
+
+    def _matters(self, key: str, sampler: Sampler) -> bool:
+        """Whether the results change where the boolean results of a node are inverted."""
+        trace, node = sampler.field.trace, key.partition("#")[0]
+        trace.flipped = node
+        try:
+            if self.comparison.compare(sampler).mismatches:
+                return True
+        finally:
+            trace.flipped = ""
+        inputs = sampler.point(self.comparison.leaves)
+        for gm, further in zip(self.comparison.graphs, self.comparison.further_inputs(sampler), strict=True):
+            both = [evaluate_in_float64(gm, [*inputs, *further], flipped=flipped) for flipped in ("", node)]
+            for a, b in zip(*both, strict=True):
+                if isinstance(a, Value) and not torch.allclose(a.element, b.element, equal_nan=True):
+                    return True
+        return False
 
     def _has_new_outcome(self, sampler: Sampler) -> bool:
         inputs = sampler.point(self.comparison.leaves)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchguard.compiled.certify.enclosure._intervals import (
@@ -21,7 +22,8 @@ from torchguard.compiled.certify.enclosure._pointwise import Rule
 _abs, _gt, _le, _mul = (POINTWISE[name] for name in ("abs", "gt", "le", "mul"))
 _neg, _pow, _sub, _where = (POINTWISE[name] for name in ("neg", "pow", "sub", "where"))
 # Where gelu and silu have their minimum.
-_GELU_MINIMUM, _SILU_MINIMUM = -0.7517915246935645, -1.2784645427610738
+_GELU_MINIMUM, _TANH_GELU_MINIMUM, _SILU_MINIMUM = -0.7517915246935645, -0.7524614220710163, -1.2784645427610738
+_MAX_CUBED = 1e12
 
 
 # Torch's vectorised code overflows on larger arguments, although the result would not.
@@ -81,9 +83,7 @@ def _decreasing(function: Callable[[Tensor], Tensor], *, above: float) -> Rule:
 def _falling_then_rising(function: Callable[[Tensor], Tensor], minimum: float) -> Rule:
     """The rule of a function that decreases up to its minimum and increases from there, such as gelu."""
 
-    def rule(x: Interval, *, dtype: torch.dtype, approximate: str = "none") -> Interval:
-        if approximate != "none":
-            raise UnboundedError(f"gelu with approximate={approximate!r}")
+    def rule(x: Interval, *, dtype: torch.dtype) -> Interval:
         x = converted(x, dtype)
         bottom = function(torch.minimum(torch.maximum(torch.tensor(minimum, dtype=torch.float64), x.low), x.high))
         top = torch.maximum(function(x.low), function(x.high))
@@ -92,6 +92,14 @@ def _falling_then_rising(function: Callable[[Tensor], Tensor], minimum: float) -
         return rounded(bottom, top, dtype, SLACK, SLACK * unit(dtype) * x.size + 1e-15, through=4 * x.size)
 
     return rule
+
+
+def _gelu(x: Interval, *, dtype: torch.dtype, approximate: str = "none") -> Interval:
+    if approximate == "none":
+        return _falling_then_rising(F.gelu, _GELU_MINIMUM)(x, dtype=dtype)
+    if bool((x.size > _MAX_CUBED).any()):
+        raise UnboundedError("gelu with approximate='tanh' of a number whose cube may not be finite")
+    return _falling_then_rising(lambda t: F.gelu(t, approximate="tanh"), _TANH_GELU_MINIMUM)(x, dtype=dtype)
 
 
 def _sine(shift: float) -> Rule:
@@ -145,7 +153,7 @@ def _softplus(x: Interval, beta: float = 1, threshold: float = 20, *, dtype: tor
         raise UnboundedError("softplus with other than its default arguments")
     x = converted(x, dtype)
     # Above the threshold torch returns x, which differs from softplus by less than exp(-20) < 3e-9.
-    low, high = (torch.nn.functional.softplus(t, 1, 100) for t in (x.low, x.high))
+    low, high = (F.softplus(t, 1, 100) for t in (x.low, x.high))
     return rounded(low, high, dtype, SLACK, 3e-9)
 
 
@@ -204,8 +212,8 @@ RULES: dict[str, Rule] = {
     "softplus": _softplus,
     "relu": _relu,
     "elu": _elu,
-    "gelu": _falling_then_rising(torch.nn.functional.gelu, _GELU_MINIMUM),
-    "silu": _falling_then_rising(torch.nn.functional.silu, _SILU_MINIMUM),
+    "gelu": _gelu,
+    "silu": _falling_then_rising(F.silu, _SILU_MINIMUM),
     "sin": _sine(0.0),
     "cos": _sine(math.pi / 2),
     "leaky_relu": _leaky_relu,

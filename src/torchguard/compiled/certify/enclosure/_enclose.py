@@ -14,11 +14,18 @@ from torchguard.compiled._nodes import attribute, on_the_cpu, op_name
 from torchguard.compiled.certify._certificate import Claim, Verdict
 from torchguard.compiled.certify._decompose import decompose
 from torchguard.compiled.certify._definitions import DEFINITIONS
-from torchguard.compiled.certify.enclosure import _elementary, _layers, _pointwise, _shapes
+from torchguard.compiled.certify.enclosure import _elementary, _layers, _norms, _pointwise, _shapes, _softmax
 from torchguard.compiled.certify.enclosure._intervals import Interval, UnboundedError, bounded, known
 from torchguard.exceptions import BoxError
 
-RULES = {**_pointwise.RULES, **_elementary.RULES, **_shapes.RULES, **_layers.RULES}
+RULES = {
+    **_pointwise.RULES,
+    **_elementary.RULES,
+    **_shapes.RULES,
+    **_layers.RULES,
+    **_norms.RULES,
+    **_softmax.RULES,
+}
 # The results of these depend on no input: torch computes them.
 _CREATION = frozenset(name for name, facts in FACTS.items() if facts.creates == "filled")
 # What a rule raises on a call that it was not written for.

@@ -1,4 +1,4 @@
-"""Intervals of reductions, matrix products, convolutions, pools and softmax."""
+"""Intervals of reductions, matrix products, convolutions and pools."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,25 +11,22 @@ from torch import Tensor
 from torchguard.compiled.certify.enclosure._elementary import RULES as ELEMENTARY
 from torchguard.compiled.certify.enclosure._intervals import (
     MAX_INTEGER,
-    SLACK,
     Interval,
     UnboundedError,
     accumulated,
     converted,
     integers,
     rounded,
-    unit,
 )
 from torchguard.compiled.certify.enclosure._pointwise import RULES as POINTWISE
 from torchguard.compiled.certify.enclosure._shapes import known_index, splitting
 
 Dims = int | Sequence[int] | None
 Sizes = Sequence[int]
-# The exponential of a number below the negative of this underflows in the dtype.
-_UNDERFLOW_EXPONENT = {torch.float32: 110.0, torch.float64: 760.0}
 
 
-def _dims(x: Tensor, dim: Dims) -> list[int]:
+def dims_of(x: Tensor, dim: Dims) -> list[int]:
+    """The dims that a reduction is over: all if none is given."""
     chosen = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     return [d % x.dim() for d in chosen] if chosen and x.dim() else list(range(x.dim()))
 
@@ -48,13 +45,14 @@ def _summed(x: Interval, add: Callable[[Tensor], Tensor], terms: int, dtype: tor
 
 
 def _sum(x: Interval, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
-    dims = _dims(x.low, dim)
+    dims = dims_of(x.low, dim)
     add = (lambda t: t.sum(dims, keepdim=keepdim)) if dims else (lambda t: t)
     return _summed(converted(x, dtype), add, math.prod(x.low.shape[d] for d in dims), dtype)
 
 
-def _mean(x: Interval, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
-    count = math.prod(x.low.shape[d] for d in _dims(x.low, dim))
+def mean(x: Interval, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
+    """The rule of `mean`."""
+    count = math.prod(x.low.shape[d] for d in dims_of(x.low, dim))
     return POINTWISE["div"](_sum(x, dim, keepdim, dtype=dtype), count, dtype=dtype)
 
 
@@ -92,40 +90,6 @@ def _running_product(x: Interval, dim: int) -> tuple[Tensor, Tensor]:
 def _rounded_product(low: Tensor, high: Tensor, x: Interval, dim: int, dtype: torch.dtype) -> Interval:
     largest = x.size.clamp(min=1).prod(dim).max() if x.low.numel() else torch.tensor(1.0, dtype=x.low.dtype)
     return rounded(low, high, dtype, 2 * x.low.shape[dim] + 2, torch.finfo(dtype).tiny * largest, through=largest)
-
-
-def _variance(x: Interval, dim: Dims, correction: float | None, keepdim: bool, dtype: torch.dtype) -> Interval:
-    """The mean square of deviations from a mean that lies between those of both bounds."""
-    x, dims = converted(x, dtype), _dims(x.low, dim)
-    count = math.prod(x.low.shape[d] for d in dims)
-    divisor = count - (1 if correction is None else correction)
-    if divisor <= 0 or not dims:
-        raise UnboundedError("a variance of too few numbers")
-    low, high = (t.mean(dims, keepdim=True) for t in (x.low, x.high))
-    least, most = x.low - high, x.high - low
-    is_across = (least <= 0) & (most >= 0)
-    near = torch.where(is_across, 0.0, torch.minimum(least.abs(), most.abs())).square()
-    far = torch.maximum(least.abs(), most.abs()).square()
-    # Torch updates a running mean and sum of squares: each step rounds numbers of the size of the squares.
-    squares = x.size.square().sum(dims, keepdim=keepdim)
-    slack = accumulated(dtype, 8 * count + 8) * squares / divisor
-    bounds = [t.sum(dims, keepdim=keepdim) / divisor for t in (near, far)]
-    made = rounded(bounds[0], bounds[1], dtype, SLACK, slack, through=4 * squares)
-    return Interval(made.low.clamp(min=0), made.high, dtype)
-
-
-def _var(
-    x: Interval, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False, dtype: torch.dtype
-) -> Interval:
-    return _variance(x, dim, correction, keepdim, dtype)
-
-
-def _var_mean(x: Interval, dim: Dims = None, *, dtype: torch.dtype, **options: Any) -> tuple[Interval, Interval]:
-    return _var(x, dim, dtype=dtype, **options), _mean(x, dim, options.get("keepdim", False), dtype=dtype)
-
-
-def _std(x: Interval, dim: Dims = None, *, dtype: torch.dtype, **options: Any) -> Interval:
-    return ELEMENTARY["sqrt"](_var(x, dim, dtype=dtype, **options), dtype=dtype)
 
 
 def _sorted(x: Interval, dim: int, descending: bool) -> Interval:
@@ -185,26 +149,13 @@ def _index_add(
 
 def _extreme(reduce: Callable[..., Tensor]) -> Callable[..., Interval]:
     def rule(x: Interval, dim: Dims = (), keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
-        dims = _dims(x.low, dim)
+        dims = dims_of(x.low, dim)
         return Interval(reduce(x.low, dims, keepdim), reduce(x.high, dims, keepdim), dtype)
 
     return rule
 
 
-def _norm(x: Interval, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
-    if ord != 2:
-        raise UnboundedError(f"a norm of order {ord}")
-    dims = _dims(x.low, dim)
-    terms = math.prod(x.low.shape[d] for d in dims) + 1
-    near = POINTWISE["abs"](converted(x, dtype), dtype=dtype)
-    least, most = (t.square().sum(dims, keepdim=keepdim) if dims else t.square() for t in (near.low, near.high))
-    # Each square is rounded, underflows where it is small, and may overflow although its root does not.
-    error, lost = accumulated(dtype, terms), terms * torch.finfo(dtype).tiny
-    least, most = (least * (1 - error) - lost).clamp(min=0), most * (1 + error) + lost
-    return rounded(least.sqrt(), most.sqrt(), dtype, SLACK, through=most)
-
-
-def _bilinear(
+def bilinear(
     a: Interval,
     b: Interval,
     dtype: torch.dtype,
@@ -236,13 +187,13 @@ def _midpoint(x: Interval) -> tuple[Tensor, Tensor]:
 
 
 def _matmul(a: Interval, b: Interval, *, dtype: torch.dtype) -> Interval:
-    return _bilinear(a, b, dtype, a.low.shape[-1], torch.matmul)
+    return bilinear(a, b, dtype, a.low.shape[-1], torch.matmul)
 
 
 def _addmm(c: Interval, a: Interval, b: Interval, *, beta: float = 1, alpha: float = 1, dtype: torch.dtype) -> Interval:
     if beta != 1 or alpha != 1:
         raise UnboundedError("addmm with beta or alpha")
-    return _bilinear(a, b, dtype, a.low.shape[-1], torch.matmul, converted(c, dtype))
+    return bilinear(a, b, dtype, a.low.shape[-1], torch.matmul, converted(c, dtype))
 
 
 def _convolution(
@@ -266,63 +217,7 @@ def _convolution(
 
     terms = math.prod(w.low.shape[2:]) * max(w.low.shape[:2])
     channels = None if bias is None else bias.rearranged(lambda t: t.reshape(-1, *[1] * (w.low.dim() - 2)))
-    return _bilinear(x, w, dtype, terms, product, channels)
-
-
-def _softmax(x: Interval, dim: int, half_to_float: bool = False, *, dtype: torch.dtype) -> Interval:
-    if half_to_float or bool((x.low == -torch.inf).all(dim).any()) or bool((x.high == torch.inf).any()):
-        raise UnboundedError("softmax of numbers that may be infinite")
-    low_top, high_top = x.low.amax(dim, keepdim=True), x.high.amax(dim, keepdim=True)
-    # An element has its largest share when it is largest and all others are smallest. Both are shifted by one number.
-    least = _log_share(x.low - high_top, x.high - high_top, dim).exp()
-    most = _log_share(x.high - low_top, x.low - low_top, dim).exp()
-    # The errors: each exponent is a rounded difference, and the exponentials are summed.
-    terms, reach = x.low.shape[dim], _UNDERFLOW_EXPONENT[dtype]
-    spread = (high_top - x.low.amin(dim, keepdim=True)).clamp(max=reach)
-    error = 2 * spread * unit(dtype) + accumulated(dtype, terms) + 8 * SLACK * unit(dtype)
-    width = (x.high - torch.where(x.low.isinf(), low_top, x.low)).clamp(min=0)
-    own = (terms + 8) * 2.0**-50 * (801 + width)
-    if bool((error + own > 0.1).any()):
-        raise UnboundedError("softmax of numbers that may be too far apart")
-    return rounded(least * (1 - error - own), most / (1 - error - own), dtype, SLACK)
-
-
-def _log_share(own: Tensor, others: Tensor, dim: int) -> Tensor:
-    """The logarithm of the share of exp(own) in the sum of itself and of exp(others) at all other indices."""
-    return own - torch.logaddexp(own, _logsumexp_of_others(others, dim))
-
-
-def _logsumexp_of_others(x: Tensor, dim: int) -> Tensor:
-    """For each index the logarithm of the sum of exponentials at all other indices.
-
-    It is computed from both sides instead of by subtraction, so that nothing cancels.
-    """
-    edge, count = torch.full_like(x.narrow(dim, 0, 1), -torch.inf), x.shape[dim] - 1
-    before, after = (torch.cat([edge, t.logcumsumexp(dim).narrow(dim, 0, count)], dim) for t in (x, x.flip(dim)))
-    return torch.logaddexp(before, after.flip(dim))
-
-
-def _logsumexp(x: Interval, dim: int | Sequence[int], keepdim: bool = False, *, dtype: torch.dtype) -> Interval:
-    x, dims = converted(x, dtype), _dims(x.low, dim)
-    low, high = (torch.logsumexp(t, dims, keepdim) for t in (x.low, x.high))
-    return rounded(low, high, dtype, SLACK, _exponent_slack(x, dims, keepdim, dtype))
-
-
-def _log_softmax(x: Interval, dim: int, half_to_float: bool = False, *, dtype: torch.dtype) -> Interval:
-    """An element increases with its own argument, and decreases with all others."""
-    if half_to_float:
-        raise UnboundedError("log_softmax with half_to_float")
-    low, high = _log_share(x.low, x.high, dim), _log_share(x.high, x.low, dim)
-    return rounded(low, high, dtype, SLACK, _exponent_slack(x, [dim], True, dtype))
-
-
-def _exponent_slack(x: Interval, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """The error in the logarithm of a sum of exponentials, by rounding their exponents and by the sum."""
-    if not bool(x.size.isfinite().all()):
-        raise UnboundedError("exponentials of numbers that may be infinite")
-    terms, size = math.prod(x.low.shape[d] for d in dims), x.size.amax(dims, keepdim)
-    own = (terms + 8) * 2.0**-50 * (1 + size)
-    return 8 * unit(dtype) * size + accumulated(dtype, terms) + SLACK * unit(dtype) * 4 + own
+    return bilinear(x, w, dtype, terms, product, channels)
 
 
 def _glu(x: Interval, dim: int = -1, *, dtype: torch.dtype) -> Interval:
@@ -346,7 +241,7 @@ def _average_pool(x: Interval, kernel: Sizes, *args: Any, dtype: torch.dtype) ->
 
 RULES: dict[str, Callable[..., Any]] = {
     "sum": _sum,
-    "mean": _mean,
+    "mean": mean,
     "cumsum": _cumsum,
     "amax": _extreme(torch.amax),
     "amin": _extreme(torch.amin),
@@ -354,9 +249,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "min": _extreme_and_index(torch.amin),
     "prod": _product,
     "cumprod": _cumprod,
-    "var": _var,
-    "var_mean": _var_mean,
-    "std": _std,
     "sort": _sort,
     "topk": _topk,
     "kthvalue": _kthvalue,
@@ -364,14 +256,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "cummax": _running_extreme(torch.cummax),
     "cummin": _running_extreme(torch.cummin),
     "index_add": _index_add,
-    "linalg_vector_norm": _norm,
     **dict.fromkeys(("mm", "bmm", "mv", "dot"), _matmul),
     "addmm": _addmm,
     "baddbmm": _addmm,
     "convolution": _convolution,
-    "_softmax": _softmax,
-    "_log_softmax": _log_softmax,
-    "logsumexp": _logsumexp,
     "glu": _glu,
     "max_pool2d_with_indices": _max_pool,
     "avg_pool2d": _average_pool,

@@ -69,6 +69,11 @@ def _solve(a: Type, b: Type, *_: Any, **__: Any) -> Type:
     return Type((*batch, *b.shape[-2:]), b.dtype)
 
 
+def _solve_or_vector(a: Type, b: Type) -> Type:
+    is_vector = b.rank == 1 or b.shape == a.shape[:-1]  # one for each matrix
+    return Type(a.shape[:-1], b.dtype) if is_vector else _solve(a, b)
+
+
 def _eigh(a: Type, uplo: str = "L", compute_v: bool = True) -> tuple[Type, Type]:
     return real(Type(a.shape[:-1], a.dtype)), Type(a.shape if compute_v else (0,), a.dtype)
 
@@ -82,6 +87,13 @@ def _svd(a: Type, full: bool = False, compute_uv: bool = True, **_: Any) -> tupl
     return (u, real(s), v) if compute_uv else (Type((0,), a.dtype), real(s), Type((0,), a.dtype))
 
 
+def _qr(a: Type, mode: str = "reduced") -> tuple[Type, Type]:
+    *batch, m, n = a.shape
+    k = m if mode == "complete" else min(m, n)
+    q = Type((0,), a.dtype) if mode == "r" else Type((*batch, m, k), a.dtype)
+    return q, Type((*batch, k, n), a.dtype)
+
+
 RULES: dict[str, Callable[..., Any]] = {
     "trace": _trace,
     "addr": _outer_sum,
@@ -91,7 +103,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "mv": _matrix_vector,
     "dot": _dot,
     "linalg_inv_ex": lambda a, **_: (a, _info(a)),
-    "_linalg_solve_ex": lambda a, b, **options: (_solve(a, b), a, _pivots(a), _info(a)),
+    "_linalg_solve_ex": lambda a, b, **options: (_solve_or_vector(a, b), a, _pivots(a), _info(a)),
     "linalg_lu_solve": lambda lu, pivots, b, **options: _solve(lu, b),
     "linalg_solve_triangular": _solve,
     "_linalg_det": lambda a: (Type(a.shape[:-2], a.dtype), a, _pivots(a)),
@@ -99,6 +111,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "linalg_cholesky_ex": lambda a, **_: (a, _info(a)),
     "_linalg_eigh": _eigh,
     "_linalg_svd": _svd,
+    "linalg_qr": _qr,
     "_linalg_check_errors": lambda *_, **__: None,
     "linalg_matrix_exp": same_as(0),
 }

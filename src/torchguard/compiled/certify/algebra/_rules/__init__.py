@@ -7,6 +7,7 @@ from torchguard.compiled.certify._definitions import DEFINITIONS
 from torchguard.compiled.certify.algebra._rules import (
     activations,
     choices,
+    factorisations,
     layers,
     matrices,
     pointwise,
@@ -25,6 +26,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **shapes.RULES,
     **reductions.RULES,
     **matrices.RULES,
+    **factorisations.RULES,
     **windows.RULES,
     **resampling.RULES,
     **layers.RULES,

@@ -31,7 +31,7 @@ def _dot(a: Value, b: Value) -> Value:
     return (a * b).total([0])
 
 
-def _eliminate(f: PrimeField, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def eliminate(f: PrimeField, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """a⁻¹b, and the LU factors of a in one matrix. There is no pivoting: arithmetic is exact."""
     n, factors, right = a.shape[-1], a.clone(), b.clone()
     for i in range(n):
@@ -41,10 +41,10 @@ def _eliminate(f: PrimeField, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         tail = f.sub(factors[..., i + 1 :, i:], f.mul(ratio, factors[..., i : i + 1, i:]))
         factors[..., i + 1 :, i:] = tail
         factors[..., i + 1 :, i] = ratio.squeeze(-1)
-    return _substitute(f, factors, right, is_upper=True), factors
+    return substitute(f, factors, right, is_upper=True), factors
 
 
-def _substitute(f: PrimeField, a: Tensor, b: Tensor, *, is_upper: bool, has_unit_diagonal: bool = False) -> Tensor:
+def substitute(f: PrimeField, a: Tensor, b: Tensor, *, is_upper: bool, has_unit_diagonal: bool = False) -> Tensor:
     """a⁻¹b for a triangular a; the other triangle is not read."""
     shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, right = a.expand(*shape, *a.shape[-2:]), b.expand(*shape, *b.shape[-2:]).clone()
@@ -58,7 +58,7 @@ def _substitute(f: PrimeField, a: Tensor, b: Tensor, *, is_upper: bool, has_unit
 
 
 def _lu(f: PrimeField, a: Tensor) -> Tensor:
-    return _eliminate(f, a, torch.zeros_like(a))[1]
+    return eliminate(f, a, torch.zeros_like(a))[1]
 
 
 def _factors(f: PrimeField, a: Tensor, tangent: Tensor | None) -> Value:
@@ -67,8 +67,8 @@ def _factors(f: PrimeField, a: Tensor, tangent: Tensor | None) -> Value:
     if tangent is None:
         return Value(f, factors)
     lower, upper = _unpacked(f, factors)
-    left = _substitute(f, factors, tangent, is_upper=False, has_unit_diagonal=True)
-    turned = _substitute(f, upper.transpose(-2, -1), left.transpose(-2, -1), is_upper=False)
+    left = substitute(f, factors, tangent, is_upper=False, has_unit_diagonal=True)
+    turned = substitute(f, upper.transpose(-2, -1), left.transpose(-2, -1), is_upper=False)
     inner = turned.transpose(-2, -1)
     moved = f.add(f.matmul(lower, inner.tril(-1)).tril(-1), f.matmul(inner.triu(), upper).triu())
     return Value(f, factors, moved)
@@ -82,9 +82,9 @@ def _unpacked(f: PrimeField, factors: Tensor) -> tuple[Tensor, Tensor]:
 def _solve(a: Value, b: Value) -> Value:
     """x with ax = b; dx = a⁻¹(db - da x)."""
     f = a.field
-    x = _eliminate(f, a.element, b.element)[0]
+    x = eliminate(f, a.element, b.element)[0]
     residual = _residual_tangent(a, b, x)
-    return Value(f, x, None if residual is None else _eliminate(f, a.element, residual)[0])
+    return Value(f, x, None if residual is None else eliminate(f, a.element, residual)[0])
 
 
 def _residual_tangent(a: Value, b: Value, x: Tensor) -> Tensor | None:
@@ -112,8 +112,9 @@ def _pivots(a: Value) -> Value:
 
 
 def _solve_ex(a: Value, b: Value, *, left: bool = True, check_errors: bool = False) -> tuple[Value, ...]:
-    if b.element.dim() == a.element.dim() - 1 and b.shape == a.shape[:-1]:
-        solved = _solve(a, _column(b)).rearranged(lambda t: t.squeeze(-1))
+    if b.element.dim() == 1 or b.shape == a.shape[:-1]:
+        right = b.rearranged(lambda t: t.expand(a.shape[:-1]).unsqueeze(-1))
+        solved = _solve(a, right).rearranged(lambda t: t.squeeze(-1))
     elif left:
         solved = _solve(a, b)
     else:
@@ -129,10 +130,10 @@ def _lu_solve(lu: Value, pivots: Value, b: Value, *, left: bool = True, adjoint:
     def solve(t: Tensor) -> Tensor:
         if adjoint:
             transposed = a.transpose(-2, -1)
-            inner = _substitute(f, transposed, t, is_upper=False)
-            return _substitute(f, transposed, inner, is_upper=True, has_unit_diagonal=True)
-        inner = _substitute(f, a, t, is_upper=False, has_unit_diagonal=True)
-        return _substitute(f, a, inner, is_upper=True)
+            inner = substitute(f, transposed, t, is_upper=False)
+            return substitute(f, transposed, inner, is_upper=True, has_unit_diagonal=True)
+        inner = substitute(f, a, t, is_upper=False, has_unit_diagonal=True)
+        return substitute(f, a, inner, is_upper=True)
 
     x = b.linear(solve)
     if lu.tangent is None:
@@ -146,7 +147,7 @@ def _lu_solve(lu: Value, pivots: Value, b: Value, *, left: bool = True, adjoint:
 def _determinant(a: Value, *, is_contiguous: bool) -> tuple[Value, Value, Value]:
     """d det = det * trace(a⁻¹ da)."""
     f = a.field
-    inverted, factors = _eliminate(f, a.element, _identity_like(a).element)
+    inverted, factors = eliminate(f, a.element, _identity_like(a).element)
     det = torch.ones(a.shape[:-2], dtype=f.dtype)
     for i in range(a.shape[-1]):
         det = f.mul(det, factors[..., i, i])
@@ -200,7 +201,7 @@ def _triangular(a: Value, b: Value, *, upper: bool, left: bool = True, unitriang
         return _transposed(_triangular(_transposed(a), _transposed(b), upper=not upper, unitriangular=unitriangular))
     f = a.field
     triangle = a.linear((lambda t: t.triu(int(unitriangular))) if upper else (lambda t: t.tril(-int(unitriangular))))
-    solve = lambda t: _substitute(f, a.element, t, is_upper=upper, has_unit_diagonal=unitriangular)  # noqa: E731
+    solve = lambda t: substitute(f, a.element, t, is_upper=upper, has_unit_diagonal=unitriangular)  # noqa: E731
     x = solve(b.element)
     residual = _residual_tangent(triangle, b, x)
     return Value(f, x, None if residual is None else solve(residual))
@@ -220,8 +221,8 @@ def _cholesky(a: Value, *, upper: bool = False, check_errors: bool = False) -> t
         lower[..., i, i] = root
     if a.tangent is None:
         return Value(f, lower), _info(a)
-    left = _substitute(f, lower, a.tangent, is_upper=False)
-    both = _substitute(f, lower, left.transpose(-2, -1), is_upper=False).transpose(-2, -1)
+    left = substitute(f, lower, a.tangent, is_upper=False)
+    both = substitute(f, lower, left.transpose(-2, -1), is_upper=False).transpose(-2, -1)
     half = f.constant(0.5)
     inner = f.add(both.tril(-1), f.mul(both.diagonal(dim1=-2, dim2=-1), half).diag_embed())
     return Value(f, lower, f.matmul(lower, inner)), _info(a)
