@@ -21,15 +21,14 @@ again without this mode, cannot be treated so. There the gradients of the weight
 import functools
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchguard._torch.dispatch import StorageWeakRef, weak_storage
-from torchguard._torch.tensors import flatten, mutation_count, storage_of, unflatten
+from torchguard._torch.tensors import flatten, unflatten
 from torchguard._torch.tracing import can_read, casts_to_float16
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import is_finite
@@ -87,39 +86,6 @@ class ParameterUse(NamedTuple):
     weights: tuple[int, ...]
     is_opaque: bool
     outputs: tuple[int | None, ...] = ()
-
-
-class UsedTensors:
-    """Which tensors of a call that is followed are finite, and which results of uses an operation met before a check.
-
-    Attributes:
-        met: the keys of uses whose results an operation met before a check, so that they have to be protected.
-    """
-
-    def __init__(self) -> None:
-        # By storage: a reference that keeps its number from being reused, and its number of changes at the check.
-        self._clean: dict[int | None, tuple[StorageWeakRef, int]] = {}
-        self._unmet: dict[int | None, tuple[Any, bool]] = {}
-        self.met: set[Any] = set()
-
-    def note_clean(self, z: Tensor) -> None:
-        """Note that a check left a tensor finite, and masks its gradient."""
-        self._clean[storage_of(z)] = (weak_storage(z), mutation_count(z))
-        self._unmet.pop(storage_of(z), None)
-
-    def is_clean(self, z: Tensor) -> bool:
-        _, changes = self._clean.get(storage_of(z), (None, None))
-        return changes == mutation_count(z)
-
-    def note_use(self, key: Any, results: Iterable[Tensor], mixes: bool) -> None:
-        """Note the results of a use; `mixes`: whether whatever meets them mixes samples."""
-        self._unmet |= {storage_of(z): (key, mixes) for z in results}
-
-    def meet(self, given: Iterable[Tensor]) -> bool:
-        """An operation that is no view gets these tensors. Returns whether it thereby mixes samples."""
-        found = [self._unmet.pop(storage_of(z), (None, False)) for z in given] if self._unmet else []
-        self.met |= {key for key, _ in found if key is not None}
-        return any(mixes for _, mixes in found)
 
 
 class Protection(NamedTuple):
