@@ -13,8 +13,9 @@ from torchguard.compiled.certify import Verdict, check_derivatives, check_types
 # Its gradient needs that a determinant is the product of the singular values.
 INCONCLUSIVE = {"determinant"}
 
-# Every mutant that survives. All but one are the original by laws that always hold; that one puts zero for what flows
-# back into the shift of a stable loss, which is zero: see `test_the_shift_in_a_stable_loss_has_no_derivative`.
+# Every mutant that survives. All but two are the original by laws that always hold. One puts zero for what flows back
+# into the shift of a stable loss, which is zero: see `test_the_shift_in_a_stable_loss_has_no_derivative`. The other
+# transposes the product of eigenvectors, a diagonal matrix and the transposed eigenvectors.
 EQUIVALENT = {
     ("conv_times_its_pool", "wrong operand"): "the gradient of a pool reads only the shape of its input",
     ("gather", "factor 1+1e-3"): "zeros are scaled",
@@ -26,11 +27,12 @@ EQUIVALENT = {
     ("bce_with_logits", "wrong operand"): "ones are made like another tensor of the same type",
     ("bce_with_logits", "zeroed branch"): "what flows back into the shift is zero",
     ("inverse", "wrong operand"): "two copies of one tensor",
+    ("eigenvalues", "other dim"): "a symmetric matrix is transposed",
     ("hessian_vector", "sign"): "ones are made like a tensor, whose elements are not read",
     ("hessian_vector", "factor 1+1e-7"): "ones are made like a tensor, whose elements are not read",
     ("glu_chunk_stack", "factor 1+1e-3"): "zeros are scaled",
 }
-BY_ALGEBRA = {("bce_with_logits", "zeroed branch")}
+BY_ALGEBRA = {("bce_with_logits", "zeroed branch"), ("eigenvalues", "other dim")}
 
 NAMES = [name for name in ZOO if name not in INCONCLUSIVE]
 

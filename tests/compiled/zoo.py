@@ -230,7 +230,7 @@ ZOO: dict[str, Function] = {
     "eigenvectors": (lambda a: (lambda s, v: (v * s.sin()) @ v.mT)(*torch.linalg.eigh(a + a.mT)), (_r(3, 3),)),
     "singular_vectors": (lambda a: (lambda u, s, v: u * s.sin() @ v)(*torch.linalg.svd(a, False)), (_r(4, 3),)),
     "qr": (lambda a: (lambda q, r: (q.sin(), r.cos()))(*torch.linalg.qr(a)), (_r(4, 3),)),
-    "qr_wide": (lambda a: (lambda q, r: q @ r.sin())(*torch.linalg.qr(a)), (_r(2, 3),)),
+    "qr_wide": (lambda a: (lambda q, r: q @ r.sin())(*torch.linalg.qr(a)), (_r(3, 4),)),
     "pinn_residual": (_pinn, (_r(5), _r(7), _r(7), _r(7))),
     "hessian_vector": (
         lambda x, v: grad(lambda y: (grad(lambda z: (z.sin() * z.exp()).sum())(y) * v).sum())(x),
