@@ -16,6 +16,7 @@ __all__ = [
     "CastError",
     "CastOverflowError",
     "CompileError",
+    "CompileOnceWarning",
     "CompiledFunctionWarning",
     "ConfigError",
     "CorruptFlagsError",
@@ -331,6 +332,10 @@ class ValidationWarning(UserWarning):
 
 class MixedRowsWarning(UserWarning):
     """A model has modules that mix samples of a batch."""
+
+
+class CompileOnceWarning(UserWarning):
+    """Blocks that were to be compiled once are compiled one by one."""
 
 
 class LintError(TorchGuardError, ValueError):

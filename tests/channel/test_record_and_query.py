@@ -257,3 +257,11 @@ def test_flags_made_with_another_width_keep_theirs():
         f = err.push(f, err.NAN, location)
     assert f.shape == (1, 1)
     assert err.count_errors(f).tolist() == [4]
+
+
+def test_push_takes_its_arguments_in_the_order_of_the_spec(run_light):
+    """`err.push(f, code, location, severity, where)`: what the mask excludes is not recorded."""
+    where = torch.tensor([True, False, True])
+    f = run_light(lambda x: err.push(err.new(x), err.NAN, 5, 2, where))(torch.zeros(3, 2))
+    assert err.is_err(f).tolist() == where.tolist()
+    assert [[one.location for one in errors] for errors in flags.unpack_all(f)] == [[5], [], [5]]

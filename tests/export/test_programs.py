@@ -8,7 +8,7 @@ import torch
 from tests.export.test_onnx import Exponential, Guarded, TimeMajor, with_faults
 from tests.models import gpt2
 
-from torchguard import export, flags, watch
+from torchguard import err, export, flags, watch
 from torchguard.exceptions import ExportError, MixedRowsWarning
 
 MODELS = {
@@ -30,14 +30,19 @@ def test_a_program_has_a_batch_without_limit(make):
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_exported_by_torch_itself_the_batch_has_no_limit_and_sizes_decide(strict):
+def test_exported_by_torch_itself_the_batch_has_no_limit_and_a_fault_is_for_all(strict):
     model = watch(Exponential(), quarantine=True).eval()
     shapes = {"x": {0: torch.export.Dim("batch")}}
-    with pytest.warns((MixedRowsWarning, UserWarning), match="Sizes decide|side effects"):
+    with pytest.warns((MixedRowsWarning, UserWarning), match="all samples of the call are flagged|side effects"):
         program = torch.export.export(model, (torch.randn(3, 4),), dynamic_shapes=shapes, strict=strict)
     x = torch.randn(5000, 4)
+    out, f = program.module()(x)
+    assert torch.equal(f, model(x)[1])
+    torch.testing.assert_close(out, model(x)[0])
     x[4999, 1] = torch.nan
-    assert torch.equal(program.module()(x)[1], model(x)[1])
+    out, f = program.module()(x)
+    assert err.is_err(f).all()
+    assert not out.any()
 
 
 def test_samples_are_followed_where_sizes_do_not_tell():

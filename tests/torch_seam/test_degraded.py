@@ -127,6 +127,17 @@ class TestTracing:
         monkeypatch.delattr(torch.compiler, "_is_exporting_flag")
         assert not tracing.is_exporting()
 
+    def test_nothing_counts_as_in_a_checkpoint(self, monkeypatch):
+        def asked(z):
+            found.append(tracing.is_in_checkpoint())
+            return z * 2
+
+        found, x = [], torch.ones(1, requires_grad=True)
+        checkpoint(asked, x, use_reentrant=False)
+        monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+        asked(x)
+        assert found == [True, False]
+
 
 class TestTensors:
     def test_autocast_is_asked_for_cuda_alone(self, monkeypatch):

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchguard import err, flags
-from torchguard._watch import replace, unwatch, watch
+from torchguard._watch import replace, unwatch, warn, watch
 from torchguard._watch.gradient_probes import CallOrigins, CallProbes
-from torchguard.exceptions import WatchError
+from torchguard.exceptions import CompileOnceWarning, WatchError
 
 NAN = float("nan")
 BATCH, TOKENS, WIDTH = 4, 3, 8
@@ -587,3 +587,23 @@ def test_a_block_that_shares_a_module_with_another_is_left_as_it_is():
 def test_where_there_is_nothing_to_compile_once_it_says_so(model, which, message):
     with pytest.raises(WatchError, match=re.escape(message)):
         watch(model, compile_once=which)
+
+
+@pytest.mark.parametrize("how", ["half", "autocast"])
+def test_in_float16_blocks_are_compiled_one_by_one_and_gradients_masked(how):
+    class Fragile(Block):
+        def forward(self, x):
+            return x + self.down(self.up(self.norm(x)) - (x.exp() - x.exp()).repeat(1, 1, 2))
+
+    model = Stack(*[Fragile() for _ in range(2)])
+    model = model.half() if how == "half" else model
+    guarded = watch(model, quarantine=True, compile_once=True)
+    call = torch.compile(guarded, backend="aot_eager", fullgraph=True)
+    x = torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float16 if how == "half" else torch.float32)
+    x[1] = 100  # exp overflows
+    warn._WARNED.clear()
+    with torch.autocast("cpu", torch.float16, how == "autocast"), pytest.warns(CompileOnceWarning, match="float16"):
+        out, f = call(x)
+    assert err.is_err(f).tolist() == [False, True, False, False]
+    err.mean_ok(f, out.float().square().mean((1, 2))).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())

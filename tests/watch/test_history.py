@@ -232,9 +232,21 @@ class TestParameters:
             "6 calls, 12 samples bad",
             "  NAN at first: 12 samples in steps 3 to 5",
             "  every sample is bad since step 3",
-            "  parameter first.weight is NaN",
+            "  parameter first.weight is NaN since step 3",
         ]
-        assert {one.cause for one in guarded.report()} == {"parameter first.weight is NaN now"}
+        assert report.bad_since == {"first.weight": 3}
+        assert {one.cause for one in guarded.report()} == {"parameter first.weight is NaN since step 3"}
+
+    def test_the_parameter_that_went_bad_first_is_named_first(self):
+        guarded = watch(OptionalScale())
+        for step in range(4):
+            if step == 1:
+                guarded.second.weight.data[0, 0] = NAN
+            if step == 3:
+                guarded.first.weight.data.fill_(NAN)  # as an optimizer does after a step with NaN gradients
+            guarded(batch())
+        lines = str(guarded.run_report()).splitlines()
+        assert lines[-2:] == ["  parameter second.weight is NaN since step 1", "  parameter first.weight is NaN"]
 
     def test_a_bad_sample_is_not_blamed_on_a_parameter(self):
         guarded = watch(OptionalScale())

@@ -8,7 +8,7 @@ from torch import func, nn
 from torch.autograd.functional import hessian, jacobian
 
 from torchguard import err
-from torchguard._watch import watch
+from torchguard._watch import unwatch, watch
 from torchguard.exceptions import MixedRowsWarning, WatchError
 
 NAN = float("nan")
@@ -90,7 +90,10 @@ def test_a_bad_sample_has_no_derivative_and_the_others_have_theirs(x, name, mode
     got = (call if mode == "plain" else torch.compile(call, fullgraph=True, backend=mode))(x)
     assert got.isfinite().all()
     assert not got[2].any()
-    torch.testing.assert_close(got[GOOD], want[GOOD])
+    if mode == "plain":
+        torch.testing.assert_close(got[GOOD], want[GOOD])
+    else:  # not followed, so all samples are taken for touched
+        assert not got.any()
 
 
 def test_a_fault_created_in_backward_is_masked_under_vmap_too():
@@ -167,10 +170,76 @@ def test_jacobians_of_convolutions_and_of_recurrent_layers():
     torch.testing.assert_close(jacobian(lambda x: guarded(x)[0].sum(0), steps, vectorize=True), want)
 
 
-def test_in_quarantine_it_is_said_that_sizes_decide(x):
+def test_a_compiled_transform_in_quarantine_is_declared(x):
     class Unheard(Flattening):
         pass
 
     guarded = watch(Unheard(), quarantine=True)
-    with pytest.warns(MixedRowsWarning, match="Sizes decide which rows belong to which sample"):
-        func.grad(lambda z: guarded(z)[0].sum())(x)
+    call = torch.compile(func.grad(lambda z: guarded(z)[0].sum()), backend="aot_eager")
+    with pytest.warns(MixedRowsWarning, match="all samples of the call are flagged"):
+        call(x)
+
+
+class TimeFirst(nn.Module):
+    """Its rows are in another order than sizes suggest; it has a parameter of its own, and a random number."""
+
+    def __init__(self, mixes=False):
+        super().__init__()
+        self.first, self.head, self.mixes = nn.Linear(3, 5), nn.Linear(5, 2), mixes
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        size, length, _ = x.shape
+        burst = x[:, 0, 0].exp().reshape(-1, 1, 1)
+        h = self.first(x.clamp(max=9).transpose(0, 1).reshape(-1, 3)).view(length, size, 5).transpose(0, 1) * burst
+        h = h + h.mean(0) if self.mixes else h
+        return self.head(h * self.scale).mean(1)
+
+
+@pytest.mark.parametrize("fault", ["input", "inside"])
+def test_rows_are_followed_under_a_transform(fault):
+    model = TimeFirst().double()
+    x = torch.randn(4, 4, 3, dtype=torch.float64)
+    want = func.jacrev(model)(x)
+    guarded = watch(model, quarantine=True)
+    before = torch.random.get_rng_state()
+    got, f = func.jacrev(guarded, has_aux=True)(x)
+    assert torch.equal(got, want)
+    assert not err.is_err(f).any()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    x[2, 0, 0] = NAN if fault == "input" else 1000
+    weights = dict(model.named_parameters())
+
+    def loss(weights, x):
+        out, f = func.functional_call(guarded, weights, (x,))
+        return err.mean_ok(f, out.square().mean(-1)), f
+
+    found, f = func.grad(loss, has_aux=True)(weights, x)
+    assert all(grad.isfinite().all() for grad in found.values())
+    if (
+        fault == "inside"
+    ):  # under a transform, parameters that the model itself uses are protected for all samples alike
+        assert err.is_err(f).all()
+        return
+    assert err.is_err(f).nonzero().flatten().tolist() == [2]
+    want = func.grad(lambda w: func.functional_call(unwatch(guarded), w, (x[GOOD],)).square().mean(-1).mean())(weights)
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
+
+
+def test_a_model_that_mixes_samples_is_declared_under_a_transform():
+    guarded = watch(TimeFirst(mixes=True), quarantine=True)
+    x = torch.randn(4, 4, 3)
+    x[2, 1] = NAN
+    with pytest.warns(MixedRowsWarning, match="may mix samples"):
+        got, f = func.jacrev(guarded, has_aux=True)(x)
+    assert err.is_err(f).all()
+    assert not got.any()
+
+
+def test_vmap_over_batches_tells_samples_apart():
+    guarded = watch(TimeFirst(), quarantine=True)
+    x = torch.randn(2, 4, 4, 3)
+    x[1, 2, 1] = NAN
+    out, f = func.vmap(guarded)(x)
+    assert out.isfinite().all()
+    assert [err.is_err(one).tolist() for one in f] == [[False] * 4, [False, False, True, False]]

@@ -326,3 +326,46 @@ class TestBackward:
 def test_after_all_this_a_model_can_be_unwatched():
     model = encoder()
     assert unwatch(watch(model, quarantine=True)) is model
+
+
+class Detector(nn.Module):
+    """Takes a list of images, pads them to one batch, and returns a dict for each image."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5)
+
+    def forward(self, images, targets=None):
+        height, width = (max(one.shape[i] for one in images) for i in (1, 2))
+        batch = images[0].new_zeros(len(images), 3, height, width)
+        for image, place in zip(images, batch, strict=True):
+            place[:, : image.shape[1], : image.shape[2]].copy_(image)
+        scores = self.head(self.conv(batch).relu().mean((2, 3)))
+        if targets is not None:
+            scores = torch.stack([s * t["weight"] for s, t in zip(scores, targets, strict=True)])
+        return [{"scores": one} for one in scores]
+
+
+@pytest.mark.parametrize("sizes", [[(5, 4), (6, 7), (4, 4), (5, 5)], [(5, 5)] * 4], ids=["ragged", "equal"])
+def test_the_samples_of_a_list_of_images_are_the_images(run_light, sizes, recwarn):
+    model = Detector().double()
+    guarded = watch(model, quarantine=True)
+    images = [torch.randn(3, *size, dtype=torch.float64) for size in sizes]
+    targets = [{"weight": torch.rand(5, dtype=torch.float64)} for _ in sizes]
+    want = model(images, targets)
+    call = run_light(guarded)
+    out, f = call(images, targets)
+    assert not err.is_err(f).any()
+    assert all(torch.equal(a["scores"], b["scores"]) for a, b in zip(out, want, strict=True))
+    images[2] = images[2].clone()
+    images[2][1, 0, 0] = float("nan")
+    out, f = call(images, targets)
+    assert err.is_err(f).tolist() == [False, False, True, False]
+    sum(one["scores"].square().sum() for one in out).backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    good = [0, 1, 3]
+    sum(one["scores"].square().sum() for one in model([images[i] for i in good], [targets[i] for i in good])).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)
+    assert not recwarn.list

@@ -5,17 +5,33 @@ the graph so far at the translator that is at work, `InstructionTranslator.curre
 same in torch 2.11 to 2.15; what cannot be run raises `CannotRunError`, which callers have to expect.
 """
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from torchguard._torch.nodes import hint
 
-# What a function does instead of running a node: given the node and its arguments, its result, or `RUN`.
-Intercept = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
 RUN = object()
+
+
+class Intercept(Protocol):
+    """What is done with the nodes of a graph that is run."""
+
+    def __call__(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a node, or `RUN` to have it run."""
+
+    def ran(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A node was run."""
+
+    def steps(self, node: fx.Node) -> Callable[..., Any] | None:
+        """A function that does what the node does by calls of torch, which are to take its place in the graph."""
+
+
 # Higher-order operators that call a graph, and how many of their arguments come before those of the graph.
 _CALLS_GRAPH = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap_with_set_grad_enabled": 2}
 
@@ -106,9 +122,75 @@ def _run(
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "output":
             return args[0]
+        steps = intercept.steps(node)
+        if steps is not None:
+            values |= _inlined(node, steps, args, kwargs, values, intercept)
+            continue
         result = intercept(node, args, kwargs)
-        values[node] = _call(node, args, kwargs, attribute, intercept, autocasts) if result is RUN else result
+        if result is RUN:
+            result = _call(node, args, kwargs, attribute, intercept, autocasts)
+            intercept.ran(node, args, kwargs, result)
+        values[node] = result
     return None
+
+
+def _inlined(
+    node: fx.Node,
+    steps: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    values: dict[fx.Node, Any],
+    intercept: Intercept,
+) -> dict[fx.Node, Any]:
+    """Put the calls that a function makes in place of a node that returns a tuple. Returns the values of new nodes."""
+    recorder = _Recorder(node, values, intercept)
+    with node.graph.inserting_before(node), recorder:
+        result = steps(*args, **kwargs)
+    for user in [*node.users]:
+        user.replace_all_uses_with(recorder.nodes[id(result[user.args[1]])])  # pyright: ignore[reportArgumentType]
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+    return {one: recorder.values[id_] for id_, one in recorder.nodes.items()}
+
+
+class _Recorder(TorchFunctionMode):
+    """Records calls of torch as nodes in front of another node."""
+
+    def __init__(self, node: fx.Node, values: dict[fx.Node, Any], intercept: Intercept) -> None:
+        super().__init__()
+        self.node, self.intercept = node, intercept
+        known = {one: value for one, value in values.items() if isinstance(value, Tensor)}
+        self.nodes = {id(value): one for one, value in known.items()}
+        self.values = {id(value): value for value in known.values()}  # an id is reused once its object is gone
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        results = [*result] if isinstance(result, (tuple, list)) else [result]
+        if not any(isinstance(one, Tensor) for one in results):
+            return result
+        given = pytree.tree_map_only(Tensor, lambda one: self.nodes[id(one)], (args, kwargs))
+        node = self.node.graph.call_function(function, *given)
+        node.meta["nn_module_stack"] = self.node.meta.get("nn_module_stack", {})
+        is_grad = any(_requires_grad(one) for one in node.all_input_nodes)
+        node.meta["example_value"] = pytree.tree_map_only(Tensor, lambda one: _example(one, is_grad), result)
+        self.intercept.ran(node, args, kwargs, result)
+        for i, one in enumerate(results):
+            made = node
+            if one is not result:
+                made = self.node.graph.call_function(operator.getitem, (node, i))
+                made.meta |= {**node.meta, "example_value": node.meta["example_value"][i]}
+            self.nodes[id(one)], self.values[id(one)] = made, one
+        return result
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    return isinstance(example, Tensor) and example.requires_grad
+
+
+def _example(z: Tensor, requires_grad: bool) -> Tensor:
+    return z.detach().requires_grad_(requires_grad and z.is_floating_point())
 
 
 def _call(
@@ -139,6 +221,14 @@ def _call(
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _call_graph(target.name(), args, intercept, autocasts)
     return target(*args, **kwargs)
+
+
+def is_operation(node: fx.Node) -> bool:
+    """Whether a node calls an operation of torch: not a graph, nor an operator of torchguard."""
+    if node.op == "call_method":
+        return True
+    is_other = isinstance(node.target, torch._ops.HigherOrderOperator) or str(node.target).startswith("torchguard")
+    return node.op == "call_function" and node.target is not operator.getitem and not is_other
 
 
 def _name_of(target: Any) -> str:

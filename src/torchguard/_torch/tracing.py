@@ -6,8 +6,8 @@ have a degraded mode, which the docstrings name.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -142,6 +142,29 @@ def is_in_backward() -> bool:
     return not torch.compiler.is_compiling() and backward_number() != -1
 
 
+@constant_in_graphs
+def casts_to_float16() -> bool:
+    """Whether autocast is on, to float16; while Dynamo traces, as where it traces."""
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return any(torch.get_autocast_dtype(kind) == torch.float16 for kind in on)
+
+
+def is_in_checkpoint() -> bool:
+    """Whether `torch.utils.checkpoint` will run what runs now once more in backward, to save memory.
+
+    It sets hooks for saved tensors meanwhile. Degraded where torch names them otherwise: False, and the second run has
+    to save as many tensors as the first, or torch raises an error.
+    """
+    top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a transform of `torch.func`, or batched gradients, wrap a tensor. Required."""
+    return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
+
+
 def is_in_vmap(tensor: Tensor) -> bool:
     """Whether `vmap` hides a dim of a tensor. Required, as are the two functions below."""
     return _functorch.is_batchedtensor(tensor)
@@ -157,6 +180,17 @@ def outside_vmap(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor
             left.enter_context(temporarily_pop_interpreter_stack())
         result = function(_functorch.get_unwrapped(tensor))
     return _functorch._add_batch_dim(result, dim, level)
+
+
+@contextmanager
+def outside_all_transforms() -> Iterator[None]:
+    """Leave all transforms of `torch.func`. Required."""
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+    with ExitStack() as left:
+        while _functorch.maybe_current_level() is not None:
+            left.enter_context(temporarily_pop_interpreter_stack())
+        yield
 
 
 def outside_transforms(tensor: Tensor) -> Tensor:

@@ -169,6 +169,8 @@ def unwatch(guarded: Any) -> nn.Module:
         remove_forward_hooks(module, lambda hook: getattr(hook, "watch", None) is watch_state)
         renew_identity(module)
         regions.remove_region(module, watch_state)
+    for _, hook in watch_state.gradient_hooks.values():
+        hook.remove()
     release_settings(watch_state)
     object.__setattr__(watch_state.model, "__dict__", guarded.__dict__)
     return watch_state.model

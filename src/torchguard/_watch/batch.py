@@ -7,19 +7,18 @@ flattened time first `time` turns. One of `outer` and `inner` may be 0: it follo
 finds the code of a tensor. Without one (None), sizes decide.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchguard._pytrees import tensors_in
 from torchguard._torch.tracing import is_surely
-from torchguard.exceptions import WatchError
 
-# Row codes of tensors that belong to no sample, and of those that mix samples.
-UNBATCHED, MIXED = -2, -3
+# Row codes of tensors that belong to no sample, of those that mix samples, and, for statuses alone, of those in which a
+# fault of one sample counts for all.
+UNBATCHED, MIXED, FOR_ALL = -2, -3, -4
 # Added to the number of a sample that a whole tensor belongs to.
 _ONE_SAMPLE = 1 << 60
 _OUTER_SHIFT, _INNER_SHIFT, _MASK = 8, 34, (1 << 26) - 1
@@ -147,47 +146,3 @@ class Batch:
             if is_surely(size == self.size * length):
                 return Layout(0, 1, length)
         return None
-
-
-def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> Batch:
-    """The batch of a call: as many samples as most of the tensor arguments have along that dim.
-
-    A dim of size 1 (a timestep for all samples) counts only if there is no other. Among sizes that are equally
-    frequent, the tensor with the most dims decides: rather `(4, 20, 8)` than the adjacency matrix `(20, 20)`.
-    """
-    given = []
-    for _, z in tensors_in((args, kwargs)):
-        if z.is_nested or z.layout != torch.strided:
-            raise WatchError(
-                f"watch: got a {'nested' if z.is_nested else z.layout} tensor, whose rows belong to no known sample. "
-                "Pass a dense tensor."
-            )
-        if z.ndim > dim:
-            given.append(z)
-    if not given:
-        raise WatchError(
-            f"watch: no argument is a tensor with a dim {dim}, so the call has no samples. Pass the batch "
-            "as a tensor, or give its dim as batch_dim."
-        )
-    first = _typical(given, dim)
-    lengths, length = [], 1
-    for i, size in enumerate(first.shape):
-        if i != dim:
-            length = length * size
-            lengths.append(length)
-    return Batch(first.shape[dim], tuple(lengths), dim, first.device)
-
-
-def _typical(given: list[Tensor], dim: int) -> Tensor:
-    """The tensor whose size along the dim is that of the batch."""
-    first = given[0]
-    if len(given) == 1 or all(is_surely(z.shape[dim] == first.shape[dim]) for z in given):
-        return first
-    best, best_rank = first, (-1, -1)
-    for z in given:
-        size = z.shape[dim]
-        count = len([other for other in given if is_surely(other.shape[dim] == size)])
-        rank = (0, 0) if is_surely(size == 1) else (count, z.ndim)
-        if rank > best_rank:
-            best, best_rank = z, rank
-    return best

@@ -9,11 +9,12 @@ from torch import Tensor
 from torchguard._channel.config import get_config
 from torchguard._operators import use_operators
 from torchguard._torch.tensors import map_nested
-from torchguard._torch.tracing import in_transform, is_in_vmap, outside_transforms, outside_vmap
-from torchguard._watch.batch import MIXED, Batch, row_code
-from torchguard._watch.detect import INF, NAN, call_row_status, only_fault, row_status
+from torchguard._torch.tracing import can_read, in_transform, is_in_vmap, outside_transforms, outside_vmap
+from torchguard._watch.batch import FOR_ALL, MIXED, Batch, row_code
+from torchguard._watch.detect import INF, NAN, call_row_status, is_finite, only_fault, row_status
 from torchguard._watch.graph_plan import mark_samples
 from torchguard._watch.origins import BY_SIZE, RowStatuses
+from torchguard._watch.parameter_uses import Protection
 from torchguard._watch.plan import FollowedCall, PlannedCall
 from torchguard._watch.replace import call_replace_nonfinite, replace_nonfinite
 from torchguard._watch.select import Checks
@@ -73,6 +74,10 @@ class CallRecord:
         self.in_graph = torch.compiler.is_compiling()  # the call began in the graph that is traced
         self.in_transform = in_transform()  # the call is made under a transform of torch.func
         self.is_lost = False  # whether a graph calls modules under a transform of its own
+        self.needs_finite_gradients = False  # whether a graph cannot protect all uses of parameters
+        self.is_within_layer = False  # whether one of torch's own layers is running
+        self.is_for_all = False  # whether a fault in what is checked counts for all samples
+        self.last_location = 0  # that of the last check
         self.region: range | None = None  # the locations of the region that is being run
         self.region_probes: list[Tensor] = []  # for each region
 
@@ -159,7 +164,7 @@ class CallRecord:
             return outside_vmap(z, lambda inner: self._check(inner, *how))
         if self.owners is not None:
             values = outside_transforms(z)
-            if values.shape != z.shape:  # a transform within `vmap`
+            if values.shape != z.shape and not self.in_transform:  # a transform within `vmap`
                 self.owners.lose("a module is called under a transform of torch.func within vmap")
                 return z
             rows = MIXED if rows == MIXED else self.owners.rows(values, location)
@@ -171,7 +176,7 @@ class CallRecord:
             return self._check_rows(z, location, *how)
         with self.owners.paused():
             new = self._check_rows(z, location, *how)
-        self.owners.replaced(outside_transforms(z), outside_transforms(new))
+        self.owners.checked(outside_transforms(z), outside_transforms(new))
         return new
 
     def _check_rows(
@@ -192,13 +197,18 @@ class CallRecord:
             status = self._outside(row_status(vectors, location in self.ends, keep_neg_inf))
             self.record(number, status if self.only_fault is None else only_fault(status, self.only_fault), code)
             return z
+        self.last_location = location
         probes, index = self._probes_at(location)
         replaced, status = replace_nonfinite(
             vectors, self.batch, probes, index, rows, mask_gradient, num_squares, in_place, keep_neg_inf
         )
         if status is not None:
-            self.record(number, self._outside(status), code)
+            self.record(number, self._outside(status), FOR_ALL if self.is_for_all and not is_argument else code)
         return replaced if vectors is z else replaced.squeeze(-1)
+
+    def protection(self) -> Protection:
+        """Where the call is, for a use of a parameter."""
+        return Protection(self.batch, *self._probes_at(self.last_location))
 
     def _outside(self, status: Tensor) -> Tensor:
         """A status that outlives transforms within the model."""
@@ -278,6 +288,13 @@ class CallRecord:
             return None
         values = outside_transforms(z)
         return self.batch.samples_first(values, self.owners.rows(values, location))
+
+    def has_fault_for_all(self) -> bool:
+        """Whether a fault that counts for all samples is known without waiting for a device."""
+        if self.in_graph or FOR_ALL not in self.rows:
+            return False
+        found = [status for status, code in zip(self.statuses, self.rows, strict=True) if code == FOR_ALL]
+        return any(can_read(status) and not bool(is_finite(status).all()) for status in found)
 
     def summarize(self, location_ids: Tensor, mixes: bool) -> CallSummary:
         """The summary of the call. `location_ids` has the id of each location, followed by 0."""

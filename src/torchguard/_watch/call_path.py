@@ -21,7 +21,7 @@ class PathMode(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.path = 0
-        self._is_paused = False
+        self.is_paused = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -31,15 +31,15 @@ class PathMode(DispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Operations in it do not count."""
-        self._is_paused, before = True, self._is_paused
+        self.is_paused, before = True, self.is_paused
         try:
             yield
         finally:
-            self._is_paused = before
+            self.is_paused = before
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused or is_query(op):
+        if self.is_paused or is_query(op):
             return self._ignore(op(*args, **kwargs))
         if is_composite(op) and not any(_is_nested(one) for one in args):  # in inference mode, they arrive whole
             with self:

@@ -18,24 +18,33 @@ The operator `mark_call` marks where the arguments, statuses and outputs of the 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from torchguard._operators import define
+from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, run
 from torchguard._torch.tracing import constant_in_graphs
-from torchguard._watch.batch import MIXED, UNBATCHED, Batch, size_free
+from torchguard._watch.arguments import set_arguments, tensors_by_sample
+from torchguard._watch.batch import FOR_ALL, MIXED, UNBATCHED, Batch, size_free
 from torchguard._watch.detect import empty_status
+from torchguard._watch.graph_uses import GraphUses
 from torchguard._watch.owner_storages import rows_of
 from torchguard._watch.owners import OwnerMode
-from torchguard._watch.plan import set_arguments, warn_of_mixing
+from torchguard._watch.parameter_uses import steps_of
+from torchguard._watch.warn import warn_of_mixing
 
 # Positions among the arguments of `replace_nonfinite`, and of `row_status`.
 _ROWS, _KEEP_NEG_INF, _ONLY_CHECKS = 6, {"replace_nonfinite": 11, "row_status": 2}, 12
 
 
-def mark_arguments(tensors: Sequence[Tensor], batch: Batch) -> None:
+def mark_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> None:
     """Mark the arguments of a call in the graph. Calls the operator `mark_call`."""
+    tensors = [z for _, z in tensors_in((args, kwargs), objects=OBJECTS)]
     _MARK_CALL(tensors, "arguments", batch.size, batch.dim)
+    for number, of_sample in enumerate(tensors_by_sample(args, kwargs, batch)):
+        _MARK_CALL(of_sample, "sample", batch.size, number)
 
 
 def mark_results(statuses: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -54,7 +63,8 @@ _MARK_CALL = define("mark_call(Tensor[] tensors, str role, SymInt size, int dim)
 
 @constant_in_graphs
 def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
-    """Row codes of the marked statuses, then of the outputs; before them 1 if values are replaced, else 0.
+    """Two bits, then row codes of the marked statuses, then of the outputs. The bits: 1 if values are replaced, 2 if
+    gradients of parameters need hooks.
 
     The marks are erased.
 
@@ -64,7 +74,7 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
         is_lost: whether the model calls modules under a transform.
     """
     traced = TracedGraph()
-    finder = _Finder()
+    finder = _Finder(traced.has_symbols())
     try:
         with finder.mode:
             run(traced.graph, traced.attribute, finder)
@@ -76,30 +86,39 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
         problem, finder.failed = str(error), True
     except Exception as error:  # whatever an operation raises that fake tensors do not support
         problem, finder.failed = f"{type(error).__name__}: {error}".split("\n")[0], True
+    is_known = finder.has_arguments and not finder.failed
     only_checks = finder.can_only_check(traced)
     marks = [node for node in traced.graph.nodes if _is_call_of(node, "mark_call")]
     counts = {node.args[1]: len(node.args[0]) for node in marks}
+    if finder.has_symbols:
+        finder.drop_sizes()
+    for role, nodes in [(node.args[1], node.args[0]) for node in marks]:
+        if role == "statuses" and is_known and torch.is_grad_enabled():
+            finder.count_for_all(nodes)
     for node in marks:
         traced.graph.erase_node(node)
-    if traced.has_symbols():
-        finder.drop_sizes()
-    if finder.failed or not finder.has_arguments:
+    if not is_known:
         finder.codes = {role: [MIXED] * count for role, count in counts.items()}
         finder.set_all(traced.graph, MIXED)
     if warns and MIXED in finder.codes["outputs"]:
         warn_of_mixing(model, problem)
     finder.correct(only_checks)
-    return (0 if only_checks else 1, *finder.codes["statuses"], *finder.codes["outputs"])
+    if warns and torch.is_grad_enabled():
+        finder.uses.protect(not is_known, finder.has_symbols)
+    needs_hooks = not is_known or finder.uses.has_opaque
+    bits = (0 if only_checks else 1) | (2 if needs_hooks else 0)
+    return (bits, *finder.codes["statuses"], *finder.codes["outputs"])
 
 
 class _Finder:
     """Follows owners while a graph runs on fake tensors, and collects row codes."""
 
-    def __init__(self) -> None:
-        self.mode = OwnerMode()
+    def __init__(self, has_symbols: bool) -> None:
+        self.mode, self.has_symbols = OwnerMode(), has_symbols
         self.codes: dict[str, list[int]] = {}
         self.has_arguments = self.failed = False
         self._size = 1
+        self.uses = GraphUses(self._code, self.mode.may_have_neg_inf)
         self._by_size: dict[fx.Node, int] = {}
         self._found: dict[fx.Node, int] = {}
         self._neg_inf: dict[fx.Node, int] = {}
@@ -116,15 +135,44 @@ class _Finder:
             if along is not None:
                 self._by_size[node] = Batch(size, tuple(lengths), along, z.device).code_by_size(z.shape)
             self._note_neg_inf(node, "replace_nonfinite", z)
-            return z, self._status(z)
+            new = self._replaced(z)
+            self.uses.checked(node, z, new)
+            return new, self._status(z)
         if _is_call_of(node, "row_status"):
             self._note_neg_inf(node, "row_status", args[0])
             return self._status(args[0])
         return RUN
 
+    def steps(self, node: fx.Node) -> Any:
+        """Attention is one function of torch, in which weights and samples meet several times."""
+        is_attention = self.has_arguments and not self.has_symbols and node.target is F.multi_head_attention_forward
+        return steps_of(node.target) if is_attention else None
+
+    def ran(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if self.has_arguments:
+            with self.mode.paused():
+                self.uses.ran(node, args, kwargs, result)
+
     def _note_neg_inf(self, node: fx.Node, name: str, z: Tensor) -> None:
         if self.mode.may_have_neg_inf(z):
             self._neg_inf[node] = _KEEP_NEG_INF[name]
+
+    def _replaced(self, z: Tensor) -> Tensor:
+        """What a check makes of a tensor: one of its own, if it belongs to samples."""
+        owners = self.mode.owners_of(z)
+        if owners is None:
+            return z
+        with self.mode.paused():
+            new = torch.empty_like(z)
+        self.mode.set_owners(new, owners)
+        self.mode.note_copy(z, new)
+        return new
+
+    def count_for_all(self, statuses: Sequence[fx.Node]) -> None:
+        """Have faults that opaque uses may have created count for all samples. Given are the nodes of all statuses."""
+        for i, node in enumerate(statuses):
+            if node.args and node.args[0] in self.uses.for_all:
+                self.codes["statuses"][i] = FOR_ALL
 
     def can_only_check(self, traced: TracedGraph) -> bool:
         """Whether values need not be replaced before the end of the call: see the top of the file."""
@@ -165,6 +213,9 @@ class _Finder:
             self.has_arguments, self._size = True, size
             self.mode.begin()
             set_arguments(self.mode, tensors, size, dim)
+        elif role == "sample":
+            for z in tensors:
+                self.mode.set_sample(z, dim)
         elif role == "samples":
             if self.has_arguments and tensors[0].shape[dim] == self._size:
                 self.mode.set_samples(tensors[0], dim)

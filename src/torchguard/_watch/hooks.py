@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
@@ -13,6 +14,7 @@ from torchguard._torch.modules import is_torch_leaf
 from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
+from torchguard._watch.parameter_uses import SAFE_NORM
 from torchguard._watch.parts import (
     address_of,
     check_indices_in_part,
@@ -46,6 +48,7 @@ class ModuleHooks:
         # A non-finite gradient that one of torch's own modules makes is masked at the output of the module before it.
         self.mask_gradient = not is_torch_leaf(module)
         self.in_place = is_qkv_projection(module)
+        self.is_layer, self.is_recurrent = is_layer(module), isinstance(module, (nn.RNNBase, nn.RNNCellBase))
         self.address = address_of(watch.key, location)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,6 +59,8 @@ class ModuleHooks:
                 return None
         if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
+        if self.is_layer and not call_record.in_graph:
+            call_record.is_within_layer = True
         if self.is_embedding:
             if args:
                 return (self._clamped(args[0], module, call_record), *args[1:]), kwargs
@@ -74,15 +79,20 @@ class ModuleHooks:
             call_record = self.watch.record_for_recompute()
             if call_record is None:
                 return None
+        if self.is_layer and not call_record.in_graph:
+            call_record.is_within_layer = False
         if is_in_part(call_record):
             check_output_in_part(module, output, self.address)
             return None
         if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
+        # The weights of a recurrent layer cannot be kept from a fault inside of it.
+        call_record.is_for_all = self.is_recurrent and torch.is_grad_enabled()
         if isinstance(output, Tensor):
             output = call_record.check(output, self.location, in_place=self.in_place)
         else:
             output = checked_output(module, output, call_record, self.location)
+        call_record.is_for_all = False
         if call_record.checks.others:
             for _, z in tensors_in(output, objects=OBJECTS):
                 run_other_checks(z, call_record, self.location)
@@ -104,6 +114,14 @@ def num_squares_of(module: nn.Module) -> int:
     if not _SQUARING.search(type(module).__name__):
         return 0
     return math.prod(getattr(module, "normalized_shape", (_NUM_SQUARES,)))
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether nothing can go wrong between two parameters of a module: one of torch's own that takes one step, or a
+    norm, whose square roots have an epsilon."""
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return False
+    return is_torch_leaf(module) or bool(SAFE_NORM.search(type(module).__name__))
 
 
 def is_qkv_projection(module: nn.Module) -> bool:
@@ -145,6 +163,27 @@ def checked_arguments(
         named[name] = checked[-1]
         count += holds_floats(value)
     return tuple(checked[: len(args)]), named
+
+
+def checked_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord, watch: WatchState
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the model, checked, each under its own name, and in quarantine replaced."""
+    checked, count = [], 0
+    for i, value in enumerate(args):
+        if i in watch.masks:
+            checked.append(value)
+            continue
+        call_record.argument = watch.arguments[watch.positional[i]] if i < len(watch.positional) else None
+        checked += checked_arguments((value,), {}, call_record, 0, (), mask_gradient=True, first=count)[0]
+        count += holds_floats(value)
+    named: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        call_record.argument = watch.arguments.get(name)
+        named |= checked_arguments((), {name: value}, call_record, 0, (), mask_gradient=True, first=count)[1]
+        count += holds_floats(value)
+    call_record.argument = None
+    return tuple(checked), named
 
 
 def _checked_once(value: Any, before: Sequence[Any], checked: list[Any], *how: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchguard._operators import define_opaque
 from torchguard._torch.tracing import in_transform, is_surely, is_traced, surely_equal
-from torchguard._watch.batch import MIXED, Batch, row_code
+from torchguard._watch.batch import FOR_ALL, MIXED, Batch, row_code
 from torchguard._watch.detect import (
     INF,
     NAN,
@@ -130,7 +130,9 @@ def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
         first = _order_bits(len(statuses), unbatched, faults) | (_MAX_POSITION << _POSITION_SHIFT) | faults
         keys = torch.where(faults == OK, 0, first)
         earlier = torch.cat(parts).flatten().amax(0) if parts else torch.zeros_like(keys)
-        has_rows = [rows[i] == MIXED and not batch.is_unbatched(statuses[i].shape) for i in unbatched]
+        has_rows = [
+            rows[i] == FOR_ALL or (rows[i] == MIXED and not batch.is_unbatched(statuses[i].shape)) for i in unbatched
+        ]
         if any(has_rows):
             earlier = torch.where(torch.tensor(has_rows, device=keys.device).unsqueeze(-1), 0, earlier)
         parts.append(torch.where(keys > earlier, keys, 0).expand(-1, batch.size))

@@ -1,12 +1,17 @@
-"""The owners of what a storage holds, whichever view of it is read or written; and the row code they amount to.
+"""The owners of what a storage holds, whichever view of it is read or written; the row code they amount to; and which
+storages are finite, or hold what a use of a parameter returned (`parameter_uses.py`).
 
 `owners.py` says what owners are.
 """
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchguard._torch.dispatch import StorageWeakRef, weak_storage
+from torchguard._torch.tensors import mutation_count, storage_of
 from torchguard._watch.batch import UNBATCHED, row_code, row_code_of_sample
 from torchguard._watch.intervals import Owners, nobody, union
 
@@ -108,3 +113,36 @@ def _code_along(dim: int, owner: Tensor, size: int) -> int | None:
         if count % outer == 0 and bool(((owner == row // inner % size) | (owner < 0)).all()):
             return row_code(dim, outer, 0) if outer == 1 else row_code(dim, 0 if inner == 1 else outer, inner)
     return None
+
+
+class UsedTensors:
+    """Which tensors of a call that is followed are finite, and which results of uses an operation met before a check.
+
+    Attributes:
+        met: the keys of uses whose results an operation met before a check, so that they have to be protected.
+    """
+
+    def __init__(self) -> None:
+        # By storage: a reference that keeps its number from being reused, and its number of changes at the check.
+        self._clean: dict[int | None, tuple[StorageWeakRef, int]] = {}
+        self._unmet: dict[int | None, tuple[Any, bool]] = {}
+        self.met: set[Any] = set()
+
+    def note_clean(self, z: Tensor) -> None:
+        """Note that a check left a tensor finite, and masks its gradient."""
+        self._clean[storage_of(z)] = (weak_storage(z), mutation_count(z))
+        self._unmet.pop(storage_of(z), None)
+
+    def is_clean(self, z: Tensor) -> bool:
+        _, changes = self._clean.get(storage_of(z), (None, None))
+        return changes == mutation_count(z)
+
+    def note_use(self, key: Any, results: Iterable[Tensor], mixes: bool) -> None:
+        """Note the results of a use; `mixes`: whether whatever meets them mixes samples."""
+        self._unmet |= {storage_of(z): (key, mixes) for z in results}
+
+    def meet(self, given: Iterable[Tensor]) -> bool:
+        """An operation that is no view gets these tensors. Returns whether it thereby mixes samples."""
+        found = [self._unmet.pop(storage_of(z), (None, False)) for z in given] if self._unmet else []
+        self.met |= {key for key, _ in found if key is not None}
+        return any(mixes for _, mixes in found)

@@ -37,7 +37,7 @@ from torchguard._watch import owner_rules
 from torchguard._watch.call_path import PathMode
 from torchguard._watch.intervals import Call, Owners, everything, nobody, union
 from torchguard._watch.owner_rules import Rule
-from torchguard._watch.owner_storages import StorageOwners, geometry_of
+from torchguard._watch.owner_storages import StorageOwners, UsedTensors, geometry_of
 
 # Operations that hand a value to Python, which may then decide by it what the model does.
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
@@ -104,6 +104,7 @@ class OwnerMode(PathMode):
         self._of_floats: dict[int, StorageWeakRef] = {}
         self._unwritten: dict[int, StorageWeakRef] = {}
         self._samples = 0
+        self.used = UsedTensors()
 
     def set_samples(self, z: Tensor, dim: int) -> None:
         """Let the samples lie along a dim of an argument."""
@@ -111,6 +112,12 @@ class OwnerMode(PathMode):
         numbers = torch.arange(z.shape[dim], dtype=torch.int32)
         shaped = numbers.reshape([-1 if i == dim else 1 for i in range(z.ndim)]).expand(z.shape)
         self.set_owners(z, Owners(shaped, shaped))
+
+    def set_sample(self, z: Tensor, number: int) -> None:
+        """Let a tensor belong to one sample."""
+        self._samples = max(self._samples, number + 1)
+        one = torch.tensor(number, dtype=torch.int32)
+        self.set_owners(z, Owners(one, one).expand(z.shape))
 
     def begin(self) -> None:
         """Take all tensors so far for older than the call."""
@@ -142,6 +149,13 @@ class OwnerMode(PathMode):
     def may_have_neg_inf(self, z: Tensor) -> bool:
         """Whether -Inf may have been put into a tensor on purpose, as into masked logits."""
         return _has_storage(z) and _key(z) in self._neg_inf
+
+    def note_copy(self, z: Tensor, new: Tensor) -> None:
+        """Take a tensor that stands for another for as old as that, and with -Inf where that may have it."""
+        if self.may_have_neg_inf(z):
+            self._neg_inf[_key(new)] = weak_storage(new)
+        if _key(z) in self._made:
+            self._made.add(_key(new))
 
     @torch.no_grad()
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -177,6 +191,9 @@ class OwnerMode(PathMode):
             self.needs_finite = self.needs_finite or _rule_of(call) is owner_rules.batch_of_matrices
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
         self._set_outputs(call)
+        if not makes_view(op) and self.used.meet(given):
+            for one in outputs:
+                self.mix_used(one)
         if any(
             one.dtype in _INTEGERS and _key(one) in self._of_floats and _key(one) in self._storages for one in outputs
         ):
@@ -191,6 +208,10 @@ class OwnerMode(PathMode):
         after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
         if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
             self.problem = str(op)
+
+    def mix_used(self, z: Tensor) -> None:
+        """A parameter was used in a checkpoint, where a fault cannot be kept from its gradient."""
+        self.mix(z, "a parameter is used in a torch.utils.checkpoint, outside of torch's own layers")
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors for older than the call, such as the parameters of the model."""
@@ -217,12 +238,12 @@ class OwnerMode(PathMode):
             else:
                 is_foreign = mutation_count(one) - changes.first > changes.count
             if is_foreign or (is_fresh and not self._is_making and self._may_hold_samples(one)):
-                self._mix(one, f"data that no operation of this call made, before {call.op}")
+                self.mix(one, f"data that no operation of this call made, before {call.op}")
                 changes.first, changes.count = mutation_count(one), 0
             elif is_fresh and self._read_on_host is not None:
                 self.set_owners(one, self._read_on_host.expand(one.shape))
         if call.name == "set" and _key(outputs[0]) not in self._changes:
-            self._mix(outputs[0], f"{call.op}")
+            self.mix(outputs[0], f"{call.op}")
         for one in written:
             self._changes[_key(one)].count += 1
         self.know(outputs)
@@ -240,7 +261,7 @@ class OwnerMode(PathMode):
         with self.paused():
             return self._is_new(z)
 
-    def _mix(self, z: Tensor, problem: str) -> None:
+    def mix(self, z: Tensor, problem: str) -> None:
         """Let a tensor depend on all samples."""
         low, high = (torch.tensor(number, dtype=torch.int32) for number in (0, max(1, self._samples - 1)))
         self.set_owners(z, Owners(low.expand(z.shape), high.expand(z.shape)))
@@ -248,7 +269,7 @@ class OwnerMode(PathMode):
 
     def read(self, tensor: Tensor, how: str) -> None:
         """Python or NumPy reads a tensor: see `Listener`."""
-        owners = None if self._is_paused else self.owners_of(tensor)
+        owners = None if self.is_paused else self.owners_of(tensor)
         if owners is None:
             return
         if _key(tensor) in self._of_floats or self._is_float_of_samples(tensor):
@@ -301,7 +322,7 @@ class OwnerMode(PathMode):
         for one in () if makes_view(call.op) else given:
             is_written = any(one is other for other in written)
             if self._unwritten.pop(_key(one), None) is not None and not is_written and _may_have_changed(one):
-                self._mix(one, f"a kernel that is no operation of torch, before {call.op}")
+                self.mix(one, f"a kernel that is no operation of torch, before {call.op}")
         if call.name in _NEW:
             self._unwritten |= {_key(one): weak_storage(one) for one in call.outputs}
 

@@ -8,13 +8,12 @@ mixing samples from there on, and the next one is followed again; after two such
 Parts of a model that are compiled on their own would not run compiled under any dispatch mode. A model that has some
 goes without this comparison.
 
-A batch of one sample needs no plan. Nor is there one under `torch.func` transforms, where sizes decide. For an export,
-`export.py` finds one before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
+Without quarantine, a batch of one sample needs no plan, and under `torch.func` transforms sizes decide. With it, and
+for an export, `export.py` finds a plan before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
 """
 
 import gc
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -26,20 +25,21 @@ from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.host_data import listening
 from torchguard._torch.modules import has_compiled_parts
-from torchguard._torch.tracing import constant_in_graphs, is_in_backward, is_plain
+from torchguard._torch.tensors import flatten
+from torchguard._torch.tracing import is_in_backward, is_in_checkpoint, is_plain, is_wrapped
 from torchguard._torch.training import sharding_of
+from torchguard._watch.arguments import set_arguments, tensors_by_sample
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call_path import PathMode
 from torchguard._watch.owner_storages import rows_of
 from torchguard._watch.owners import OwnerMode
-from torchguard.exceptions import MixedRowsWarning
+from torchguard._watch.parameter_uses import RECURRENT, Argument, ParameterUse
 
 _PLAIN = torch.empty(0)
 # How many plans a watched model keeps.
 _MOST_PLANS = 256
 # After how many calls that take another way than their plan all calls of that form are followed.
 _MOST_MISFITS = 2
-_WARNED_OF_SIZES: set[str] = set()
 
 
 class OwnerPlan(NamedTuple):
@@ -51,6 +51,8 @@ class OwnerPlan(NamedTuple):
         outputs: the row code of each tensor that the model returns.
         path: that of all operations of the call.
         problem: what mixes samples; None if the model keeps them apart.
+        uses: of parameters, by the path of operations before and the name of the function.
+        paths: those before any function of torch that the model called.
     """
 
     checks: tuple[tuple[int, int, int], ...]
@@ -58,10 +60,16 @@ class OwnerPlan(NamedTuple):
     outputs: tuple[int, ...]
     path: int
     problem: str | None
+    uses: Mapping[tuple[int, str], ParameterUse] = {}
+    paths: frozenset[int] = frozenset()
 
     @property
     def mixes(self) -> bool:
         return MIXED in self.outputs
+
+
+# The plan of a call of which nothing is known.
+NOTHING_KNOWN = OwnerPlan((), frozenset(), (), 0, "its operations cannot be followed under this transform")
 
 
 class FollowedCall:
@@ -71,6 +79,9 @@ class FollowedCall:
         self.mode, self.size, self._known = mode, size, known
         self._checks: list[tuple[int, int, int]] = []
         self._neg_inf: set[int] = set()
+        self._uses: dict[tuple[int, str], ParameterUse] = {}
+        self._paths: set[int] = set()
+        self._key = (0, "")  # of the last use
 
     def rows(self, z: Tensor, location: int) -> int:
         """The row code of a tensor that is checked."""
@@ -95,6 +106,10 @@ class FollowedCall:
             with self.mode.paused():
                 self.mode.set_samples(z, dim)
 
+    @property
+    def is_paused(self) -> bool:
+        return self.mode.is_paused
+
     def paused(self) -> AbstractContextManager[None]:
         return self.mode.paused()
 
@@ -111,9 +126,55 @@ class FollowedCall:
             with self.mode.paused():
                 self.mode.set_owners(new, self.mode.owners_of(z))
 
+    def checked(self, z: Tensor, new: Tensor) -> None:
+        """A check replaced a tensor by another, which is finite."""
+        self.replaced(z, new)
+        if new.layout == torch.strided and not new.is_nested:
+            self.mode.used.note_clean(new)
+
+    def use_of(self, name: str, leaves: Sequence[Any]) -> ParameterUse | None:
+        """The use that a call of a function with these arguments is, if it is one."""
+        self._paths.add(self.mode.path)
+        floats = [(i, z) for i, z in enumerate(leaves) if _is_float(z)]
+        if any(is_wrapped(z) or z.layout != torch.strided or z.is_nested for _, z in floats):
+            return None
+        weights = [i for i, z in floats if z.requires_grad and self.mode.owners_of(z) is None]
+        samples = [(i, z, self._code(z)) for i, z in floats if self.mode.owners_of(z) is not None] if weights else []
+        if not samples:
+            return None
+        unknown = [
+            Argument(i, code, self.mode.may_have_neg_inf(z)) for i, z, code in samples if not self.mode.used.is_clean(z)
+        ]
+        self._key = (self.mode.path, name)
+        return ParameterUse(tuple(unknown), tuple(weights), name in RECURRENT or is_in_checkpoint())
+
+    def enters(self, use: ParameterUse) -> None:
+        """The last use is a function whose steps are followed one by one."""
+        self._uses[self._key] = use
+        self.mode.used.met.add(self._key)
+
+    def codes_of_use(self, result: Any, use: ParameterUse) -> tuple[int | None, ...]:
+        """The row code of each leaf of a result; None if it is no tensor of floating-point numbers."""
+        return tuple([self._code(one) if _is_float(one) else None for one in flatten(result)[0]])
+
+    def used(self, result: Any, use: ParameterUse) -> Any:
+        """Note the result of a use."""
+        found = [one for one in flatten(result)[0] if _is_float(one)]
+        self._uses[self._key] = use._replace(outputs=self.codes_of_use(result, use))
+        is_mixed = use.is_opaque and self._key[1] not in RECURRENT
+        self.mode.used.note_use(self._key, found, is_mixed)
+        if use.arguments or self._key[1] in RECURRENT:
+            self.mode.used.met.add(self._key)
+            for z in found if is_mixed else ():
+                with self.mode.paused():
+                    self.mode.mix_used(z)
+        return result
+
     def finish(self, output: Any) -> OwnerPlan:
         outputs = tuple([self._code(z) for _, z in tensors_in(output, objects=OBJECTS)])
-        return OwnerPlan(tuple(self._checks), frozenset(self._neg_inf), outputs, self.mode.path, self.mode.problem)
+        uses = {key: use for key, use in self._uses.items() if key in self.mode.used.met}
+        known = (self.mode.path, self.mode.problem, uses, frozenset(self._paths))
+        return OwnerPlan(tuple(self._checks), frozenset(self._neg_inf), outputs, *known)
 
     def _code(self, z: Tensor) -> int:
         if self.mode.is_lost or z.layout != torch.strided or z.is_nested:
@@ -128,10 +189,13 @@ class PlannedCall:
 
     Args:
         compares: whether to compare the operations with those of the plan.
+        protects_all: whether all operations that may be uses of parameters count as such, and as mixing samples: under
+            a transform it is not known which are.
     """
 
-    def __init__(self, plan: OwnerPlan, compares: bool) -> None:
-        self.plan, self._count, self.fits = plan, 0, True
+    def __init__(self, plan: OwnerPlan, compares: bool, protects_all: bool = False) -> None:
+        self.plan, self._count, self.fits, self._protects_all = plan, 0, True, protects_all
+        self._is_paused = False
         self._mode = PathMode() if compares else None
 
     def rows(self, z: Tensor, location: int) -> int:
@@ -152,14 +216,53 @@ class PlannedCall:
     def set_samples(self, z: Tensor, dim: int) -> None:
         return None
 
+    @property
+    def is_paused(self) -> bool:
+        if self._mode is None:
+            return self._is_paused or not self._protects_all
+        return self._mode.is_paused
+
     def paused(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._mode is None else self._mode.paused()
+        return self._pause() if self._mode is None else self._mode.paused()
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._is_paused, before = True, self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def running(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._mode is None else self._mode
 
     def replaced(self, z: Tensor, new: Tensor) -> None:
         return None
+
+    def checked(self, z: Tensor, new: Tensor) -> None:
+        return None
+
+    def use_of(self, name: str, leaves: Sequence[Any]) -> ParameterUse | None:
+        path = None if self._mode is None else self._mode.path
+        use = None if path is None else self.plan.uses.get((path, name))
+        if use is not None or path in self.plan.paths:
+            return use
+        # Another way than the one that was followed: all samples count as mixed, and whatever may be a use as one.
+        floats = [i for i, one in enumerate(leaves) if _is_float(one) and (self._protects_all or not is_wrapped(one))]
+        given = [i for i in floats if leaves[i].requires_grad]
+        arguments = tuple([Argument(i, MIXED, False) for i in floats])
+        return ParameterUse(arguments, tuple(given), name in RECURRENT or is_in_checkpoint()) if given else None
+
+    def enters(self, use: ParameterUse) -> None:
+        return None
+
+    def codes_of_use(self, result: Any, use: ParameterUse) -> tuple[int | None, ...]:
+        if use.outputs:
+            return use.outputs
+        return tuple([MIXED if _is_float(one) else None for one in flatten(result)[0]])
+
+    def used(self, result: Any, use: ParameterUse) -> Any:
+        return result
 
     def finish(self, output: Any) -> OwnerPlan:
         tensors = tensors_in(output, objects=OBJECTS)
@@ -180,6 +283,7 @@ class Plans:
     def __init__(self) -> None:
         self._by_form: dict[Any, OwnerPlan] = {}
         self._misfits: dict[Any, int] = {}  # how many calls of a form took another way than its plan
+        self.of_transforms: dict[Any, OwnerPlan | None] = {}  # of calls under `torch.func`: see `export.py`
 
     def start(
         self, form: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch
@@ -190,6 +294,9 @@ class Plans:
             return follow(model, args, kwargs, batch)
         # In backward, a checkpoint repeats a call with other tensors, and may leave it early.
         return PlannedCall(plan, not has_compiled_parts(model) and not is_in_backward())
+
+    def known(self, form: Any) -> OwnerPlan | None:
+        return self._by_form.get(form)
 
     def finish(self, form: Any, call: Call, output: Any) -> OwnerPlan:
         """The plan of a call that is over. It is kept for others, unless owners were lost."""
@@ -206,11 +313,15 @@ class Plans:
         return plan
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
     modules = [*model.modules()]
     # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
-    modes = (torch.is_grad_enabled(), *[module.training for module in modules])
+    modes = (torch.is_grad_enabled(), is_in_checkpoint(), *[module.training for module in modules])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
     plain += tuple([_cached_length(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
@@ -230,32 +341,6 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def warn_of_mixing(model: str, problem: str | None) -> None:
-    warnings.warn(
-        f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one "
-        "goes bad, it is not known which others it affects: all samples of the call are flagged, and zero in the "
-        "output. torchguard.Retry drops only the bad samples, on any model.",
-        MixedRowsWarning,
-        stacklevel=2,
-    )
-
-
-@constant_in_graphs
-def warn_of_sizes(model: str) -> None:
-    """Say, once for each class of models, that a call is not followed."""
-    if model in _WARNED_OF_SIZES:
-        return
-    _WARNED_OF_SIZES.add(model)
-    warnings.warn(
-        f"watch: {model} is called under a transform of torch.func, in an export or under another dispatch mode, where "
-        "operations are not followed. Sizes decide which rows belong to which sample: right where each sample keeps "
-        "its rows, in order, and it is not noticed where that does not hold. "
-        "torchguard.export follows them before it exports. torchguard.Retry is exact on any model.",
-        MixedRowsWarning,
-        stacklevel=2,
-    )
-
-
 def can_follow() -> bool:
     """Whether operations can be followed as they run: not in a graph, a transform or another dispatch mode."""
     return not torch.compiler.is_compiling() and is_plain(_PLAIN)
@@ -266,6 +351,9 @@ def follow(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], b
     mode = OwnerMode(is_new)
     given = [z for _, z in tensors_in((args, kwargs), objects=OBJECTS)]
     set_arguments(mode, given, batch.size, batch.dim)
+    for number, tensors in enumerate(tensors_by_sample(args, kwargs, batch)):
+        for z in tensors:
+            mode.set_sample(z, number)
     return FollowedCall(mode, batch.size, (*given, *model.parameters(), *model.buffers()))
 
 
@@ -310,13 +398,3 @@ def created_since() -> Iterator[None]:
 def is_new(value: object) -> bool:
     """Whether an object was created since `created_since` began."""
     return any(value is one for one in gc.get_objects(0))
-
-
-def set_arguments(mode: OwnerMode, tensors: Sequence[Tensor], size: int, dim: int) -> None:
-    """Set the owners of the arguments. One without the batch along its dim is for all samples, but for states of
-    recurrent layers, `(layers, batch, width)`."""
-    for z in tensors:
-        if z.ndim > dim and z.shape[dim] == size:
-            mode.set_samples(z, dim)
-        elif z.ndim == 3 and z.is_floating_point() and [side == size for side in z.shape] == [False, True, False]:
-            mode.set_samples(z, 1)

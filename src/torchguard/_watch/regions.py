@@ -36,8 +36,10 @@ from torch import Tensor, nn
 from torchguard._operators import define, use_operators
 from torchguard._pytrees import map_tensors, tensors_in
 from torchguard._torch.settings import protect_regions
+from torchguard._torch.tracing import casts_to_float16
 from torchguard._watch.hooks import ModuleHooks
 from torchguard._watch.state import WatchState
+from torchguard._watch.warn import warn_of_float16
 
 
 class Region:
@@ -70,6 +72,9 @@ class Region:
             return self.run(args, kwargs)
         if not protect_regions():  # gradients of a region could be wrong
             return self.run(args, kwargs)
+        if call_record.probes is not None and (_has_float16((args, kwargs)) or casts_to_float16()):
+            warn_of_float16(type(self.watch.model).__name__)
+            return self.run(args, kwargs)
         of_regions = call_record.region_probes
         probes = of_regions[self.number] if of_regions and self.number is not None else None
         outer = call_record.enter_region(self.locations, probes)
@@ -94,6 +99,11 @@ class Region:
         if self.instance_forward is not None:
             return self.instance_forward(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
+
+
+def _has_float16(values: Any) -> bool:
+    found = [z for _, z in tensors_in(values) if z.dtype == torch.float16]
+    return len(found) > 0
 
 
 @torch.compiler.nested_compile_region

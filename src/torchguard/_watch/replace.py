@@ -127,8 +127,21 @@ def _backward(
         return grad, None
     if batch is None:
         return zero_vectors(is_finite(row_status(grad)), grad), None
+    return masked_by_sample(grad, batch, rows, table, location)
+
+
+def masked_by_sample(
+    grad: Tensor, batch: Batch, rows: int | None, table: ProbeTable | None, location: int
+) -> tuple[Tensor, Tensor | None]:
+    """The masked gradient, and that of the probe, on the device of the probes."""
     grad, probe = masked_gradient(grad, batch, rows, table, location)
     return grad, None if probe is None or table is None else probe.to(table.device)
+
+
+def replaced_with_status(z: Tensor, keep_neg_inf: bool) -> tuple[Tensor, Tensor]:
+    """`z` with zeros in non-finite vectors, and its row status. The gradient is not masked, and nothing is noted."""
+    status = _status(z, math.inf, keep_neg_inf)
+    return _Replace.apply(z, status, None, False, None, None, None, 0), status  # pyright: ignore[reportReturnType]
 
 
 def replace_nonfinite(

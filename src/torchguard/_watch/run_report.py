@@ -50,7 +50,8 @@ class RunReport(Shown):
         lost: how many of them were not kept, from the middle of the run.
         origins: where they went bad, in the order of their first steps.
         since: the step since which every sample of every call was bad; None if the last call had a good one.
-        parameters: those that are not finite now, with "NaN" or "Inf".
+        parameters: those that are not finite now, with "NaN" or "Inf", and those that went bad first in front.
+        bad_since: for the latter the step since which every sample is bad at their module.
         incidents: the faults that were kept, as in `history`.
         locations: the watched locations, in the order of the model.
     """
@@ -63,6 +64,7 @@ class RunReport(Shown):
     parameters: dict[str, str]
     incidents: tuple[Incident, ...] = field(default=(), repr=False)
     locations: tuple[str, ...] = field(default=(), repr=False)
+    bad_since: dict[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -75,10 +77,13 @@ class RunReport(Shown):
             lines.append(f"  not kept: {_samples(self.lost)} of the middle of the run")
         if self.since is not None:
             lines.append(f"  every sample is bad since step {self.since}")
-        lines += [f"  parameter {name} is {kind}" for name, kind in [*self.parameters.items()][:5]]
+        lines += [f"  parameter {self._told(name)}" for name in [*self.parameters][:5]]
         if len(self.parameters) > 5:
             lines.append(f"  {len(self.parameters) - 5} more parameters are not finite")
         return "\n".join(lines)
+
+    def _told(self, name: str) -> str:
+        return _told(name, self.parameters, self.bad_since)
 
     def section(self) -> Section:
         """When samples went bad, where they first did, and each incident."""
@@ -86,7 +91,7 @@ class RunReport(Shown):
         if self.since is not None:
             notes.append(("bad", f"Every sample is bad since step {self.since}."))
         if self.parameters:
-            named = ", ".join(f"{name} ({kind})" for name, kind in [*self.parameters.items()][:5])
+            named = ", ".join(self._told(name) for name in [*self.parameters][:5])
             more = f" and {len(self.parameters) - 5} more" if len(self.parameters) > 5 else ""
             notes.append(("bad", f"Parameters that are not finite: {named}{more}."))
         if self.lost:
@@ -133,8 +138,9 @@ def run_report(history: History, labels: Labels, model: Any) -> RunReport:
     origins = [_count(where, code, found) for (where, code), found in groups.items()]
     origins.sort(key=lambda one: one.first)
     since = _all_bad_since(entries, history.calls, lost)
-    bad, locations = check_params(model).bad, locations_of(labels)
-    return RunReport(history.calls, history.total, lost, tuple(origins), since, bad, tuple(incidents), locations)
+    bad, bad_since = _bad_parameters(model, entries, since, labels)
+    counts = (history.calls, history.total, lost)
+    return RunReport(*counts, tuple(origins), since, bad, tuple(incidents), locations_of(labels), bad_since)
 
 
 def locations_of(labels: Labels) -> tuple[str, ...]:
@@ -180,22 +186,44 @@ def _all_bad_since(entries: list[Entry], calls: int, lost: int) -> int | None:
     return since
 
 
-def with_causes(incidents: list[Incident], size: int, model: Any) -> list[Incident]:
+def _bad_parameters(
+    model: Any, entries: list[Entry], since: int | None, labels: Labels
+) -> tuple[dict[str, str], dict[str, int]]:
+    """The parameters that are not finite now, and the step since which those of the first bad module are not."""
+    bad = check_params(model).bad
+    origins = {entry.origin for entry in entries if entry.step == since}
+    if since is None or len(origins) != 1 or labels.arguments[(origin := origins.pop())] is not None:
+        return bad, {}
+    first = [name for name in bad if name.startswith(_prefix(labels.paths[origin], model))]
+    return {name: bad[name] for name in dict.fromkeys([*first, *bad])}, dict.fromkeys(first, since)
+
+
+def _prefix(path: str, model: Any) -> str:
+    return "" if path == type(model).__name__ else f"{path}."
+
+
+def _told(name: str, bad: dict[str, str], since: dict[str, int], now: str = "") -> str:
+    """A parameter in words: "layer1.weight is NaN since step 7"."""
+    return f"{name} is {bad[name]}{f' since step {since[name]}' if name in since else now}"
+
+
+def with_causes(incidents: list[Incident], size: int, model: Any, history: History, labels: Labels) -> list[Incident]:
     """The incidents of a call. Where all samples went bad at one module, with its parameters that are not finite.
 
-    Parameters are read now, and may have become so after the call: hence "now".
+    Parameters are read now, and may have become so after the call: hence "now", unless the history tells since when.
     """
     bad = Counter((one.path, one.argument) for one in incidents if one.position is not None)
     everywhere = [path for (path, argument), count in bad.items() if argument is None and count == size]
     if not everywhere:
         return incidents
     (path,) = everywhere
-    prefix = "" if path == type(model).__name__ else f"{path}."
-    names = [f"{name} is {kind}" for name, kind in check_params(model).bad.items() if name.startswith(prefix)]
+    entries, lost = history.entries()
+    bad, since = _bad_parameters(model, entries, _all_bad_since(entries, history.calls, lost), labels)
+    names = [name for name in bad if name.startswith(_prefix(path, model))]
     if not names:
         return incidents
     more = f" and {len(names) - 1} more parameters are not finite" if len(names) > 1 else ""
-    cause = f"parameter {names[0]} now{more}"
+    cause = f"parameter {_told(names[0], bad, since, ' now')}{more}"
     return [dataclasses.replace(one, cause=cause) if one.path == path else one for one in incidents]
 
 

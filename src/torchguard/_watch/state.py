@@ -3,6 +3,8 @@
 import itertools
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torchguard._torch.tracing import holds, in_transform, is_exporting, is_in_b
 from torchguard._watch import report
 from torchguard._watch.batch import Batch
 from torchguard._watch.call import CallRecord
+from torchguard._watch.finite_gradients import register_state
 from torchguard._watch.gradient_probes import region_probes
 from torchguard._watch.history import History
 from torchguard._watch.parts import enter_call, leave_call
@@ -96,6 +99,8 @@ class WatchState:
         self.plans = Plans()
         self.export_plan: OwnerPlan | None = None  # while `export.py` exports the model
         self.warned = False  # whether the user knows that the model mixes samples
+        self.has_half = False  # whether a call ran in float16
+        self.gradient_hooks: dict[int, Any] = {}  # by id of the parameter: see `finite_gradients.py`
         self.allocate(self.device)
 
     @property
@@ -139,6 +144,7 @@ class WatchState:
         of_arguments = [self.ids[0]] * len(self.arguments)
         self.location_ids = keep_static(torch.tensor([*self.ids, *self.ids, *of_arguments, 0], device=device))
         self.history.allocate(device)
+        register_state(self.history.number, self)
         self.probes: Tensor | None = None
         self.backward_faults: Tensor | None = None  # the gradients of the probes since they were read last
         if self.quarantine:
@@ -181,6 +187,7 @@ class WatchState:
     def __getstate__(self) -> dict[str, Any]:
         new = {"traced_record": None, "compiled_call": None, "generation_call": None, "poll": report.Poll()}
         new |= {"summary": None, "is_summary_lost": False, "is_summary_of_graph": False, "plans": Plans()}
+        new |= {"gradient_hooks": {}}
         state = {**self.__dict__, **new, "device": self.location_ids.device}
         for name in ("running", "ids", "location_ids", "probes", "backward_faults"):
             del state[name]
@@ -192,6 +199,22 @@ class WatchState:
         self.running = Running()
         self.allocate(device)
         allow_side_effects_under_checkpoint(self)
+
+
+@contextmanager
+def unrecorded(model: Any) -> Iterator[None]:
+    """Within it, a watched model returns `(out, f)`, and its calls leave no trace in what it reports."""
+    watch = getattr(model, "_watch", None) if getattr(type(model), "_is_watched", False) else None
+    if watch is None:
+        yield
+        return
+    new = {"returns": "both", "history": History(), "warned": True, "running": Running()}
+    before = {name: getattr(watch, name) for name in (*new, "summary", "is_summary_lost", "is_summary_of_graph")}
+    watch.__dict__.update(new)
+    try:
+        yield
+    finally:
+        watch.__dict__.update(before)
 
 
 def _save_probe_gradient(state: WatchState | None, probes: Tensor) -> None:

@@ -5,6 +5,7 @@ import functools
 import inspect
 import types
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,18 +15,23 @@ from torchguard._channel.codes import ErrorCode
 from torchguard._channel.record import push
 from torchguard._operators import use_operators
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
-from torchguard._torch.modules import compiled_call_at, without_compiled_call
+from torchguard._torch.modules import compiled_call_at, has_compiled_parts, without_compiled_call
 from torchguard._torch.tensors import register_tuple
 from torchguard._torch.tracing import in_transform, is_exporting, is_plain, is_surely
-from torchguard._watch.batch import MIXED, Batch, batch_of
+from torchguard._watch.arguments import batch_of
+from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
+from torchguard._watch.export import plan_of_transform
+from torchguard._watch.finite_gradients import require_finite_gradients, require_in_graph
 from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
-from torchguard._watch.hooks import checked_arguments, checked_output, holds_floats
-from torchguard._watch.plan import PlannedCall, can_follow, form_of, warn_of_mixing, warn_of_sizes
+from torchguard._watch.hooks import checked_inputs, checked_output
+from torchguard._watch.parameter_uses import UseMode
+from torchguard._watch.plan import NOTHING_KNOWN, OwnerPlan, PlannedCall, can_follow, form_of
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
 from torchguard._watch.state import IDS, MAX_PROBED_BATCH, WatchState
+from torchguard._watch.warn import warn_of_mixing, warn_of_recurrent_layer, warn_of_unfollowed
 from torchguard._watch.zeros import zero_samples
 from torchguard.exceptions import ReturnsError, WatchError
 from torchguard.flags import require_boundary
@@ -47,20 +53,29 @@ class WatchedModel:
             return forward(*args, **kwargs)
         ids = None if watch.takes_ids else kwargs.pop(IDS, None)
         batch = batch_of(args, kwargs, watch.batch_dim)
-        if can_follow() and batch.size > 1:
+        if can_follow() and batch.size > (0 if watch.quarantine else 1):
             output, call_record, codes = self._call_with_plan(forward, args, kwargs, batch)
-        elif is_exporting():
-            output, call_record, codes = self._call_in_export(forward, args, kwargs, batch)
+        elif watch.export_plan is not None and is_exporting():
+            output, call_record, codes = self._call_planned(forward, args, kwargs, batch, watch.export_plan)
+        elif watch.quarantine and not torch.compiler.is_compiling() and in_transform():
+            plan = plan_of_transform(self, args, kwargs)
+            output, call_record, codes = self._call_planned(forward, args, kwargs, batch, plan)
         else:
             call_record = watch.new_record(batch)
             output, codes = self.forward_of_model(forward, args, kwargs, call_record), None
-            if use_operators() and not is_surely(batch.size < 2):
+            if use_operators() and not is_surely(batch.size < (1 if watch.quarantine else 2)):
                 codes = codes_of_graph(watch, call_record, output)
             elif watch.quarantine and not is_surely(batch.size < 2):
-                warn_of_sizes(type(watch.model).__name__)
+                warn_of_unfollowed(type(watch.model).__name__)
+                call_record.set_rows([MIXED] * len(call_record.statuses))
+                codes = [MIXED] * len(tensors_in(output, objects=OBJECTS))
         mixes = watch.quarantine and codes is not None and MIXED in codes
         ids = None if ids is None else _ids(ids, batch)
         summary = call_record.summarize(watch.location_ids, mixes)
+        if watch.quarantine and not summary.is_clean and call_record.has_fault_for_all():
+            warn_of_recurrent_layer(type(watch.model).__name__)
+        if call_record.needs_finite_gradients:
+            summary = summary._replace(flags=require_in_graph(summary.flags, watch.history.handle))
         if not is_exporting():  # nothing of the call outlives the trace
             summary = watch.history.record(summary, ids)
             watch.save(summary)
@@ -77,8 +92,8 @@ class WatchedModel:
         """
         watch = self._watch
         if use_operators():
-            mark_arguments([z for _, z in tensors_in((args, kwargs), objects=OBJECTS)], call_record.batch)
-        args, kwargs = _checked_inputs(args, kwargs, call_record, watch)
+            mark_arguments(args, kwargs, call_record.batch)
+        args, kwargs = checked_inputs(args, kwargs, call_record, watch)
         watch.begin(call_record)
         try:
             output = forward(*args, **kwargs)
@@ -94,25 +109,35 @@ class WatchedModel:
         form = form_of(watch.model, args, kwargs)
         owners = watch.plans.start(form, watch.model, args, kwargs, batch)
         call_record = watch.new_record(batch, owners)
-        with owners.running():
+        protects = watch.quarantine and torch.is_grad_enabled()
+        uses = UseMode(owners, call_record) if protects else nullcontext()
+        if protects and has_compiled_parts(watch.model):
+            require_finite_gradients(watch)
+        with owners.running(), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         plan = watch.plans.finish(form, owners, output)
-        if watch.quarantine and plan.mixes and not watch.warned:
+        if watch.quarantine and plan.mixes and batch.size > 1 and not watch.warned:
             watch.warned = True
             warn_of_mixing(type(watch.model).__name__, plan.problem)
         return output, call_record, plan.outputs
 
-    def _call_in_export(
-        self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
-    ) -> tuple[Any, CallRecord, Sequence[int] | None]:
-        """The same in an export, with the plan that was found for it. Without one, sizes decide."""
-        watch = self._watch
-        planned = None if watch.export_plan is None else PlannedCall(watch.export_plan, compares=False)
-        if planned is None:
-            warn_of_sizes(type(watch.model).__name__)
+    def _call_planned(
+        self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, plan: OwnerPlan | None
+    ) -> tuple[Any, CallRecord, Sequence[int]]:
+        """The same in an export or under a transform, with the plan that was found for it.
+
+        Without one, samples count as mixed.
+        """
+        watch, is_export = self._watch, is_exporting()
+        planned = PlannedCall(plan or NOTHING_KNOWN, compares=False, protects_all=not is_export)
         call_record = watch.new_record(batch, planned)
-        output = self.forward_of_model(forward, args, kwargs, call_record)
-        return output, call_record, None if planned is None else planned.finish(output).outputs
+        with nullcontext() if is_export else UseMode(planned, call_record):
+            output = self.forward_of_model(forward, args, kwargs, call_record)
+        codes = planned.finish(output).outputs
+        if not is_export and MIXED in codes and batch.size > 1 and not watch.warned:
+            watch.warned = True
+            warn_of_mixing(type(watch.model).__name__, NOTHING_KNOWN.problem if plan is None else plan.problem)
+        return output, call_record, codes
 
     @property
     def flags(self) -> Tensor | None:
@@ -145,13 +170,15 @@ class WatchedModel:
     def report(self) -> list[Incident]:
         """The incidents of the last call, sample by sample, each with its full path. Waits for the device.
 
-        Where every sample went bad at a module that has a non-finite parameter, `incident.cause` names it.
+        Where every sample went bad at a module that has a non-finite parameter, `incident.cause` names it, and the step
+        since which every sample is bad there.
         """
         require_boundary("report", "the flags")
         watch, summary = self._watch, self._watch.last_summary()
         if summary is None:
             return []
-        return with_causes(incidents_of(summary, watch.labels), len(summary.flags), self)
+        incidents = incidents_of(summary, watch.labels)
+        return with_causes(incidents, len(summary.flags), self, watch.history, watch.labels)
 
     @property
     def history(self) -> list[Incident]:
@@ -229,33 +256,13 @@ def _ids(ids: Any, batch: Batch) -> Tensor:
     return ids.to(batch.device, torch.int64)
 
 
-def _checked_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord, watch: WatchState
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the model, checked, each under its own name, and in quarantine replaced."""
-    checked, count = [], 0
-    for i, value in enumerate(args):
-        if i in watch.masks:
-            checked.append(value)
-            continue
-        call_record.argument = watch.arguments[watch.positional[i]] if i < len(watch.positional) else None
-        checked += checked_arguments((value,), {}, call_record, 0, (), mask_gradient=True, first=count)[0]
-        count += holds_floats(value)
-    named: dict[str, Any] = {}
-    for name, value in kwargs.items():
-        call_record.argument = watch.arguments.get(name)
-        named |= checked_arguments((), {name: value}, call_record, 0, (), mask_gradient=True, first=count)[1]
-        count += holds_floats(value)
-    call_record.argument = None
-    return tuple(checked), named
-
-
 def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> Sequence[int]:
     """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
     outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
     mark_results(call_record.statuses, outputs)
-    replaces, *codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
-    call_record.replaces = watch.quarantine and replaces == 1
+    bits, *codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
+    call_record.replaces = watch.quarantine and bits % 2 == 1
+    call_record.needs_finite_gradients = watch.quarantine and bits >= 2
     count = len(call_record.statuses)
     call_record.set_rows(codes[:count])
     return codes[count:]

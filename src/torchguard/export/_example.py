@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
 
 from torchguard._pytrees import map_tensors, tensors_in
-from torchguard._watch.batch import batch_of
+from torchguard._watch.arguments import batch_of
 from torchguard.exceptions import ExportError
 
 Dims = Mapping[str, Mapping[int, Any]]

@@ -1,0 +1,62 @@
+"""Warnings of `watch`: what it cannot tell, in words."""
+
+import warnings
+
+from torchguard._torch.tracing import constant_in_graphs
+from torchguard.exceptions import CompileOnceWarning, MixedRowsWarning
+
+# Classes of models, by name, that were warned of once, and of what.
+_WARNED: set[tuple[str, str]] = set()
+
+
+def warn_of_mixing(model: str, problem: str | None) -> None:
+    warnings.warn(
+        f"watch: {model} may mix samples of a batch ({problem or 'the order of its samples is not known'}). If one "
+        "goes bad, it is not known which others it affects: all samples of the call are flagged, and zero in the "
+        "output. torchguard.Retry drops only the bad samples, on any model.",
+        MixedRowsWarning,
+        stacklevel=2,
+    )
+
+
+def warn_of_recurrent_layer(model: str) -> None:
+    warnings.warn(
+        f"watch: a fault was created inside of a recurrent layer of {model}, whose weights cannot be kept from it. All "
+        "samples of the call are flagged, and zero in the output; a gradient of the layer that is not finite is zero. "
+        "torchguard.Retry drops only the bad samples, on any model.",
+        MixedRowsWarning,
+        stacklevel=2,
+    )
+
+
+@constant_in_graphs
+def warn_of_unfollowed(model: str) -> None:
+    """Say, once for each class of models, that a call is not followed."""
+    if (model, "unfollowed") in _WARNED:
+        return
+    _WARNED.add((model, "unfollowed"))
+    warnings.warn(
+        f"watch: {model} is called in a compiled transform of torch.func, in an export or under another dispatch mode, "
+        "where operations are not followed. It is not known which samples a bad one affects: all samples of the call "
+        "are flagged, and zero in the output. In eager mode, transforms are followed; torchguard.export follows before "
+        "it exports. torchguard.Retry is exact on any model.",
+        MixedRowsWarning,
+        stacklevel=2,
+    )
+
+
+@constant_in_graphs
+def warn_of_float16(model: str) -> None:
+    """Say, once for each class of models, that its blocks are compiled one by one.
+
+    Float16 gradients are masked for samples that were bad going forward, which are not known inside a region.
+    """
+    if (model, "float16") in _WARNED:
+        return
+    _WARNED.add((model, "float16"))
+    warnings.warn(
+        f"watch: the blocks of {model} compute in float16. With quarantine, compile_once is not used there: each block "
+        "is compiled on its own, which takes longer. Compute in bfloat16, or leave compile_once out.",
+        CompileOnceWarning,
+        stacklevel=2,
+    )
