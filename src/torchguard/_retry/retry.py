@@ -84,7 +84,8 @@ class Retry(Shown):
         for one in self.optimizers:
             if inspect.signature(one.step).parameters.get("closure", _NO_CLOSURE).default is inspect.Parameter.empty:
                 raise RetryError(
-                    f"Retry: {type(one).__name__} runs a closure itself. Call Retry's `backward` inside the closure that you pass to its `step`."
+                    f"Retry: {type(one).__name__} runs a closure itself. Call Retry's `backward` inside the closure "
+                    "that you pass to its `step`."
                 )
         if retries not in ("eager", "compiled"):
             raise RetryError(f"Retry: retries is {retries!r}. Give 'eager' or 'compiled'.")
