@@ -334,3 +334,11 @@ def test_no_file_crashes_the_process(seed, count):
     loaded, ran = (int(word) for word in re.findall(r"(\d+) (?:loaded|run)", done.stdout))
     assert ran > count // 20
     assert loaded >= ran
+
+
+def test_what_torch_asserts_about_types_is_an_error_of_the_file(tmp_path):
+    path = tmp_path / "softmax.json"
+    compile_out(lambda x: x.softmax(-1), torch.randn(2, 3), backend="eager").save(path)
+    path.write_text(path.read_text().replace("false", "true"))  # half_to_float of a float32 tensor
+    with pytest.raises(SavedGraphError, match="half_to_float"):
+        load(path, backend="eager")

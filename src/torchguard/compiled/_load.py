@@ -25,7 +25,10 @@ _KINDS: dict[str, type[CompiledOut]] = {kind.kind: kind for kind in (CompiledOut
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,200}")
 _LARGEST = 64 << 20  # bytes of a file
 # What Python and torch raise for data of another form than expected.
-_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError)
+_MALFORMED = (
+    *(ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError),
+    AssertionError,  # of torch's functions that derive types
+)
 
 
 def load(path: str | Path, *, backend: str = "inductor", probe: bool = True) -> CompiledOut:
