@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchguard._retry.bad_step import RecoverableStep
 from torchguard._retry.batch import Batch, Select, micro_batches
 from torchguard._retry.closure import Closure
 from torchguard._retry.device_step import DeviceStep, has_state, update, why_not
+from torchguard._retry.recoverable_step import RecoverableStep
 from torchguard._retry.report import OBSERVERS, PendingReport, RetryReport, retry_section
 from torchguard._retry.scope import Scope
 from torchguard._retry.tensor_state import TensorState
@@ -83,7 +83,10 @@ class Retry(Shown):
                 raise RetryError(f"Retry: expected an nn.Module or several, got {type(one).__name__}.")
         for one in self.optimizers:
             if inspect.signature(one.step).parameters.get("closure", _NO_CLOSURE).default is inspect.Parameter.empty:
-                raise RetryError(f"Retry: {type(one).__name__} runs a closure itself. Call guard.backward in that one.")
+                raise RetryError(
+                    f"Retry: {type(one).__name__} runs a closure itself. Call Retry's `backward` inside the closure "
+                    "that you pass to its `step`."
+                )
         if retries not in ("eager", "compiled"):
             raise RetryError(f"Retry: retries is {retries!r}. Give 'eager' or 'compiled'.")
         self.shared = (shared,) if isinstance(shared, (str, int)) else tuple(shared)
@@ -105,11 +108,11 @@ class Retry(Shown):
         Args:
             closure: takes a batch and returns the loss of each sample; or `(sums, weights)` of each sample, whose loss
                 is the sum of all sums divided by the sum of all weights; or one loss.
-            batch: a batch, or a list of micro-batches that are one window.
+            batch: a batch, or a list of micro-batches that are accumulated into one step, a window.
             window: whether the batch is a list of micro-batches, where that is not clear.
             scaler: a `GradScaler`: the gradients are scaled, and an overflow that the scale causes is left to it.
         """
-        report = self._report(self._guarded(closure, batch, window, scaler))
+        report = self._run(self._guarded(closure, batch, window, scaler))
         self._conclude(report)
         return report
 
@@ -153,7 +156,7 @@ class Retry(Shown):
             optimizer.zero_grad(set_to_none=True)
         step = self._guarded(closure, batch, window, scaler)
         ahead = None if step.scaler is not None or late is not None else self._step_ahead(step, clip)
-        report = self._report(step, late, ahead)
+        report = self._run(step, late, ahead)
         if not report.skipped and (ahead is None or not ahead.is_done()):
             self._update(step, clip, scaler)
         self._conclude(report, is_late=late is not None)
@@ -233,12 +236,12 @@ class Retry(Shown):
         if self.on_bad is not None and not report.ok:
             self.on_bad(report)
 
-    def _report(self, step: RecoverableStep, late: int | None = None, ahead: DeviceStep | None = None) -> RetryReport:
+    def _run(self, step: RecoverableStep, late: int | None = None, ahead: DeviceStep | None = None) -> RetryReport:
         """Run a step. `late` is the number of one that was run before without waiting for its outcome."""
         if late is None:
-            return step.report(ahead)
+            return step.run_recovered(ahead)
         self._steps, step.number = self._steps - 1, late
-        report = step.report()
+        report = step.run_recovered()
         report.runs += 1
         return report
 

@@ -6,14 +6,14 @@ became non-finite when the sample was added. It works in five steps:
 
 1. The whole batch again. If that is finite, the fault was not reproduced, and nobody is accused.
 2. A finite part: the batch without the suspects of one stage (those that show in input and loss, then in the loss, then
-   in the input), else a half, a quarter and so on, or what is left without it.
+   in the input), else a half, a quarter and so on, or the batch without that half or quarter.
 3. The rest of the batch is added to the finite part by halves. A half that leaves it finite joins it.
 4. Where samples influence each other or random numbers were drawn, an accused sample has to be bad in other company,
    with other random numbers, and beside a copy of itself. If it is not, its partner is searched for, or it is not
    accused.
 5. Where the losses do not show the accused, batch and good samples are run six times more: a fault that comes and goes
-   with the time, and not with the samples, accuses nobody. So it is where losses show them, until a fault has stayed
-   (`is_steady`).
+   with the time, and not with the samples, accuses nobody. The same is done where the losses show them, until one
+   fault has been found to stay (`is_steady`).
 
 A loss may need a partner for each sample: another one of its class, say. Then a part is non-finite because it lacks the
 partner of an innocent sample. A copy of the sample is a partner, too, so a sample that only lacks one is
@@ -33,10 +33,10 @@ _MAX_PARTS = 6  # parts of one size that are tried while no finite part is known
 _MAX_DOUBLED = 2  # the same, with each sample beside a copy
 _MAX_CHOICES = 16  # samples that are tried as the only bad one
 _MAX_PAIRS = 64  # pairs of samples that are tried as each other's partner
-# Of the batch, and of its good samples, where the losses do not show the bad ones. A fault that comes and goes, every
-# other run at worst, passes all of them once in 4^6 = 4,096 times.
+# How often the batch and its good samples are run again where the losses do not show the bad ones. A fault that comes
+# and goes, every other run at worst, passes all of these runs once in 4^6 = 4,096 times.
 _REPEATS = 6
-_STREAMS = (1, 2, 3, 4, 5, 6)  # of random numbers other than those of the step, with which an accused sample is tried
+_STREAMS = (1, 2, 3, 4, 5, 6)  # random streams other than that of the step, with which an accused sample is tried
 _MAX_GROUP = 4  # samples that are reported as bad only together
 
 
@@ -50,6 +50,7 @@ class Unexplained(enum.Enum):
     """Why no sample is accused although the step was not finite."""
 
     NOT_REPRODUCED = "the fault was not reproduced when the step was run again unchanged"
+    UNSTEADY = "the fault comes and goes when the step is run again unchanged"
     MOVED = "the fault shows in other samples when the step is run again unchanged"
     RANDOM = "the fault depends on the random numbers that the step draws"
     RAISED = "the step raised an exception when it was run again unchanged"
@@ -62,6 +63,10 @@ class Unexplained(enum.Enum):
     LIMIT = "the limit of runs was reached before the bad samples were found"
 
 
+# The whole batch may well be finite in its next run.
+COMES_AND_GOES = (Unexplained.NOT_REPRODUCED, Unexplained.UNSTEADY)
+
+
 class RunLimitError(Exception):
     """Raised by a run that would be one too many."""
 
@@ -71,7 +76,7 @@ class SearchResult:
     """The result of a search.
 
     Args:
-        good: the samples that remain. Their run was finite, unless there is a reason other than NOT_REPRODUCED.
+        good: the samples that remain. If `reason` is None, their run was finite.
         bad: the samples that are accused, those of `groups` included.
         groups: samples that are bad only together.
         left_out: samples that are not accused, but cannot be trained without those that are: the last of its class in a
@@ -95,7 +100,8 @@ class Search:
             is the number of the random stream: 0 is that of the step, others differ from it.
         rows: all samples.
         stages: samples under suspicion, most suspicious first.
-        certain: samples whose input and loss both show the fault: they are accused without step 4. Asked late.
+        certain: samples whose input and loss both show the fault: they are accused without step 4. Called only when
+            a part is known to be finite.
         shown: samples whose losses show the fault, if not all do: these are accused without being tried once more.
         is_steady: whether earlier faults stayed when they were run again. If not, only `certain` are accused so easily.
         is_moved: whether the fault showed in other samples when the batch was run again.
@@ -126,7 +132,7 @@ class Search:
             if self._is_stable(finding.good):
                 self.is_steady = True
                 return finding
-            return SearchResult(self.rows, reason=Unexplained.NOT_REPRODUCED)
+            return SearchResult(self.rows, reason=Unexplained.UNSTEADY)
         except RunLimitError:
             return SearchResult(self.rows, reason=Unexplained.LIMIT)
 

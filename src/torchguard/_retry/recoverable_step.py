@@ -12,7 +12,7 @@ from torchguard._retry.closure import Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep
 from torchguard._retry.guarded_step import GuardedStep
 from torchguard._retry.report import RetryReport
-from torchguard._retry.search import Outcome, Rows, RunLimitError, Search, SearchResult, Unexplained
+from torchguard._retry.search import COMES_AND_GOES, Outcome, Rows, RunLimitError, Search, SearchResult, Unexplained
 from torchguard._torch.training import tracing_errors
 from torchguard.exceptions import RetryError
 
@@ -22,7 +22,7 @@ Gradients = dict[str, Tensor]
 class RecoverableStep(GuardedStep):
     """One guarded step that is run again without its bad samples, if it is not finite."""
 
-    def report(self, update: DeviceStep | None = None) -> RetryReport:
+    def run_recovered(self, update: DeviceStep | None = None) -> RetryReport:
         """Run the step, and run it again if it is not finite.
 
         Args:
@@ -86,7 +86,7 @@ class RecoverableStep(GuardedStep):
         )
         with self._calling_again():
             finding = search.find()
-            if finding.reason in (Unexplained.NOT_REPRODUCED, Unexplained.MOVED) and scaled is None:
+            if finding.reason in (*COMES_AND_GOES, Unexplained.MOVED) and scaled is None:
                 self.guard.is_steady = False
             elif self.guard.is_steady is None and search.is_steady:
                 self.guard.is_steady = True
@@ -221,7 +221,7 @@ class RecoverableStep(GuardedStep):
         self, search: Search, finding: SearchResult, inputs: list[int], shown: list[int], scaled: Gradients | None
     ) -> RetryReport:
         count = self.closure.size
-        if finding.reason is Unexplained.NOT_REPRODUCED:
+        if finding.reason in COMES_AND_GOES:
             if scaled is not None:  # finite at scale 1: the scaler has to see that its scale is too large
                 return self._left_to_the_scaler(scaled)
             note = finding.reason.value
@@ -262,8 +262,10 @@ class RecoverableStep(GuardedStep):
         report.left_out = self._own([*finding.left_out, *sorted({*finding.good} - {*good})])
         for group in finding.groups:
             own = self._own(group)
-            others = " and samples of other ranks" if len(own) < len(group) else ""
-            report.because |= {row: f"bad only together with {[x for x in own if x != row]}{others}" for row in own}
+            others = ["samples of other ranks"] if len(own) < len(group) else []
+            for row in own:
+                partners = [str([one for one in own if one != row])] if len(own) > 1 else []
+                report.because[row] = f"bad only together with {' and '.join([*partners, *others])}"
         return report
 
     def _left_to_the_scaler(self, scaled: Gradients) -> RetryReport:
