@@ -638,3 +638,23 @@ def test_numbers_of_one_byte(run):
     assert {error.location_name for error in flags.unpack(f, BAD[0])} == {"first"}
     err.mean_ok(f, out.square().mean(-1)).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+class Transposed(nn.Module):
+    """Hands a tensor that is not contiguous to its last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x.transpose(0, 1)).transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_clean_batch_meets_the_kernels_of_the_plain_model(dtype):
+    """A layer computes a product and a sum, or both at once, by the strides of its input: they round differently."""
+    model, x = Transposed().to(dtype), torch.randn(4, 5, 16, dtype=dtype)
+    want = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")(x)
+    got, _ = torch.compile(watch(model, quarantine=True), fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(got, want)

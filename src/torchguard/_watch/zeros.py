@@ -26,12 +26,16 @@ def zero_vectors(finite: Tensor, z: Tensor) -> Tensor:
 
 
 def _where(keep: Tensor, z: Tensor) -> Tensor:
-    """`torch.where(keep, z, 0)`. In eager mode it preserves the strides of `z`, by which kernels are chosen."""
+    """`torch.where(keep, z, 0)` with the strides of `z`, by which kernels are chosen; not so for varying sizes."""
     if z.is_floating_point() and z.element_size() == 1 and is_traced(z):
         return _where(keep, z.view(torch.uint8)).view(z.dtype)  # Inductor has no `where` for float8
-    if z.ndim < 4 and (is_traced(z) or z.is_contiguous()):
+    if not all(isinstance(size, int) for size in z.shape) or (z.ndim < 4 and z.is_contiguous()):
         return torch.where(keep, z, 0).to(z.dtype)
-    return z.clone().masked_fill_(~keep, 0)
+    if not is_traced(z):
+        return z.clone().masked_fill_(~keep, 0)
+    # In a graph, `where` orders dims as `keep` does, and `masked_fill` returns a contiguous tensor.
+    zeroed = torch.where(keep, z, 0)
+    return zeroed if zeroed.stride() == z.stride() else torch.empty_like(z).copy_(zeroed)
 
 
 # Whole samples.
