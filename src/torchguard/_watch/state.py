@@ -53,7 +53,7 @@ class WatchState:
     Args:
         paths: the locations: "input", the paths of the watched modules in the order of the model, and "" for the
             output. Everywhere else a location is given by its index in it.
-        masks: which positional arguments of the model are masks.
+        masks: which positional arguments of the model are attention masks.
         regions: the locations of each block that is compiled once.
         sample_of: by location, the dim along which the samples lie, as the user said.
     """
@@ -89,8 +89,8 @@ class WatchState:
         self.key = next(_KEYS)
         self.running = Running()
         self.traced_record: CallRecord | None = None
-        self.compiled_call: Any = None  # what `guarded.compile()` made
-        self.generation_call: Any = None  # what `guarded.generate()` made
+        self.compiled_call: Any = None  # what `compile()` of the watched model made
+        self.generation_call: Any = None  # what its `generate()` made
         self.regions = regions
         self.was_called = False  # whether the last call was one of the watched model, not of the plain one
         self.summary: CallSummary | None = None
@@ -136,9 +136,9 @@ class WatchState:
     def allocate(self, device: torch.device) -> None:
         """Make the tensors that a call needs, on a device.
 
-        `location_ids` has the id of each location, of the arguments of its module, of the model's arguments, and 0. It
-        is a tensor: with ids as constants, every model would be compiled anew. `probes` are the gradient probes, see
-        `gradient_probes.py`.
+        `location_ids` has `[locations | the same, for arguments of modules | arguments of the model | 0 for none]`, as
+        an origin counts them. It is a tensor: with ids as constants, every model would be compiled anew. `probes` are
+        the gradient probes, see `gradient_probes.py`.
         """
         self.ids = tuple(self.location_table.locate(path).id for path in self.paths)
         of_arguments = [self.ids[0]] * len(self.arguments)
@@ -156,7 +156,7 @@ class WatchState:
         # The plain model may have been moved. A leaf cannot be made in a graph: there the call goes without probes.
         if self.location_ids.device != batch.device and not torch.compiler.is_compiling():
             self.allocate(batch.device)
-        # Nor in an export: asking for the size of its batch would limit it.
+        # An export goes without probes, too: asking for the size of its batch would limit it.
         can_probe = self.probes is not None and torch.is_grad_enabled() and not is_exporting()
         probes = self.probes if can_probe and holds(batch.size <= MAX_PROBED_BATCH) else None
         if probes is not None:

@@ -19,7 +19,12 @@ Sizes = Sequence[int]
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of one plane: `positions[window, element]`, with the number of elements standing for padding."""
+    """The windows of one plane: `positions[window, element]`. The index `prod(inner)` means padding.
+
+    Args:
+        inner: the sizes of the plane.
+        outer: the number of windows along each of its dims.
+    """
 
     positions: Tensor
     inner: tuple[int, ...]
@@ -83,7 +88,7 @@ def _kernel_gradient(f: PrimeField, g: Tensor, x: Tensor, windows: Windows, grou
 
 @dataclass(frozen=True)
 class _Convolution:
-    """One call. The kernel slides over the input, or over the output of a transposed convolution."""
+    """The geometry of one convolution. The kernel slides over the input; if it is transposed, over the output."""
 
     windows: Windows
     groups: int
@@ -99,22 +104,31 @@ class _Convolution:
 
     def weight_gradient(self, f: PrimeField, shape: torch.Size) -> Callable[[Tensor, Tensor], Tensor]:
         def product(g: Tensor, x: Tensor) -> Tensor:
-            over, moved = (x, g) if self.is_transposed else (g, x)
-            return _kernel_gradient(f, over, moved, self.windows, self.groups, shape)
+            by_window, plane = (x, g) if self.is_transposed else (g, x)
+            return _kernel_gradient(f, by_window, plane, self.windows, self.groups, shape)
 
         return product
 
 
 def _convolution_call(
-    x: Sizes, w: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, transposed: bool, extra: Sizes, groups: int
+    x: Sizes,
+    w: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    transposed: bool,
+    output_padding: Sizes,
+    groups: int,
 ) -> _Convolution:
     rank = len(w) - 2
     if len(x) != rank + 2:
         raise UnsupportedError("a convolution without a batch dimension")
-    every = [[sizes[0]] * rank if len(sizes) == 1 else list(sizes) for sizes in (stride, padding, dilation, extra)]
-    stride, padding, dilation, extra = every
+    every = [
+        [sizes[0]] * rank if len(sizes) == 1 else list(sizes) for sizes in (stride, padding, dilation, output_padding)
+    ]
+    stride, padding, dilation, output_padding = every
     kernel, plane = list(w[2:]), list(x[2:])
-    each = list(zip(plane, kernel, stride, padding, dilation, extra, strict=True))
+    each = list(zip(plane, kernel, stride, padding, dilation, output_padding, strict=True))
     if transposed:
         inner = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in each]
         outer = plane
