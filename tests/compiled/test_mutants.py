@@ -34,6 +34,9 @@ EQUIVALENT = {
 }
 BY_ALGEBRA = {("bce_with_logits", "zeroed branch"), ("eigenvalues", "other dim")}
 
+# Wrong only where two numbers are equal: the field shows it, but real numbers, which have to confirm it, need not.
+AT_TIES = {("clamp_minmax", "factor 1+1e-3")}
+
 NAMES = [name for name in ZOO if name not in INCONCLUSIVE]
 
 
@@ -56,6 +59,8 @@ def test_each_mutant_is_rejected_or_proved_equivalent(name):
         if which in EQUIVALENT:
             assert which in BY_ALGEBRA or have_same_normal_form(g.vjp, mutant.gm)
             assert Verdict.FAIL not in found
+        elif which in AT_TIES:
+            assert {Verdict.FAIL, Verdict.INCONCLUSIVE} & {*found}
         else:
             assert Verdict.FAIL in found, mutant
 

@@ -239,3 +239,31 @@ def test_a_way_through_the_model_that_was_not_followed_leaves_gradients_finite()
     assert named(f) == ALL
     err.mean_ok(f, out.square().mean((1, 2))).backward()
     assert all(grad.isfinite().all() for grad in gradients(model).values())
+
+
+class Reshaped(nn.Module):
+    """Its graph for varying sizes has nodes that are given a size as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.out, self.scale = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Parameter(torch.ones(WIDTH)),
+        )
+
+    def forward(self, x):
+        size = x.size()[:-1] + (WIDTH,)
+        return self.out((self.inp(x) * self.scale).view(size))
+
+
+def test_sizes_that_vary_are_arguments_like_others():
+    model, x = Reshaped(), torch.randn(SIZE, TIME, WIDTH)
+    guarded = torch.compile(watch(model, quarantine=True), backend="aot_eager", dynamic=True, fullgraph=True)
+    x[BAD, 0] = math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MixedRowsWarning)
+        out, f = guarded(x)
+    out.square().sum().backward()
+    assert err.is_err(f).nonzero().flatten().tolist() == [BAD]
+    assert all(p.grad.isfinite().all() for p in model.parameters())

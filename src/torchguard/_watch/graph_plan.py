@@ -87,11 +87,11 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
     except Exception as error:  # whatever an operation raises that fake tensors do not support
         problem, finder.failed = f"{type(error).__name__}: {error}".split("\n")[0], True
     is_known = finder.has_arguments and not finder.failed
-    only_checks = finder.can_only_check(traced)
     marks = [node for node in traced.graph.nodes if _is_call_of(node, "mark_call")]
     counts = {node.args[1]: len(node.args[0]) for node in marks}
     if finder.has_symbols:
         finder.drop_sizes()
+    only_checks = finder.can_only_check(traced)
     for role, nodes in [(node.args[1], node.args[0]) for node in marks]:
         if role == "statuses" and is_known and torch.is_grad_enabled():
             finder.count_for_all(nodes)

@@ -7,7 +7,7 @@ operators need of the call (its gradient probes, the last location, the batch) i
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -85,11 +85,12 @@ class GraphUses:
         check = self._checks.get(node.graph)
         if check is None or _name(node) in NOT_OPERATIONS or _is_in_layer(node):
             return
-        nodes, samples, has_weight = [*node.all_input_nodes], {}, False
-        values = {
-            one: value for one, value in zip(_leaves(node), flatten((args, kwargs))[0], strict=True) if one in nodes
-        }
-        for one, z in values.items():
+        samples: dict[fx.Node, tuple[Tensor, int]] = {}
+        has_weight = False
+        for one, z in _values((node.args, node.kwargs), (args, kwargs)):
+            if not isinstance(z, Tensor):  # several tensors of one node cannot be protected by themselves
+                self.has_opaque = self.has_opaque or any(map(_has_storage, flatten(z)[0]))
+                continue
             if not _has_storage(z) or not (z.is_floating_point() or z.is_complex()):
                 continue
             code = self._code_of(z)
@@ -176,8 +177,18 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def _leaves(node: fx.Node) -> list[Any]:
-    return flatten((node.args, node.kwargs))[0]
+def _values(given: Any, value: Any) -> Iterator[tuple[fx.Node, Any]]:
+    """The nodes among the arguments of a node, each with its value, which may be a tuple such as a size."""
+    if isinstance(given, fx.Node):
+        yield given, value
+    elif isinstance(given, slice):
+        yield from _values((given.start, given.stop, given.step), (value.start, value.stop, value.step))
+    elif isinstance(given, Mapping):
+        for name, one in given.items():
+            yield from _values(one, value[name])
+    elif isinstance(given, (tuple, list)):
+        for one, of_one in zip(given, value, strict=True):
+            yield from _values(one, of_one)
 
 
 def _has_storage(value: Any) -> bool:
