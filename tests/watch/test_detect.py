@@ -67,6 +67,6 @@ def test_all_are_finite_or_not(dtype, data):
 
 
 @pytest.mark.parametrize(("vectors", "replaces", "pieces"), [(2048, True, 4), (2048, False, 1), (16, False, 4)])
-def test_long_vectors_are_scanned_whole_on_a_gpu_where_nothing_is_replaced_and_there_are_many(vectors, replaces, pieces):
+def test_many_long_vectors_are_scanned_whole_on_a_gpu_where_nothing_is_replaced(vectors, replaces, pieces):
     z = torch.empty(vectors, 4096, dtype=torch.bfloat16, device="meta")
     assert scan(z, replaces).shape == (vectors, pieces)
