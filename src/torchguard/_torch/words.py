@@ -2,13 +2,15 @@
 
 Only words of objects that are alive may be read: whoever reads them holds a reference to the object. Where objects are
 not laid out as in CPython 3.11, or torch lacks a name that torch 2.11 to 2.15 have, `can_read_words` is False, and what
-uses words is degraded: it reads the objects themselves.
+uses words is degraded: it reads the objects themselves. CPython 3.12 has versions of dicts, too, and 3.13 none.
 """
 
 import ctypes
 import functools
 import itertools
 import operator
+import random
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -101,6 +103,50 @@ def _pairs() -> Any:
 def read_word(address: int) -> int:
     """The word at an address, which must be in an object that is alive."""
     return ctypes.c_uint64.from_address(address).value
+
+
+@functools.cache
+def can_read_dict_versions() -> bool:
+    """Whether a dict of this Python has a version, and each kind of change changes it."""
+    if sys.implementation.name != "cpython" or not (3, 11) <= sys.version_info[:2] <= (3, 12):
+        return False
+    if sys.maxsize != 2**63 - 1 or hasattr(sys, "gettotalrefcount"):
+        return False
+    sample: dict[str, Any] = {"a": 0, "b": 0}
+    changes = [
+        lambda: sample.update(a=object()),
+        lambda: sample.__setitem__("a", object()),
+        lambda: sample.pop("b"),
+        lambda: sample.setdefault("c", 0),
+        lambda: sample.popitem(),
+        lambda: sample.clear(),
+    ]
+    versions = [read_word(id(sample) + DICT_VERSION)]
+    for change in changes:
+        change()
+        versions.append(read_word(id(sample) + DICT_VERSION))
+    return len({*versions}) == len(versions)
+
+
+_TWISTER = struct.Struct("625I")  # of a `random.Random`, behind its type: position, and 624 words of key
+_TWISTER_OFFSET = 16
+
+
+@functools.cache
+def can_read_twister() -> bool:
+    """Whether the Mersenne twister of Python's `random` is where `twister_words` reads it."""
+    if sys.implementation.name != "cpython" or hasattr(sys, "gettotalrefcount"):
+        return False
+    one = random.Random(0)
+    if type(one).__basicsize__ < _TWISTER_OFFSET + _TWISTER.size:
+        return False
+    position, *key = _TWISTER.unpack(twister_words(one))
+    return (*key, position) == one.getstate()[1]
+
+
+def twister_words(generator: random.Random) -> bytes:
+    """The words of a Mersenne twister. To make the tuple of `getstate` of them takes ten times as long."""
+    return ctypes.string_at(id(generator) + _TWISTER_OFFSET, _TWISTER.size)
 
 
 @functools.cache
