@@ -4,7 +4,7 @@ The models are transformers' own, with random weights. The baseline clears gradi
 the gradients, the norm of the gradients, and steps a fused AdamW. All variants train one model through one compiled
 closure, each with an optimizer of its own, and alternate in one process. Times are medians, ratios medians of the
 ratios of the rounds. On the CPU it is the CPU time of a step on one thread, on the GPU the time of eight steps back to
-back. A bad step has a NaN in the input of one sample. "plain, waiting" reads the norm before the optimizer steps. On the
+back. A bad step has a NaN in the input of one sample. "plain, waiting" reads the norm before the optimizer steps. On a
 GPU, "plain, ahead" launches the optimizer with a flag on the device, and then waits for the flag.
 """
 
