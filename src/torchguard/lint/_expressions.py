@@ -1,6 +1,7 @@
 """What each expression holds, given what the names in scope hold."""
 
 import ast
+from abc import ABC, abstractmethod
 
 from torchguard.lint import _torch_names as names
 from torchguard.lint import _values as values
@@ -30,7 +31,7 @@ class Scope:
         return None
 
 
-class Expressions:
+class Expressions(ABC):
     """Evaluates expressions, and notes what each holds."""
 
     def __init__(self, module: Tree) -> None:
@@ -312,8 +313,9 @@ class Expressions:
                 return
         self.bind(target, values.NUMBER if called == "range" else values.element(held))
 
+    @abstractmethod
     def block(self, statements: list[ast.stmt]) -> bool:
-        raise NotImplementedError  # of a lambda or comprehension there are none
+        """Run statements; True if the last of them leaves the block."""
 
 
 _PUBLIC_NAMES = (

@@ -2,6 +2,7 @@
 
 import json
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,12 +105,12 @@ class Report:
         return fragment(self.title, self.sections)
 
 
-class Shown:
+class Shown(ABC):
     """A base class for results: `section` puts one into words, and they show themselves in notebooks and files."""
 
+    @abstractmethod
     def section(self) -> Section:
         """The result as a section of a report."""
-        raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it to a file: HTML, JSON or text, by its suffix."""
