@@ -109,6 +109,7 @@ def run(
         watch=watch,
         quarantine=quarantine,
         progress=not quiet,
+        guard_costs=report is not None or html is not None,
     )
     # The script may change the directory.
     files = {form: file.absolute() for form, file in (("json", report), ("html", html)) if file is not None}
@@ -216,6 +217,7 @@ def _report_views(observation: Observation) -> Iterator[RenderableType]:
     else:
         data = _compiled(observation.inspection)
         yield from _views.compilation_views(data, failed=sum(bool(_views.failure_of(one)) for one in artifacts))
+    yield from (plain(f"Audit of dropped guards: {audit.report()}") for audit in observation.audits)
     if observation.device_report is not None:
         yield from _views.device_report(observation.device_report, limit=_LIMIT)
         if watcher is not None:
