@@ -19,7 +19,7 @@ from torchguard.report import Answer, FlameGraph, Frame, Section, Shown, Table, 
 _LOOKUP = "TorchDynamo Cache Lookup"
 # A subtree that takes less than this share of the total is not decomposed any further.
 _SMALLEST_SHARE = 0.02
-_MOST_GRAPHS = 10  # of a section
+_MOST_GRAPHS = 5  # of a section: of compilations whose guards take a tenth of the longest or more
 
 
 class _Timing(NamedTuple):
@@ -151,6 +151,7 @@ def costs_section(
     graphs = (
         FlameGraph(f"Guards of {one.compile_id} {name(one.function)} by source", "us", _frame(one.tree))
         for one in ordered[:_MOST_GRAPHS]
+        if one.tree.microseconds >= first.tree.microseconds / 10
     )
     how = f"Measured in a loop when each was compiled. In a real call memory is cold, and guards take longer.{note}"
     columns = ("id", "function", "where", "us of a check")

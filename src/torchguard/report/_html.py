@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _CHARTS = ("line", "heatmap", "timeline", "flame", "roofline")
 # A table with more rows than this gets a filter, sorting and pages, and its rows as data.
 LONG_TABLE = 15
+_SHORT_CELL = 24  # characters that are not broken over lines; the script has the same number
 _STATIC_ROWS = 50  # rows that stand in the page itself; the script shows the others
 _MOST_CELLS = 250_000  # of a heat map; with more, columns are joined
 _MOST_POINTS = 20_000  # of a curve
@@ -84,7 +85,7 @@ def _template(name: str) -> Any:
     made.filters["cell"] = format_cell
     made.globals.update(
         charts=_CHARTS, chart_data=_chart_data, table_of=table_of, table_data=_table_data, numbers=_numbers,
-        static_rows=_STATIC_ROWS, long_table=LONG_TABLE, most_lines=_MOST_LINES,
+        static_rows=_STATIC_ROWS, short_cell=_SHORT_CELL, long_table=LONG_TABLE, most_lines=_MOST_LINES,
     )  # fmt: skip
     return made.get_template(name)
 

@@ -63,7 +63,7 @@
       const rows = shown.slice(page * PAGE, (page + 1) * PAGE).map(i => {
         const row = element("tr");
         data.rows[i].forEach((text, j) => {
-          const cell = element("td", undefined, numeric[j] ? "number" : "");
+          const cell = element("td", undefined, numeric[j] ? "number" : text.length <= 24 ? "short" : "");
           if (j === 0 && data.links[i]) {
             const link = element("a", text);
             link.href = "#" + data.links[i];
@@ -269,7 +269,7 @@
           ...base(),
           grid: { left: 8, right: 8, top: 6, bottom: 30 },
           tooltip: tooltip(found => tip(frames[found.dataIndex].frame.name, [describe(found.dataIndex).split(": ").pop()])),
-          xAxis: axis("", { type: "value", min: 0, max: total, axisLabel: { color: style("--soft"), formatter: value => format(value, data.unit) } }),
+          xAxis: axis("", { type: "value", min: 0, max: total, axisLabel: { color: style("--soft"), showMaxLabel: false, formatter: value => format(value, data.unit) } }),
           yAxis: { show: false, type: "value", min: 0, max: depth, inverse: true },
           series: [{
             type: "custom",
