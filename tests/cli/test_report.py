@@ -81,8 +81,8 @@ def test_run_writes_what_was_bad_what_retry_did_and_what_was_compiled(command, s
     assert "factor" in name
     assert "Audit of dropped guards: " in ran.stderr
     flames = blocks(found["Cost of guards"], "flame")
-    assert len(flames) == 3
     assert flames[0]["root"]["value"] > 0
+    assert len(blocks(found["Cost of guards"], "table")[0]["rows"]) == 3
     memory = found["Device"]["sections"][0]["blocks"][0]
     assert memory["kind"] == "line"
     assert max(memory["series"][0]["values"]) > 0
@@ -139,3 +139,12 @@ def test_the_page_of_a_run_opens_without_errors(command, script, tmp_path):
         opened.see_all()
         assert opened.messages == []
         assert opened.page.get_by_text("trained without 1 bad sample").first.is_visible()
+
+
+def test_an_interrupt_is_one_line_and_leaves_no_file(invoke, module, tmp_path):
+    name = module("def build():\n    raise KeyboardInterrupt\n")
+    ran = invoke("report", f"{name}:build", "--html", tmp_path / "report.html")
+    assert ran.exit_code == 130
+    assert ran.stderr == "torchguard: interrupted.\n"
+    assert ran.stdout == ""
+    assert [one.name for one in tmp_path.iterdir() if "report" in one.name] == []

@@ -9,8 +9,8 @@ from torchguard.report import Answer, Cell, Facts, HeatMap, LineChart, Section, 
 _PAGES = 100  # incidents that get a page of their own
 _MOST_STEPS = 100_000  # of a curve and a heat map
 _AFTER = Text(
-    "Origins are recorded. A module after an origin is inferred: the model defines it later, and the sample was bad at as "
-    "many checks as there are such modules. Where the numbers differ, only the origin is shown."
+    "Origins are recorded. A module after an origin is inferred: the model defines it later, and the sample was bad at "
+    "as many checks as there are such modules. Where the numbers differ, only the origin is shown."
 )
 
 

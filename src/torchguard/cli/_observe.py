@@ -212,7 +212,7 @@ class Observation:
             return None
         reports = []
         for pair in self._graphs:
-            try:
+            try:  # on a terminal, each shows its progress
                 report = without_internal_violations(check(pair, self._options.device))
                 reports.append(report)
                 if self._options.capture:

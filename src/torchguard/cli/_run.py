@@ -18,6 +18,7 @@ import typer
 from rich.console import RenderableType
 
 from torchguard._files import write_whole
+from torchguard._progress import progress_line
 from torchguard._sizes import format_size
 from torchguard.cli import _script, _script_options, _views
 from torchguard.cli._observe import Observation, Options
@@ -146,8 +147,18 @@ class _ReportAtExit:
     def __call__(self) -> None:
         if os.getpid() != self._process:  # a child that the script forked
             return
+        try:
+            self._report()
+        except KeyboardInterrupt:
+            self._print(plain("torchguard: interrupted, so there is no report.", "yellow"))
+            _flush()
+            os._exit(ExitCode.INTERRUPTED)
+
+    def _report(self) -> None:
         self._observation.finish()
-        written = self._write()
+        with progress_line(False if self._quiet else None) as show:
+            show("torchguard: writing the report")
+            written = self._write()
         if not self._quiet:
             self._print(*_report_views(self._observation))
             self._print(*(plain(f"{file} has the report.", "bold") for file in written), soft_wrap=True)
