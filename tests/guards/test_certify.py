@@ -230,7 +230,7 @@ def test_progress_on_a_terminal_is_one_line_that_is_erased(capsys, monkeypatch):
     certify(lambda x: x * LIMIT, torch.randn(3), skip_all(), backend="eager")
     shown = capsys.readouterr().err
     assert "certify: compiling" in shown
-    assert "of 8: another batch size" in shown
+    assert "change 8 of 8: " in shown
     assert shown.count("\n") == 1  # the last text, which is erased
     assert shown.endswith("\x1b[2K")
 
