@@ -18,6 +18,7 @@ from torchguard._watch.detect import (
     is_nan,
     largest_bits,
     row_status,
+    scan,
 )
 
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -2.5, 6e4, -1e-7, math.inf, -math.inf, math.nan])
@@ -63,3 +64,9 @@ def test_all_are_finite_or_not(dtype, data):
     number = st.sampled_from([0.0, 1.0, most, -most, float("inf"), float("-inf"), float("nan")])
     z = torch.tensor(data.draw(st.lists(number, max_size=4)), dtype=dtype)
     assert all_finite(z) is bool(z.isfinite().all())
+
+
+@pytest.mark.parametrize(("vectors", "replaces", "pieces"), [(2048, True, 4), (2048, False, 1), (16, False, 4)])
+def test_many_long_vectors_are_scanned_whole_on_a_gpu_where_nothing_is_replaced(vectors, replaces, pieces):
+    z = torch.empty(vectors, 4096, dtype=torch.bfloat16, device="meta")
+    assert scan(z, replaces).shape == (vectors, pieces)

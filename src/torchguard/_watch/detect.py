@@ -50,6 +50,8 @@ _INF_BITS = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF000
 _SOURCE = "_torchguard_source"
 # A GPU holds a piece of this many numbers in registers, and need not read it again to replace it.
 _LONGEST_PIECE, _SHORTEST_PIECE = 1_024, 256
+# So many vectors occupy a GPU, however long they are.
+_MANY_VECTORS = 1_024
 # Tensors of up to this many numbers are scanned together at the end of a call on a GPU. Until then their memory is
 # kept: at most 1 MiB each in float32.
 _MAX_SMALL = 2**18
@@ -101,7 +103,7 @@ def deferrable_status(z: Tensor, alone: bool, keep_neg_inf: bool, limit: float =
     Args:
         limit: magnitudes from here on count as Inf.
     """
-    status = scan(without_neg_inf(z) if keep_neg_inf else z)
+    status = scan(without_neg_inf(z) if keep_neg_inf else z, replaces=False)
     if limit < math.inf:
         status = inf_from(status, limit, z.dtype)
     defers = is_small(z) if compiles_summary(z.device) else alone and limit == math.inf
@@ -131,8 +133,13 @@ def deferred_scan(status: Tensor) -> DeferredScan | None:
     return found if found is not None and mutation_count(found.tensor) == found.changes else None
 
 
-def scan(z: Tensor) -> Tensor:
-    """The row status of `z`, by operations that a backend can fuse."""
+def scan(z: Tensor, replaces: bool = True) -> Tensor:
+    """The row status of `z`, by operations that a backend can fuse.
+
+    Args:
+        replaces: whether non-finite vectors will be replaced, so that long ones are scanned in pieces. If not, they are
+            scanned whole, as a norm of them is: Inductor fuses reductions of one size alone.
+    """
     ndim, is_complex = z.ndim, z.is_complex()
     z = floats_of(z) if z.is_cpu or z.dtype not in _BITS else z  # bits need no detach: integers have no gradient
     if ndim == 0:
@@ -144,6 +151,8 @@ def scan(z: Tensor) -> Tensor:
     if z.is_cpu:
         return _largest(z.abs())
     pieces = num_pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
+    if not replaces and is_surely(z.numel() >= _MANY_VECTORS * z.shape[-1]):
+        pieces = 1
     return largest_bits(z.unflatten(-1, (pieces, -1))).squeeze(-1) if pieces > 1 else largest_bits(z)
 
 

@@ -5,9 +5,10 @@ A call must not wait for its device, break a graph or cause a recompile to recor
 - **On the CPU** the origins of a call can be read at once, and mostly there are none. In a graph, reading is the body
   of an opaque operator, `record_call`. It gets the number of the history in a tensor, because values of tensors are not
   guarded on, and returns the flags, which the call returns in turn: so it is not removed as dead code.
-- **On other devices** the entries are written to a table on the device, with the counts in its last row, so that one
-  kernel writes both. Rows of good samples go to one more row of the table, which is never read. Reading the history
-  waits for the device, and empties the table.
+- **On other devices** the entries are written to a table on the device. Rows of good samples go to one more row of the
+  table, which is never read. The numbers of calls and of entries are in a tensor of their own: the kernel that writes
+  the table reads them, and in one tensor it might read what it has written. Reading the history waits for the device,
+  and empties the table.
 
 Of a run with more entries than there is room for, the first half and the last half are kept.
 """
@@ -19,7 +20,6 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchguard._channel.packing import unpack
@@ -30,8 +30,8 @@ from torchguard._torch.tracing import backward_number, is_plain, is_surely
 from torchguard._watch.summarize import CallSummary
 
 HALF = 512
-# Rows of the table: where entries of good samples go, and the numbers of calls and of entries so far.
-_UNREAD, _COUNTS = 2 * HALF, 2 * HALF + 1
+# The row of the table where entries of good samples go.
+_UNREAD = 2 * HALF
 # For more samples, comparing all pairs of them takes longer than a further kernel.
 _MAX_COMPARED = 256
 # In place of the id of a sample that has none.
@@ -66,16 +66,17 @@ class History:
         self._first: list[Entry] = []
         self._last: deque[Entry] = deque(maxlen=HALF)
         self.table: Tensor | None = None
+        self.counts: Tensor | None = None  # of calls and of entries so far
 
     def allocate(self, device: torch.device, on_device: bool | None = None) -> None:
         """Make the table that a device needs. What the table of another device has is read before."""
         self._read_table()
-        self.table = None
+        self.table = self.counts = None
         if device.type != "cpu" if on_device is None else on_device:
             with torch.inference_mode(False):
-                table = torch.zeros(_COUNTS + 1, len(Entry._fields), dtype=torch.int64, device=device)
-                table[_COUNTS, 0] = self.calls
+                table = torch.zeros(_UNREAD + 1, len(Entry._fields), dtype=torch.int64, device=device)
                 self.table = keep_in_place(table)
+                self.counts = keep_in_place(torch.tensor([self.calls, 0], device=device))
 
     def record(self, summary: CallSummary, ids: Tensor | None) -> CallSummary:
         """Record a call, unless its findings cannot be read: under transforms and in exports.
@@ -87,8 +88,8 @@ class History:
         in_graph = use_operators()
         if not in_graph and (not is_plain(f) or backward_number() != -1):  # in backward, a checkpoint repeats a call
             return summary
-        if self.table is not None and self.table.device == f.device:
-            _write(self.table, summary)
+        if self.table is not None and self.counts is not None and self.table.device == f.device:
+            _write(self.table, self.counts, summary)
         elif in_graph:
             return CallSummary(_RECORD_CALL(f, origins, ids, self.handle), origins, warnings, ids)
         else:
@@ -101,7 +102,7 @@ class History:
             step, self.calls = self.calls, self.calls + 1
         if summary.is_clean or summary.origins.numel() == 0 or summary.origins.amax().item() < 0:  # all are -1
             return
-        found = _columns(summary).t().tolist()
+        found = torch.stack(_columns(summary), -1).tolist()
         with self._lock:
             for size, sample, *rest in found:
                 if rest[1] >= 0:
@@ -128,17 +129,17 @@ class History:
 
     def _read_table(self) -> None:
         """Add what the table has, and empty it. Waits for the device."""
-        if self.table is None:
+        if self.table is None or self.counts is None:
             return
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            self.calls, count = self.table[_COUNTS, :2].tolist()
+            self.calls, count = self.counts.tolist()
             rows = self.table.tolist() if count else []
             for rank in range(count):
                 if rank < HALF or rank >= count - HALF:
                     self._add(Entry(*rows[_slot(rank)]))
                 else:
                     self.total += 1
-            self.table[_COUNTS, 1] = 0
+            self.counts[1] = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -151,32 +152,30 @@ def _slot(rank: int) -> int:
     return rank if rank < HALF else HALF + (rank - HALF) % HALF
 
 
-def _columns(summary: CallSummary) -> Tensor:
-    """What an entry has beside the step, for each sample of a call: `(7, batch)`."""
+def _columns(summary: CallSummary) -> list[Tensor]:
+    """What an entry has beside the step, each for all samples of a call."""
     origins, batch = summary.origins, summary.origins.shape[1]
     samples = torch.arange(batch, device=origins.device)
     code = slot_code(unpack(summary.flags)[:, 0].to(torch.int64))
     ids = torch.full_like(samples, NO_ID) if summary.ids is None else summary.ids.to(origins.device)
-    return torch.stack([torch.full_like(samples, batch), samples, ids, *origins, code])
+    return [torch.full_like(samples, batch), samples, ids, *origins, code]
 
 
-def _write(table: Tensor, summary: CallSummary) -> None:
+def _write(table: Tensor, counts: Tensor, summary: CallSummary) -> None:
     """Write the entries of a call to the table, without waiting for its device."""
     with torch.no_grad():
         columns = _columns(summary)
-        step, before = table[_COUNTS, 0], table[_COUNTS, 1]
-        is_bad = columns[3] >= 0
-        so_far = _counted(is_bad, columns[1])
-        rank = so_far + (before - 1)
+        samples, is_bad = columns[1], summary.origins[0] >= 0
+        so_far, total = _counted(is_bad, samples), is_bad.sum()
+        rank = so_far + (counts[1] - 1)
         slot = torch.where(rank < HALF, rank, HALF + (rank - HALF) % HALF)
-        if not is_surely(columns.shape[1] <= HALF):
+        is_kept = is_bad
+        if not is_surely(samples.shape[0] <= HALF):
             # Of a call with more entries than the second half has room for, the last ones are kept.
-            is_bad = is_bad & ((rank < HALF) | (so_far > so_far[-1] - HALF))
-        slot = torch.where(is_bad, slot, _UNREAD)
-        entries = torch.cat([step.expand(1, columns.shape[1]), columns]).t()
-        count = before + so_far[-1:].sum()  # of no samples, 0
-        counts = F.pad(torch.stack([step + 1, count]), (0, len(columns) - 1))
-        table.index_copy_(0, F.pad(slot, (0, 1), value=_COUNTS), torch.cat([entries, counts.unsqueeze(0)]))
+            is_kept = is_bad & ((rank < HALF) | (so_far > total - HALF))
+        entries = torch.stack([counts[0].expand_as(samples), *columns], -1)
+        table.index_copy_(0, torch.where(is_kept, slot, _UNREAD), entries)
+        counts += torch.stack([torch.ones_like(total), total])
 
 
 def _counted(is_bad: Tensor, samples: Tensor) -> Tensor:

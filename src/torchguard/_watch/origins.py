@@ -249,7 +249,7 @@ def _call_stack_statuses(statuses: list[Tensor]) -> Tensor:
 
 _STACK_STATUSES = define_opaque(
     "stack_statuses(Tensor[] statuses) -> Tensor",
-    torch.stack,
+    lambda statuses: torch.cat(statuses).unflatten(0, (len(statuses), -1)),  # `stack` makes a view of each first
     lambda statuses: statuses[0].new_empty(len(statuses), *statuses[0].shape),
 )
 
