@@ -268,12 +268,15 @@ class OwnerMode(PathMode):
 
     def read(self, tensor: Tensor, how: str) -> None:
         """Python or NumPy reads a tensor: see `Listener`."""
-        owners = None if self.is_paused else self.owners_of(tensor)
-        if owners is None:
+        if self.is_paused:
             return
-        if _key(tensor) in self._of_floats or self._is_float_of_samples(tensor):
-            self.lose(f"Tensor.{how} hands values of a sample to Python")
-        self._read_on_host = union([self._read_on_host, owners.all()])
+        with self.paused():
+            owners = self.owners_of(tensor)
+            if owners is None:
+                return
+            if _key(tensor) in self._of_floats or self._is_float_of_samples(tensor):
+                self.lose(f"Tensor.{how} hands values of a sample to Python")
+            self._read_on_host = union([self._read_on_host, owners.all()])
 
     @contextmanager
     def making(self, values: Any, how: str) -> Iterator[None]:

@@ -144,8 +144,8 @@ class FollowedCall:
         floats = [(i, z) for i, z in enumerate(leaves) if _is_float(z)]
         if any(is_wrapped(z) or z.layout != torch.strided or z.is_nested for _, z in floats):
             return None
-        weights = [i for i, z in floats if z.requires_grad and self.mode.owners_of(z) is None]
-        samples = [(i, z, self._code(z)) for i, z in floats if self.mode.owners_of(z) is not None] if weights else []
+        weights = [i for i, z in floats if z.requires_grad and not self._has_owner(z)]
+        samples = [(i, z, self._code(z)) for i, z in floats if self._has_owner(z)] if weights else []
         if not samples:
             return None
         unknown = [
@@ -195,6 +195,10 @@ class FollowedCall:
         uses = {key: use for key, use in self._uses.items() if key in self.mode.used.met}
         known = (self.mode.path, self.mode.problem, uses, frozenset(self._paths), self._is_unprotected)
         return OwnerPlan(tuple(self._checks), frozenset(self._neg_inf), outputs, *known)
+
+    def _has_owner(self, z: Tensor) -> bool:
+        with self.mode.paused():
+            return self.mode.owners_of(z) is not None
 
     def _code(self, z: Tensor) -> int:
         if is_distributed(z):
