@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torchguard import err, flags
 from torchguard._watch import unwatch, watch
 from torchguard._watch.gradient_probes import CallOrigins, CallProbes
-from torchguard.exceptions import WatchError
+from torchguard.exceptions import MixedRowsWarning, WatchError
 
 NAN = float("nan")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*nested tensors.*:UserWarning")
@@ -369,3 +369,25 @@ def test_the_samples_of_a_list_of_images_are_the_images(run_light, sizes, recwar
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)
     assert not recwarn.list
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(torch.cond(x.sum() > -1e9, torch.sin, torch.cos, (self.first(x),)))
+
+
+def test_a_model_with_torch_cond_is_declared_and_not_compiled():
+    """Dynamo loses what is written to attributes after it: the next call returned an output that was not watched."""
+    guarded, x = watch(Branching(), quarantine=True, returns="output"), torch.randn(4, 3)
+    with torch.no_grad():
+        with pytest.warns(MixedRowsWarning, match="may mix samples"):
+            guarded(x)
+        x[1] = float("nan")
+        assert not guarded(x).any()
+        assert err.is_err(guarded.flags).all()
+        with pytest.raises(RuntimeError, match=r"torch\.cond, after which Dynamo loses.*eager mode"):
+            torch.compile(guarded, backend="aot_eager")(x)

@@ -72,6 +72,11 @@ def is_composite(op: Any) -> bool:
         return False
 
 
+def is_higher_order(op: Any) -> bool:
+    """Whether an operator takes functions, such as that of `torch.cond`. It has no schema."""
+    return isinstance(op, torch._ops.HigherOrderOperator)
+
+
 def is_query(op: Any) -> bool:
     """Whether an operation only asks for a property of a fake tensor, such as its device."""
     return op.namespace == "prim"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard._torch.dispatch import DispatchMode, is_composite, is_query
+from torchguard._torch.dispatch import DispatchMode, is_composite, is_higher_order, is_query
 
 _HASHED = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -17,6 +17,8 @@ class PathMode(DispatchMode):
 
     It has the order of operations, the shapes of their tensors and all other arguments.
     """
+
+    supports_higher_order_operators = True  # such as that of `torch.cond`
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +41,8 @@ class PathMode(DispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_higher_order(op):
+            return self._follow_whole(op, op(*args, **kwargs))
         if self.is_paused or is_query(op):
             return self._ignore(op(*args, **kwargs))
         if is_composite(op) and not any(_is_nested(one) for one in args):  # in inference mode, they arrive whole
@@ -51,6 +55,11 @@ class PathMode(DispatchMode):
 
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Do more with an operation."""
+
+    def _follow_whole(self, op: Any, result: Any) -> Any:
+        """The result of an operator that calls functions, whose operations are not seen."""
+        self.path = hash((self.path, str(op)))
+        return result
 
     def _ignore(self, result: Any) -> Any:
         """The result of an operation that does not count."""

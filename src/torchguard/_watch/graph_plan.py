@@ -34,9 +34,12 @@ from torchguard._watch.owner_storages import rows_of
 from torchguard._watch.owners import OwnerMode
 from torchguard._watch.parameter_uses import steps_of
 from torchguard._watch.warn import warn_of_mixing
+from torchguard.exceptions import WatchError
 
 # Positions among the arguments of `replace_nonfinite`, and of `row_status`.
 _ROWS, _KEEP_NEG_INF, _ONLY_CHECKS = 6, {"replace_nonfinite": 11, "row_status": 2}, 12
+
+_BRANCHES = ("cond", "while_loop", "scan", "map_impl")
 
 
 def mark_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> None:
@@ -74,6 +77,7 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
         is_lost: whether the model calls modules under a transform.
     """
     traced = TracedGraph()
+    _refuse_branches(traced.graph)
     finder = _Finder(traced.has_symbols())
     try:
         with finder.mode:
@@ -108,6 +112,16 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
     needs_hooks = not is_known or finder.uses.has_opaque
     bits = (0 if only_checks else 1) | (2 if needs_hooks else 0)
     return (bits, *finder.codes["statuses"], *finder.codes["outputs"])
+
+
+def _refuse_branches(graph: fx.Graph) -> None:
+    """Refuse operators after which Dynamo loses what is written to attributes: the flags, and that the call is over."""
+    found = [str(node.target) for node in graph.nodes if node.op == "call_function" and str(node.target) in _BRANCHES]
+    if found:
+        raise WatchError(
+            f"watch: the model calls torch.{found[0]}, after which Dynamo loses what is written to attributes, such as "
+            "the flags of the call. Call the watched model in eager mode."
+        )
 
 
 class _Finder:

@@ -43,21 +43,8 @@ from torchguard._watch.owner_storages import StorageOwners, UsedTensors, geometr
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 # Operations whose result has -Inf where an argument has it.
 _KEEP_NEG_INF = {
-    *(
-        "clone",
-        "_to_copy",
-        "copy",
-        "lift_fresh",
-        "where",
-        "masked_fill",
-        "add",
-        "sub",
-        "cat",
-        "stack",
-        "index",
-        "gather",
-    ),
-    *("scatter", "index_put", "index_select", "triu", "tril", "maximum", "minimum", "repeat", "roll", "flip"),
+    *("clone", "_to_copy", "copy", "lift_fresh", "where", "masked_fill", "add", "sub", "cat", "stack", "index"),
+    *("gather", "scatter", "index_put", "index_select", "triu", "tril", "maximum", "minimum", "repeat", "roll", "flip"),
     *("_unsafe_view", "fill", "_log_softmax"),
 }
 _NEW = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros")
@@ -207,6 +194,12 @@ class OwnerMode(PathMode):
         after = [owners for one in (*outputs, *written) if (owners := self.owners_of(one)) is not None]
         if self.problem is None and any(map(_mixes, after)) and not any(map(_mixes, before)):
             self.problem = str(op)
+
+    def _follow_whole(self, op: Any, result: Any) -> Any:
+        for z in filter(_has_storage, _tensors(super()._follow_whole(op, result))):
+            self.know([z])
+            self.mix(z, f"torch.{op}")
+        return result
 
     def mix_used(self, z: Tensor) -> None:
         """A parameter was used in a checkpoint, where a fault cannot be kept from its gradient."""

@@ -119,8 +119,9 @@ class WatchState:
             self.running.call_record = call_record
             enter_call(self.key, call_record)
 
-    def end(self) -> None:
-        if torch.compiler.is_compiling():
+    def end(self, call_record: CallRecord) -> None:
+        """End a call. One that began in a graph may end outside of it, after a graph break."""
+        if call_record.in_graph:
             self.traced_record = None
         else:
             self.running.call_record = None

@@ -104,7 +104,7 @@ class WatchedModel:
         try:
             output = forward(*args, **kwargs)
         finally:
-            watch.end()
+            watch.end(call_record)
         return checked_output(self, output, call_record, len(watch.paths) - 1)
 
     def _call_with_plan(
