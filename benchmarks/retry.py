@@ -162,9 +162,9 @@ def measured(device: str, rounds: int, kind: str, model_name: str) -> dict[str, 
     bad["noise"][1].view(-1)[0] = float("nan")
     step = steps["wait=True"]
     step(bad)
-    start = time.perf_counter()
+    start = clock()
     report = step(bad)
-    bad_time = time.perf_counter() - start
+    bad_time = clock() - start
     assert report.bad == [1], report
     result = {
         "ms": {name: round(1e3 * one, 3) for name, one in median.items()},

@@ -418,6 +418,30 @@ def test_a_decorated_forward_has_the_name_of_its_class():
     assert frame.line == Decorated.forward.__wrapped__.__code__.co_firstlineno
 
 
+def test_a_decorated_forward_of_a_base_has_the_name_of_the_class_that_is_called():
+    def counted(forward):
+        @functools.wraps(forward)
+        def wrapper(self, x):
+            return forward(self, x)
+
+        return wrapper
+
+    class Base(nn.Module):
+        @counted
+        @counted
+        def forward(self, x):
+            return x + 1
+
+    class Model(Base):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    frames = GuardInspector(Model()).run(torch.ones(2)).frames
+    assert [frame.function for frame in frames if "<locals>" in frame.function and "wrapper" in frame.function] == []
+    assert "Model.forward" in {frame.function for frame in frames}
+
+
 def test_what_is_no_model_is_refused():
     with pytest.raises(GuardError, match=r"GuardInspector: expected a model or a function, got 3 \(int\)"):
         GuardInspector(3)

@@ -1,6 +1,7 @@
 """Warnings of `watch`: what it cannot tell, in words."""
 
 import warnings
+from typing import Any
 
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard.exceptions import CompileOnceWarning, MixedRowsWarning
@@ -19,12 +20,33 @@ def warn_of_mixing(model: str, problem: str | None) -> None:
     )
 
 
+def warn_once_of_mixing(watch: Any, problem: str | None) -> None:
+    """The same once for each watched model. `watch` is its state."""
+    if not watch.warned:
+        watch.warned = True
+        warn_of_mixing(type(watch.model).__name__, problem)
+
+
 def warn_of_recurrent_layer(model: str) -> None:
     warnings.warn(
         f"watch: a fault was created inside of a recurrent layer of {model}, whose weights cannot be kept from it. All "
         "samples of the call are flagged, and zero in the output; a gradient of the layer that is not finite is zero. "
         "torchguard.Retry drops only the bad samples, on any model.",
         MixedRowsWarning,
+        stacklevel=2,
+    )
+
+
+def warn_of_compiled_parts(model: str) -> None:
+    """Say, once for each class of models, that parts which are compiled on their own run uncompiled."""
+    if (model, "parts") in _WARNED:
+        return
+    _WARNED.add((model, "parts"))
+    warnings.warn(
+        f"watch: parts of {model} are compiled on their own. With quarantine they run uncompiled, because a graph of a "
+        "part does not show which samples a fault affects. Compile the watched model instead: guarded.compile(), with "
+        "compile_once=True for equal blocks.",
+        CompileOnceWarning,
         stacklevel=2,
     )
 
@@ -38,8 +60,9 @@ def warn_of_unfollowed(model: str) -> None:
     warnings.warn(
         f"watch: {model} is called in a compiled transform of torch.func, in an export or under another dispatch mode, "
         "where operations are not followed. It is not known which samples a bad one affects: all samples of the call "
-        "are flagged, and zero in the output. In eager mode, transforms are followed; torchguard.export follows before "
-        "it exports. torchguard.Retry is exact on any model.",
+        "are flagged, and zero in the output. Gradients of parameters that the model's own code uses, and those under "
+        "a compiled vmap or forward mode, may not be finite. In eager mode, transforms are followed; torchguard.export "
+        "follows before it exports. torchguard.Retry is exact on any model.",
         MixedRowsWarning,
         stacklevel=2,
     )
