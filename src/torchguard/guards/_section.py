@@ -34,8 +34,8 @@ def failed_entry(compile_id: str, failures: Iterable[Any]) -> dict[str, Any]:
 
 
 def _advice(failure: Any) -> str:
-    # Code for another backend was never meant to be reused: nothing can be done about it. An audit did what it is for.
-    return "" if failure.guard.type in ("BACKEND_MATCH", "AUDIT") else advice_for(failure)
+    # Code for another backend was never meant to be reused: nothing can be done about it.
+    return "" if failure.guard.type == "BACKEND_MATCH" else advice_for(failure)
 
 
 def compile_section(
