@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import functools
 import gc
 import operator
 import sys
@@ -18,7 +19,7 @@ from tests.models import bert
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torchguard._torch import quick_check, words
+from torchguard._torch import quick_check, tensor_words, words
 from torchguard._torch.dynamo import entries_of, frame_of
 from torchguard._torch.quick_check import QuickCheck, can_read_words
 from torchguard.guards import audit, compile, skip_all
@@ -275,6 +276,80 @@ CHANGES = {
 }
 
 
+class Tensors(nn.Module):
+    """A model with parameters of all dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.params = nn.ParameterList(torch.ones([2] * dim) for dim in range(8))
+        self.register_buffer("offset", torch.zeros(2))
+
+    def forward(self, x):
+        return x + sum(one.sum() for one in self.params) + self.offset
+
+
+def swapped(value):
+    """A change of the memory behind one parameter, which stays the same object."""
+
+    def swap(model, value=value):
+        before = model.params[2].detach()
+        torch.utils.swap_tensors(model.params[2], nn.Parameter(value.detach()))
+        return before
+
+    return does(swap, swap)
+
+
+def data_of(dim, value):
+    """A change of the data of one parameter."""
+
+    def change(model):
+        before, model.params[dim].data = model.params[dim].data, value
+        return before
+
+    return does(change, lambda model, before: setattr(model.params[dim], "data", before))
+
+
+def without_gradient(dim):
+    return does(
+        lambda model: model.params[dim].requires_grad_(False), lambda model, _: model.params[dim].requires_grad_()
+    )
+
+
+@contextlib.contextmanager
+def with_history(model):
+    """A buffer gets a gradient function by an operation in place."""
+    model.offset.mul_(model.params[0])
+    yield
+    model.offset.detach_()
+
+
+def marked(dim):
+    return does(
+        lambda model: torch._dynamo.mark_dynamic(model.params[dim], 0), lambda model, _: vars(model.params[dim]).clear()
+    )
+
+
+TENSOR_CHANGES = {
+    **{f"size of {dim}": data_of(dim, torch.ones([3] * dim)) for dim in range(1, 8)},
+    **{f"strides of {dim}": data_of(dim, torch.ones([2] * dim).transpose(0, -1)) for dim in range(2, 8)},
+    **{f"dtype of {dim}": data_of(dim, torch.ones([2] * dim).double()) for dim in range(8)},
+    **{f"requires_grad of {dim}": without_gradient(dim) for dim in range(8)},
+    **{f"marks of {dim}": marked(dim) for dim in range(1, 8)},
+    "dimensions": data_of(3, torch.ones(8)),
+    "more dimensions than are inline": data_of(5, torch.ones([1] * 7 + [2])),
+    "values": data_of(2, torch.zeros(2, 2)),
+    "swapped": swapped(torch.ones(3, 2)),
+    "swapped for its like": swapped(torch.ones(2, 2)),
+    "device": swapped(torch.ones(2, 2, device="meta")),
+    "history": with_history,
+    "class of a parameter": assigns(lambda model: model.params[2], "__class__", type("Other", (nn.Parameter,), {})),
+    "inference mode": lambda _: torch.inference_mode(),
+    "dispatch keys of the thread": lambda _: torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    ),
+}
+
+
 def checks_of(model, *args, **kwargs):
     """The tree of all guards of a call, a quick check of the same guards, and the locals of the call."""
     compiled = compile(model, backend="eager", fullgraph=True)
@@ -320,6 +395,88 @@ def test_the_quick_check_notices_what_the_tree_notices(everything):
                 noticed.append(name)
         assert agree(tree, quick, f_locals), name
     assert len(noticed) >= 42, set(CHANGES) - set(noticed)
+
+
+def test_the_quick_check_notices_what_the_tree_notices_of_tensors():
+    model = Tensors()
+    tree, quick, f_locals = checks_of(model, torch.ones(2))
+    unnoticed = []
+    for name, change in TENSOR_CHANGES.items():
+        make_quick(quick, f_locals)
+        with change(model):
+            if agree(tree, quick, f_locals):
+                unnoticed.append(name)
+        assert agree(tree, quick, f_locals), name
+    # The tree reads the state of the thread once.
+    assert unnoticed == ["values", "swapped for its like", "dispatch keys of the thread"]
+
+
+@needs_words
+def test_tensors_are_read_as_words():
+    model = Tensors()
+    _, quick, f_locals = checks_of(model, torch.ones(2))
+    make_quick(quick, f_locals)
+    # torch has more than five dimensions elsewhere in memory; one tensor stands for all others.
+    six, seven, other = sorted(quick._state._tensors, key=lambda one: (one.dim() < 6, one.dim()))
+    assert (six.dim(), seven.dim()) == (6, 7)
+    assert other.dim() < 6
+
+
+@needs_words
+def test_a_training_step_changes_no_word():
+    model = Tensors()
+    compiled = compile(model, backend="eager", fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    quick = None
+    for _ in range(4):
+        optimizer.zero_grad()
+        compiled(torch.ones(2)).sum().backward()
+        optimizer.step()
+        frame = frame_of(compiled, (torch.ones(2),), {})
+        if quick is None:
+            ((_, tree),) = entries_of(frame.cache)
+            quick = QuickCheck(tree.copy())
+            make_quick(quick, frame.f_locals)
+        assert quick._state.is_unchanged(frame.f_locals)
+
+
+@needs_words
+def test_a_tensor_whose_memory_is_gone_is_not_read():
+    one = nn.Parameter(torch.ones(3))
+    read = words.Words(set())
+    assert tensor_words.add_tensors(read, [one]) == [one]
+    before = len(read)
+    torch.utils.swap_tensors(one, nn.Parameter(torch.ones(3)))
+    assert not read.are_unchanged()
+    assert read.add({id(one) + words.TYPE}, in_pairs=False) is None
+    assert len(read) == before
+
+
+@needs_words
+def test_no_other_thread_runs_while_words_are_read():
+    held = [object() for _ in range(1200)]
+    read = words.Words(set())
+    assert read.add({id(one) + words.TYPE for one in held}, in_pairs=False)
+    turns, done = [0], threading.Event()
+
+    def take_turns():
+        while not done.is_set():
+            turns[0] += 1
+
+    interval, pairs = sys.getswitchinterval(), []
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        while len({before[0] for before, _, _ in pairs}) < 20:
+            # `map` calls these in C: between the two values of `turns`, only the words are compared.
+            compare = functools.partial(all, read._compare())
+            pairs.append([*map(operator.call, (turns.copy, compare, turns.copy))])
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        thread.join()
+    assert all(are_same and before == after for before, are_same, after in pairs)
 
 
 @pytest.mark.long
@@ -453,6 +610,20 @@ def test_words_that_are_not_as_expected_are_not_read(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(words, name, value)
             assert not words._words_are_as_expected()
+
+
+@needs_words
+@pytest.mark.parametrize("name", ["_IMPL", "_AUTOGRAD", "_DIM", "_SIZES", "_STRIDES", "_DTYPE", "_KEYS"])
+def test_tensors_that_are_not_as_expected_are_left_to_torch(name, monkeypatch):
+    monkeypatch.setattr(tensor_words, name, getattr(tensor_words, name) - 8)
+    assert not tensor_words.can_read_tensors.__wrapped__()
+
+
+@needs_words
+@pytest.mark.parametrize("name", ["_GRAD_FN", "_REQUIRES_GRAD"])
+def test_autograd_that_is_not_as_expected_is_left_to_torch(name, monkeypatch):
+    monkeypatch.setattr(tensor_words, name, 8)
+    assert not tensor_words.can_read_tensors.__wrapped__()
 
 
 @pytest.mark.parametrize("name", ["TensorGuards", "dict_version"])

@@ -2,13 +2,22 @@
 
 import pytest
 import torch
+from torch import nn
 
 from torchguard import unwatch, watch
 from torchguard.exceptions import WatchError
 from torchguard.integrations.serving import RequestGuard, bad_requests
 
 transformers = pytest.importorskip("transformers")
-from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    CompileConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 POISON = 50  # the token whose embedding is not finite; no good request generates it
 # By default the cache takes most of the machine's memory.
@@ -37,6 +46,7 @@ def served(model):
     [
         pytest.param({}, id="eager"),
         pytest.param({"num_beams": 2}, id="beams"),
+        pytest.param({"num_beams": 2, "num_return_sequences": 2}, id="several answers"),
         pytest.param({"cache_implementation": "static", "backend": "aot_eager"}, id="compiled", marks=pytest.mark.long),
     ],
 )
@@ -47,15 +57,33 @@ def test_generate_isolates_a_poisoned_request(how):
     if backend:
         how["compile_config"] = CompileConfig(backend=backend, mode=None, fullgraph=True)
         how["compile_config"]._compile_all_devices = True
-    good = model.generate(ids[[0, 2]], **{k: v for k, v in how.items() if k == "num_beams"})
+    good = model.generate(ids[[0, 2]], **{k: v for k, v in how.items() if k.startswith("num")})
     assert not good.eq(POISON).any()
     guarded = watch(model, quarantine=True, returns="output")
     out = guarded.generate(ids, **how)
-    assert torch.equal(out[[0, 2]], good)
-    marked = bad_requests(guarded, num_beams=how.get("num_beams", 1))
+    by_request = out.view(3, -1, out.shape[1])
+    assert torch.equal(by_request[[0, 2]].flatten(0, 1), good)
+    marked = bad_requests(guarded, 3)
     assert {*marked} == {1}
     assert marked[1].path == "model.embed_tokens"
-    assert bad_requests(guarded, since=guarded.run_report().calls) == {}
+    assert bad_requests(guarded, 3, since=guarded.run_report().calls) == {}
+    with pytest.raises(WatchError, match="7 requests cannot share"):
+        bad_requests(guarded, 7)
+
+
+def test_generate_of_a_model_whose_cache_has_no_length():
+    torch.manual_seed(0)
+    model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=64, state_size=4)).eval()
+    with torch.no_grad():
+        model.backbone.embeddings.weight[POISON] = torch.nan
+        model.lm_head.weight = nn.Parameter(torch.randn(64, 16))  # not that of the embedding
+    how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids = torch.tensor(PROMPTS)
+    good = model.generate(ids[[0, 2]], **how)
+    assert not good.eq(POISON).any()
+    guarded = watch(model, quarantine=True, returns="output")
+    assert torch.equal(guarded.generate(ids, **how)[[0, 2]], good)
+    assert {*bad_requests(guarded, 3)} == {1}
 
 
 def test_continuous_batching_isolates_a_poisoned_request():
@@ -89,7 +117,7 @@ def test_a_request_that_goes_bad_while_it_decodes_is_isolated():
     guarded = watch(model, quarantine=True, returns="output")
     out = guarded.generate(plain[:, :4])
     assert torch.equal(out[[0, 2]], plain[[0, 2]])
-    marked = bad_requests(guarded)
+    marked = bad_requests(guarded, 3)
     assert {*marked} == {1}
     assert marked[1].step == step + 1
     with RequestGuard(unwatch(guarded)) as guard:

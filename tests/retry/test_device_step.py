@@ -23,8 +23,7 @@ nan = float("nan")
 def ahead(monkeypatch):
     """Have the CPU treated as a device that the host does not wait for. Lists the flags that optimizers were given."""
     monkeypatch.setattr(retry, "runs_ahead", lambda devices: True)
-    for module in (guarded_step, device_step):
-        monkeypatch.setattr(module, "decides_on_host", lambda flag: False)
+    monkeypatch.setattr(guarded_step, "decides_on_host", lambda loss: False)
     flags, update = [], device_step.update
 
     def noted(optimizers, clip, norm, flag=None):

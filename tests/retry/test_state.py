@@ -22,6 +22,7 @@ from torch import nn
 
 from torchguard import Retry, RetryError
 from torchguard._retry import python_state
+from torchguard._retry.random_state import _python_state as python_random_state
 from torchguard._retry.reach import reach
 
 B = 6
@@ -506,9 +507,17 @@ def test_hooks_that_only_observe_see_every_run():
     assert len(seen) == 2 * 3
 
 
+def test_the_state_of_pythons_generator_is_that_of_getstate():
+    random.seed(3)
+    draws = [random.random, random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1), lambda: None]
+    for draw in [*draws, lambda: random.setstate(random.Random(5).getstate()), *draws]:
+        draw()
+        assert python_random_state() == random.getstate()
+
+
 @pytest.mark.parametrize("place", [in_attribute, in_lazy_buffer, in_nested_containers, in_object])
 def test_a_python_without_versions_of_dicts_reads_their_values(place, monkeypatch):
-    monkeypatch.setattr(python_state, "can_read_words", lambda: False)
+    monkeypatch.setattr(python_state, "can_read_dict_versions", lambda: False)
     model = nn.Linear(4, 1)
     closure, count = place(model)
     step(closure, model)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torchguard._pytrees import children, replace_children
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.reach import reach
-from torchguard._torch.tensors import mutation_count
+from torchguard._torch.tensors import versions
 from torchguard.exceptions import RetryError
 
 Select = Callable[[Any, list[int]], Any]
@@ -35,7 +35,9 @@ class Batch:
         self, value: Any, shared: Collection[Any] = (), select: Select | None = None, size: int | None = None
     ) -> None:
         self.value, self.shared, self._select = value, shared, select
-        self.tensors = tensors_of(value)
+        plain = _plain_items(value)
+        self._is_plain = plain is not None
+        self.tensors = tensors_of(value) if plain is None else plain
         self._state: PythonState | None = None
         if select is not None:  # a batch of any class: its attributes are put back before each run
             reached = reach({"the batch": value})
@@ -43,9 +45,15 @@ class Batch:
             self._state = PythonState(reached)
         counted = tensors_of(value, shared) if shared else self.tensors
         self._has_given_size = size is not None or select is not None
-        self.size = _count(value, counted, select) if size is None else size
+        if select is None and size is None and not self._is_plain and _holds_packed(value):
+            raise RetryError(
+                "Retry: the batch holds a PackedSequence, whose samples are not along dim 0. Pack the samples in the "
+                "closure, or give select=, which returns the batch of some samples, and size=, which counts them."
+            )
+        self.size = _count(value, counted) if size is None else size
         if not self.size:
             raise RetryError(f"Retry: the batch ({type(value).__name__}) has no samples.")
+        self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
 
     def is_clear(self) -> bool:
         """Whether it is clear which dim has the samples, without a loss for each of them.
@@ -61,6 +69,8 @@ class Batch:
 
     def whole(self) -> Any:
         """The batch in containers of its own: a closure may take things out of them (`batch.pop("labels")`)."""
+        if self._is_plain and self._state is None:
+            return self.value if isinstance(self.value, (Tensor, tuple)) else self.value.copy()
         if self._state is None:
             return _copied(self.value)
         self._state.restore()
@@ -68,7 +78,7 @@ class Batch:
 
     def versions(self) -> list[int]:
         """How often each of its tensors was changed in place."""
-        return [*map(mutation_count, self.tensors)]
+        return versions(self._versioned)
 
     def part(self, rows: Sequence[int]) -> Any:
         if self._select is not None:
@@ -134,13 +144,16 @@ class Batch:
         return list(found)
 
 
-def _count(value: Any, tensors: Sequence[Tensor], select: Select | None) -> int:
+def _plain_items(value: Any) -> list[Tensor] | None:
+    """The tensors of a batch that is a tensor, or a dict, list or tuple of tensors alone, as most are; else None."""
+    if type(value) is Tensor:
+        return [value]
+    items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return [*items] if {*map(type, items)} == {Tensor} else None
+
+
+def _count(value: Any, tensors: Sequence[Tensor]) -> int:
     """The most frequent size of dim 0 of the tensors in a value; of several, the first."""
-    if select is None and _holds_packed(value):
-        raise RetryError(
-            "Retry: the batch holds a PackedSequence, whose samples are not along dim 0. Pack the samples in the "
-            "closure, or give select=, which returns the batch of some samples, and size=, which counts them."
-        )
     sizes = [len(tensor.unbind()) if tensor.is_nested else tensor.size(0) for tensor in tensors if tensor.ndim]
     if not sizes:
         raise RetryError(

@@ -16,7 +16,7 @@ from torchguard._pytrees import map_tensors
 from torchguard._retry.batch import Batch, tensors_of
 from torchguard._retry.ranks import Alone
 from torchguard._retry.search import Rows
-from torchguard._retry.wrappers import Wrappers
+from torchguard._retry.wrappers import NOTHING, Wrappers
 from torchguard.exceptions import RetryError
 
 Closure = Callable[[Any], Any]
@@ -238,7 +238,7 @@ class BatchedClosure:
             is_reduced: whether DDP adds up the gradients of the ranks: once, with the last micro-batch.
             is_filled: whether copies of samples keep the sizes of the batches.
         """
-        numbers = [number for number, of_ranks in enumerate(parts) if any(part is None or part for part in of_ranks)]
+        numbers = [number for number, of_ranks in enumerate(parts) if of_ranks == [None] or any(of_ranks)]
         losses: list[Losses | None] = [None] * len(parts)
         divisor, weights, total = weight, None, None
         for number in numbers:
@@ -246,7 +246,7 @@ class BatchedClosure:
             is_own = of_ranks == [None] or bool(of_ranks[self.ranks.rank])
             with (
                 self.wrappers.reducing(is_reduced and number == numbers[-1]),
-                contextlib.nullcontext() if is_own else self.aside(),
+                NOTHING if is_own else self.aside(),
             ):
                 found, size = self._forward(number, of_ranks, is_filled)
                 if found is None:
@@ -336,7 +336,7 @@ class BatchedClosure:
         else:
             value, size = batch.part(rows), len(rows)
         has_other_shape = self.keep_shapes and size > batch.size  # a sample beside a copy of itself
-        with torch.compiler.set_stance("force_eager") if has_other_shape else contextlib.nullcontext():
+        with torch.compiler.set_stance("force_eager") if has_other_shape else NOTHING:
             found = losses_of(self.call_again(value), size)
         if self.keep_shapes and found.is_scalar and len({*rows}) < len(rows):
             raise RetryError("Retry: keep_shapes=True needs a loss for each sample, not one loss for all.")

@@ -56,13 +56,12 @@ class Copies:
 
     def fits(self) -> bool:
         """Whether each tensor still has the shape, dtype and memory that it had at first."""
-        return (self._layouts, self._pointers) == self._places()
+        return not self.tensors or (self._layouts, self._pointers) == self._places()
 
     def save(self) -> None:
         """Copy the values. The tensors have to fit."""
-        with torch.no_grad():
-            for kind, indices in self._groups.items():
-                torch.cat(self._sources(indices), out=self._joined[kind])
+        for kind, indices in self._groups.items():
+            torch.cat(self._sources(indices), out=self._joined[kind])
 
     def value(self, index: int) -> Tensor:
         """The value that the tensor at this index had, of the shape of `elements_of(tensor)`."""
@@ -112,6 +111,8 @@ class Copies:
 
     def finiteness(self, but: frozenset[int]) -> list[Tensor]:
         """On the devices: numbers that are finite if all tensors are, but for those at some indices. Nothing waits."""
+        if not self.tensors:
+            return []
         if not self.fits():
             floating = [
                 elements_of(one).detach()
@@ -122,9 +123,7 @@ class Copies:
         if self._checked is None or self._checked[0] != but:
             self._checked = but, *self._to_check(but)
         _, joined, alone = self._checked
-        with torch.no_grad():
-            found = [_finiteness(torch.cat(some)) for some in joined]
-            return found + [one * 0 for one in norms([*map(wide, alone)], math.inf)]
+        return [_finiteness(torch.cat(some)) for some in joined] + norms([*map(wide, alone)], math.inf)
 
     def _to_check(self, but: frozenset[int]) -> tuple[list[list[Tensor]], list[Tensor]]:
         """Flat views to be joined, by device and dtype, and tensors to be checked as they are."""
@@ -149,8 +148,8 @@ def is_floating(tensor: Tensor) -> bool:
 
 
 def _finiteness(tensor: Tensor) -> Tensor:
-    """0 if all elements are finite, else NaN."""
-    return torch.linalg.vector_norm(wide(tensor), math.inf) * 0
+    """The largest magnitude: finite if all elements are."""
+    return torch.linalg.vector_norm(wide(tensor), math.inf)
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -13,6 +13,10 @@ from torch import Tensor, nn
 
 from torchguard._torch.training import has_step_hooks, has_step_of_its_own, skips_on_device
 
+# The loss, the norm of the gradients, and a flag, 0 or 1: whether anything may be non-finite. In a tensor on the device
+# where the host would have to wait for it.
+Status = Tensor | list[float]
+
 
 class DeviceStep:
     """One step of some optimizers.
@@ -28,21 +32,20 @@ class DeviceStep:
         self._status: HostCopy | None = None
         self._found: list[float] | None = None
 
-    def launch(self, status: Tensor, norm: Tensor) -> None:
+    def launch(self, status: Status, norm: Tensor) -> None:
         """Step, unless the flag is set.
 
         Args:
-            status: loss, norm, and the flag, 0 or 1.
+            status: loss, norm, and the flag.
             norm: of the gradients of the optimizers, by which they are clipped.
         """
-        self._known = [len(optimizer.state) for optimizer in self._optimizers]
-        flag = status[2]
-        if decides_on_host(flag):
-            self._found = status.tolist()
-            if not self._found[2]:
+        if not isinstance(status, Tensor):
+            self._found = status
+            if not status[2]:
                 update(self._optimizers, self._clip, norm)
             return
-        transfer = HostCopy(status)
+        self._known = [len(optimizer.state) for optimizer in self._optimizers]
+        transfer, flag = HostCopy(status), status[2]
         # A norm of 0 clips nothing: gradients that are finite although their norm is not are still needed.
         update(self._optimizers, self._clip, torch.where(flag != 0, 0, norm), flag.to(torch.float32))
         self._status = transfer
@@ -84,10 +87,6 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._tensor.tolist()
-
-
-def decides_on_host(flag: Tensor) -> bool:
-    return flag.device.type == "cpu"
 
 
 def update(

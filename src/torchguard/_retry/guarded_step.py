@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from torchguard._health import all_finite, total_norm, wide_norm
 from torchguard._retry.batch import Batch
 from torchguard._retry.closure import BatchedClosure, Closure, Losses, RunResult
-from torchguard._retry.device_step import DeviceStep, decides_on_host
+from torchguard._retry.device_step import DeviceStep, Status
 from torchguard._retry.hooks import remove_new_hooks
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.scope import Scope
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torchguard._retry.retry import Retry
 
 Gradients = dict[str, Tensor]
+UNKNOWN = torch.zeros(())
 
 
 class GuardedStep:
@@ -44,7 +46,7 @@ class GuardedStep:
         self.candidates: set[Rows] = set()  # parts that may turn out to be the good samples
         self.is_random = False
         self.loss = self.norm = float("nan")
-        self.device_norm: Tensor = torch.zeros(())  # of the gradients of the last run, those that are scaled included
+        self.device_norm: Tensor = UNKNOWN  # of the gradients of the last run, those that are scaled included
 
     # The step.
 
@@ -58,10 +60,10 @@ class GuardedStep:
                     "Retry: with wait=False a step must not change Python state, since later steps start before it can "
                     f"be restored. The closure changed {', '.join(changed[:5])}. Use wait=True."
                 )
-            status = self._status(self._found(result, replaced=()))
-            if not decides_on_host(status):
+            status = self._status(self._values(result, replaced=()))
+            if isinstance(status, Tensor):
                 self.guard.tensors.restore_where(status[2] != 0)
-            elif bool(status[2]):
+            elif status[2]:
                 self.guard.tensors.restore()
         except BaseException:
             self._undo()
@@ -86,7 +88,8 @@ class GuardedStep:
         self.guard.tensors.save(self.scope.buffers, self.scope.others, self.trained)
         self.random = self.scope.random_state()
         self.first_hook = next_hook()
-        self._reduce_accumulated()
+        if self.scope.wrappers.replicated:
+            self._reduce_accumulated()
         self.accumulated = self.scope.wrappers.keep([*map(_gradient_of, self.scope.leaves)])
         self.inputs = [
             (one, one.grad)
@@ -94,7 +97,8 @@ class GuardedStep:
             for one in batch.tensors
             if one.requires_grad and one.is_leaf
         ]
-        if any(one is not None for one in self.accumulated):
+        self.has_accumulated = any(map(_is_not, self.accumulated, itertools.repeat(None)))
+        if self.has_accumulated:
             self._clear()
 
     def _reduce_accumulated(self) -> None:
@@ -130,13 +134,13 @@ class GuardedStep:
 
     def _accumulate(self) -> None:
         """Add the gradients of this step to those of before."""
+        if not self.has_accumulated:
+            return
         both = [
             (parameter, before)
             for parameter, before in zip(self.scope.leaves, self.accumulated, strict=True)
             if before is not None
         ]
-        if not both:
-            return
         with torch.no_grad():
             dense = [(before, one.grad) for one, before in both if one.grad is not None and not before.is_sparse]
             dense = [(before, grad) for before, grad in dense if not grad.is_sparse]
@@ -148,7 +152,7 @@ class GuardedStep:
                 parameter.grad = before
 
     def _gradients(self) -> list[Tensor]:
-        return [one for one in map(_gradient_of, self.scope.leaves) if one is not None]
+        return [one for one in [*map(_gradient_of, self.scope.leaves)] if one is not None]
 
     def _correct(self, result: RunResult) -> None:
         if result.correction is not None:
@@ -163,14 +167,9 @@ class GuardedStep:
         A finite norm proves that every gradient is finite. An infinite one may be an overflow: then each gradient is
         checked, and likewise each loss and each buffer that the run changed.
         """
-        found = self._found(result, is_scaled)
-        if self.ranks.size == 1:
-            loss, norm, *others = found.tolist()
-            is_finite = all(map(math.isfinite, (loss, norm, *others)))
-        else:
-            loss, norm, flag = self._status(found).tolist()
-            is_finite = not flag
-        return (loss, norm, True) if is_finite else self._exactly(result, loss, norm)
+        status = self._status(self._values(result, is_scaled))
+        loss, norm, flag = status.tolist() if isinstance(status, Tensor) else status
+        return self._exactly(result, loss, norm) if flag else (loss, norm, True)
 
     def _exactly(self, result: RunResult, loss: float, norm: float) -> tuple[float, float, bool]:
         """Check every loss, gradient and buffer of a run by itself."""
@@ -185,8 +184,10 @@ class GuardedStep:
             norm = wide_norm(self._gradients())
         return loss, norm, not self.ranks.any(not is_finite)
 
-    def _found(self, result: RunResult, is_scaled: bool = False, replaced: Sequence[Replaced] | None = None) -> Tensor:
-        """On the device: the loss, the norm of the gradients, and numbers for other tensors that the run changed.
+    def _values(
+        self, result: RunResult, is_scaled: bool = False, replaced: Sequence[Replaced] | None = None
+    ) -> list[Tensor]:
+        """On the devices: the loss, the norm of the gradients, and numbers for other tensors that the run changed.
 
         All are finite only if the run is.
 
@@ -196,32 +197,29 @@ class GuardedStep:
             replaced: the tensors that were put in the place of others, if these are known.
         """
         loss = result.loss
-        with torch.no_grad():
-            gradients = self._gradients()
-            norm = total_norm(gradients, self.scope.has_plain_gradients) if gradients else torch.zeros_like(loss)
-            self.device_norm = norm
-            if self.scaler is not None and is_scaled:
-                norm = norm / self._scale(torch.ones((), dtype=norm.dtype, device=norm.device))
-            weight = () if result.weight is None else (result.weight,)
-            values = [loss, norm, *weight, *self.guard.tensors.finiteness()]
-            replaced = self.scope.python.replaced() if replaced is None else replaced
-            values += [torch.where(one.has_fault(), torch.inf, 0.0) for one in replaced]
-            if any(one.dtype is not torch.float32 or one.device != loss.device for one in values):
-                dtype = torch.float64 if any(one.dtype is torch.float64 for one in values) else torch.float32
-                values = [one.to(loss.device, dtype) for one in values]
-            return torch.stack(values)
+        gradients = self._gradients()
+        norm = total_norm(gradients, self.scope.has_plain_gradients) if gradients else torch.zeros_like(loss)
+        self.device_norm = norm
+        if self.scaler is not None and is_scaled:
+            norm = norm / self._scale(torch.ones((), dtype=norm.dtype, device=norm.device))
+        weight = () if result.weight is None else (result.weight,)
+        replaced = self.scope.python.replaced() if replaced is None else replaced
+        faults = [torch.where(one.has_fault(), torch.inf, 0.0) for one in replaced]
+        return [loss, norm, *weight, *self.guard.tensors.finiteness(), *faults]
 
-    def _status(self, found: Tensor) -> Tensor:
-        """On the device: the loss, the norm of the gradients, and whether anything may be non-finite on any rank."""
-        if self.ranks.size == 1 and decides_on_host(found):
-            loss, norm, *others = found.tolist()
-            flag = not all(map(math.isfinite, (loss, norm, *others)))
-            return torch.tensor([loss, norm, flag], dtype=found.dtype)
+    def _status(self, values: Sequence[Tensor]) -> Status:
+        """The loss, the norm of the gradients, and whether anything may be non-finite on any rank."""
+        is_on_host = decides_on_host(values[0])
+        if self.ranks.size == 1 and is_on_host:
+            loss, norm, *others = [one.item() for one in values]
+            return [loss, norm, not all(map(math.isfinite, (loss, norm, *others)))]
+        found = _stacked(values)
         flag = (~found.isfinite()).any().to(found.dtype)
         if self.ranks.size == 1:
             return torch.cat([found[:2], flag.view(1)])
         loss, flags = self.ranks.total(torch.stack([found[0], flag]))
-        return torch.stack([loss, found[1], (flags > 0).to(found.dtype)])  # optimizers skip where this is 1, not 2
+        status = torch.stack([loss, found[1], (flags > 0).to(found.dtype)])  # optimizers skip where this is 1, not 2
+        return status.tolist() if is_on_host else status
 
     def _norm_to_clip_by(self) -> Tensor:
         """The norm of the gradients of the last run that the optimizers see."""
@@ -242,7 +240,21 @@ class GuardedStep:
             )
 
 
-_gradient_of = operator.attrgetter("grad")
+_gradient_of, _is_not = operator.attrgetter("grad"), operator.is_not
+
+
+def decides_on_host(loss: Tensor) -> bool:
+    """Whether the host has the outcome of a run without waiting for a device."""
+    return loss.device.type == "cpu"
+
+
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    """Numbers in one tensor on the device of the first."""
+    device = values[0].device
+    if any(one.dtype is not torch.float32 or one.device != device for one in values):
+        dtype = torch.float64 if any(one.dtype is torch.float64 for one in values) else torch.float32
+        values = [one.to(device, dtype) for one in values]
+    return torch.stack([*values])
 
 
 @contextlib.contextmanager

@@ -1,25 +1,58 @@
 """Hooks of modules and parameters: those that a run registers, and those that take part in what a step computes.
 
-A hook whose return value replaces an output or a gradient, or that changes it in place, is part of the model, and its
-state is restored like that of the model. Any other observes: a metric, a logger, somebody who asks `is_retrying()`. It
-runs in every run of a step and keeps what it has seen. Which of the two a hook is, is read off its code.
+A hook that returns a value, changes a tensor, or sets something that the model uses is part of the model, and its state
+is restored like that of the model. A hook that only observes (a metric, a logger, somebody who asks `is_retrying()`)
+keeps what it has seen in every run. A hook observes only if its code shows it: `Observer` follows the code of the hook
+and of the functions that it calls. Whatever it cannot follow takes part.
 """
 
+import builtins
+import collections
 import dis
 import functools
-import itertools
+import inspect
 import types
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
+from torchguard._retry.names import GlobalNames
+from torchguard._retry.packages import is_foreign, is_own
 from torchguard._torch.training import next_hook, remove_hooks
 
-# Methods that change their object and return None: what a lambda that observes ends with.
-_RETURN_NONE = frozenset({"add", "append", "appendleft", "extend", "insert", "update", "write", "writelines", "put"})
-_LOG = frozenset({"debug", "info", "warning", "error", "log", "print", "add_scalar", "add_histogram"})
-_METHODS = ("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL")
+_UNKNOWN = object()  # an argument, the result of a call, a local variable
+_CONTAINERS = (dict, list, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
+_IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset)
+_IGNORED = ("CACHE", "NOP", "RESUME", "COPY_FREE_VARS", "MAKE_CELL", "PRECALL", "KW_NAMES")
+_LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST")
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_BUILTINS = _names(
+    "abs all any bool complex dict divmod enumerate filter float format frozenset hasattr hash id int isinstance "
+    "issubclass len list map max min pow print range repr reversed round set sorted str sum tuple type zip"
+)
+# Methods that may be called on what is not known: of containers and modules, and of tensors those that read.
+_READS = _names(
+    "items keys values get format join split startswith endswith index count parameters named_parameters buffers "
+    "named_buffers modules named_modules children named_children state_dict"
+) | {name for name in dir(Tensor) if not name.startswith("register")}
+# Functions that change what they are given although their names do not end in "_".
+_WRITES = _names(
+    "apply backward byteswap copyto delitem fill fill_diagonal itemset partition place put put_along_axis putmask "
+    "resize seed setattr setflags setitem shuffle sort swap_tensors vector_to_parameters"
+)
+_NAMED = _names("__init__ __post_init__ __call__ __repr__ __str__ __len__ __eq__ __hash__ __getstate__ __setstate__")
+# Functions and methods that return None: what a lambda that observes ends with.
+_RETURN_NONE = _names(
+    "add append appendleft extend insert update write writelines put debug info warning error log print add_scalar "
+    "add_histogram"
+)
 
 
 def remove_new_hooks(modules: Iterable[tuple[str, nn.Module]], first: int, but: Collection[int]) -> None:
@@ -32,51 +65,323 @@ def remove_new_hooks(modules: Iterable[tuple[str, nn.Module]], first: int, but: 
             remove_hooks(module, first, but=but)
 
 
-def takes_part(hook: Callable[..., Any]) -> bool:
-    """Whether a hook may return something other than None, or change a tensor. True where its code cannot be read."""
-    while not isinstance(hook, types.FunctionType):
-        if isinstance(hook, functools.partial):
-            hook = hook.func
-        elif isinstance(hook, types.MethodType):
-            hook = hook.__func__
-        elif isinstance(call := vars(type(hook)).get("__call__"), types.FunctionType):
-            hook = call
+class Observer:
+    """Follows the code of a hook, as long as it shows that the hook only observes.
+
+    Attributes:
+        only_observes: whether it does, as far as its own code shows.
+        changed: the objects that it changes.
+        assigned, relied_on: where it stores something, and where it expects what was found there when it was followed.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.changed: list[Any] = []
+        self.assigned: set[Any] = set()
+        self.relied_on: set[Any] = set()
+        self._followed: set[Any] = set()
+        self.only_observes = self.follows(hook, is_hook=True)
+
+    def takes_part(self, is_reached: Callable[[Any], bool], assigned: set[Any]) -> bool:
+        """Whether the hook may influence what a step computes.
+
+        Args:
+            is_reached: whether the model or the closure reaches an object. A hook that changes one of these takes part.
+            assigned: where any hook stores something.
+        """
+        return not self.only_observes or bool(self.relied_on & assigned) or any(map(is_reached, self.changed))
+
+    def follows(self, function: Any, is_hook: bool = False) -> bool:
+        """Whether a function changes nothing but objects that it has by itself, and as a hook returns None."""
+        owner = _UNKNOWN
+        while not isinstance(function, types.FunctionType) or _is_wrapper_of_torch(function):
+            if isinstance(function, functools.partial):
+                function = function.func
+            elif isinstance(function, types.MethodType):
+                owner, function = function.__self__, function.__func__
+            elif isinstance(function, types.FunctionType):
+                function = inspect.unwrap(function)
+            elif isinstance(call := inspect.getattr_static(type(function), "__call__", None), types.FunctionType):
+                owner, function = function, call
+            else:
+                return function is print
+        if function.__code__ in self._followed:
+            return True
+        self._followed.add(function.__code__)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        walk = Walk(self, function.__code__, function.__globals__, dict(cells), owner)
+        return walk.only_observes() and not (is_hook and walk.returns_a_value())
+
+    def may_load(self, value: Any, name: str) -> bool:
+        """Whether code may load this value, and call it if it can be called."""
+        if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            owner = value.__self__
+            if isinstance(owner, types.ModuleType):
+                return name in _BUILTINS if owner is builtins else _is_harmless(name)
+            if name not in _READS:
+                self.changed.append(owner)
+                self.assigned.add((id(owner), None))
+            return _is_harmless(name) and not isinstance(owner, (Tensor, np.ndarray, type))
+        if isinstance(value, type):
+            if is_own(value.__module__):
+                made = [inspect.getattr_static(value, one, None) for one in ("__new__", "__init__", "__post_init__")]
+                return type(value) is type and all(
+                    self.follows(one) for one in made if isinstance(one, types.FunctionType)
+                )
+            return value.__module__ != "builtins" or name in _BUILTINS or issubclass(value, Exception)
+        if isinstance(value, (types.FunctionType, types.MethodType)):
+            if is_own(_home(value)):
+                return self.follows(value)
+            owner = getattr(value, "__self__", None)
+            self.changed += [] if is_foreign(type(owner).__module__) else [owner]
+            return _is_harmless(name)
+        if type(value).__module__.startswith("numpy"):
+            return _is_harmless(name)
+        if is_own(type(value).__module__) and _has_operators(type(value)):
+            return False
+        return not callable(value) or isinstance(value, nn.Module)  # a module is not called: see `Walk`
+
+
+class Chain(NamedTuple):
+    """An expression that names an object, or any other one.
+
+    Args:
+        value: the object, or `_UNKNOWN`.
+        first, last: its instructions.
+        place: where the object was found: an owner and a name.
+    """
+
+    value: Any
+    first: int
+    last: int
+    place: Any = None
+
+
+class Walk:
+    """One pass over the instructions of a function.
+
+    Of each expression that names an object (`seen`, `self.counts`, `torch.norm`) the object is known. All else that the
+    code handles is unknown: it may be an argument of the hook, and is only read.
+    """
+
+    def __init__(
+        self, observer: Observer, code: types.CodeType, namespace: dict[str, Any], cells: dict[str, Any], owner: Any
+    ) -> None:
+        self.observer, self.code, self.namespace, self.cells, self.owner = observer, code, namespace, cells, owner
+        self.steps = [one for one in dis.get_instructions(code) if one.opname not in _IGNORED]
+        self.chains: list[Chain] = []
+        self.copies: list[Chain] = []  # targets of `x += 1` whose value is being computed
+
+    def only_observes(self) -> bool:
+        constants = [one for one in self.code.co_consts if isinstance(one, tuple)]
+        if any("out" in one for one in constants) or self.code.co_flags & inspect.CO_GENERATOR:
+            return False
+        inner = [one for one in self.code.co_consts if isinstance(one, types.CodeType)]
+        return all(self._may_run(number, step) for number, step in enumerate(self.steps)) and all(
+            Walk(self.observer, one, self.namespace, self.cells, _UNKNOWN).only_observes() for one in inner
+        )
+
+    def _may_run(self, number: int, step: dis.Instruction) -> bool:
+        name = step.opname
+        if name in _LOADS or name.startswith("LOAD_FAST"):
+            return self._load(number, step)
+        if name in ("LOAD_ATTR", "LOAD_METHOD"):
+            return self._attribute(number, step)
+        if name == "PUSH_NULL":
+            return self._is_callable_known(number)
+        if name in ("STORE_ATTR", "DELETE_ATTR"):
+            is_update = self.steps[number - 1].opname == "SWAP"
+            return self._store(self._pop() if is_update else self._ended(number - 1), step.argval, is_update)
+        if name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            is_update = self.steps[number - 1].opname == "SWAP"
+            return self._store(self._pop() if is_update else self._container(number - 1), None, is_update)
+        if name == "COPY":
+            if self.steps[number - 1].opname != "COPY":
+                self.copies.append(self._ended(number - 1) if step.arg == 1 else self._container(number - 1))
+            return True
+        if name in ("STORE_DEREF", "STORE_GLOBAL"):
+            target = self.cells.get(step.argval, _UNKNOWN) if name == "STORE_DEREF" else self.namespace
+            is_update = self._is_update(number - 1)
+            if target is _UNKNOWN:  # a variable of this function that an inner one uses
+                return not is_update
+            return self._store(Chain(target, number, number), step.argval, is_update)
+        if name.startswith("STORE_FAST"):
+            return step.argval != self._self_name() and not self._is_update(number - 1)
+        if name == "BINARY_OP" and step.argrepr.endswith("="):
+            after = self.steps[number + 1].opname
+            self.chains.append(Chain(_UNKNOWN, number, number))
+            return after in ("SWAP", "STORE_DEREF", "STORE_GLOBAL")
+        if name in ("STORE_SLICE", "CALL_FUNCTION_EX", "IMPORT_NAME", "STORE_NAME", "DELETE_DEREF", "DELETE_GLOBAL"):
+            return False
+        self.chains.append(Chain(_UNKNOWN, number, number))
+        return True
+
+    def returns_a_value(self) -> bool:
+        """Whether the function may return something other than None. A lambda may end in `seen.append(x)`."""
+        returned = [number for number, one in enumerate(self.steps) if one.opname == "RETURN_VALUE"]
+        if any(one.opname == "RETURN_CONST" and one.argval is not None for one in self.steps):
+            return True
+        before = [self.steps[number - 1] for number in returned]
+        if all(one.opname == "LOAD_CONST" and one.argval is None for one in before):
+            return False
+        is_call = len(before) == 1 and before[0].opname.startswith("CALL")
+        return not is_call or not self._first_call_returns_none()
+
+    def _first_call_returns_none(self) -> bool:
+        """Whether the first function that is loaded returns None. As None cannot be called, it is called last."""
+        if not self.chains or any("JUMP" in one.opname for one in self.steps):
+            return False
+        first = [one for one in self.chains if one.first == self.chains[0].first][-1].value
+        if isinstance(first, (types.FunctionType, types.MethodType)) and is_own(_home(first)):
+            function: Any = getattr(first, "__func__", first)
+            return not Walk(self.observer, function.__code__, {}, {}, _UNKNOWN).returns_a_value()
+        return getattr(first, "__name__", "") in _RETURN_NONE
+
+    def _self_name(self) -> str | None:
+        return None if self.owner is _UNKNOWN else self.code.co_varnames[0]
+
+    def _is_update(self, number: int) -> bool:
+        step = self.steps[number]
+        return step.opname == "BINARY_OP" and step.argrepr.endswith("=")
+
+    def _load(self, number: int, step: dis.Instruction) -> bool:
+        name, value, place = step.argval, _UNKNOWN, None
+        if step.opname == "LOAD_CONST":
+            value = None
+        elif step.opname.startswith("LOAD_FAST"):
+            value = self.owner if name == self._self_name() else _UNKNOWN
+        elif step.opname == "LOAD_DEREF":
+            cell = self.cells.get(name)
+            try:
+                value = _UNKNOWN if cell is None else cell.cell_contents
+            except ValueError:
+                return False
+            place = id(cell), None
         else:
-            return True
-    return _returns_a_value(hook.__code__) or _changes_a_tensor(hook.__code__)
+            found = self.namespace.get(name, getattr(builtins, name, _UNKNOWN))
+            if found is _UNKNOWN:
+                return False
+            value, place = found, (id(self.namespace), name)
+            if "NULL" in step.argrepr and not self._is_called(number, value):
+                return False
+        self.chains.append(Chain(value, number, number, place))
+        if value is self.owner:
+            return not _has_operators(type(value))
+        return value is _UNKNOWN or self.observer.may_load(value, str(name))
+
+    def _attribute(self, number: int, step: dis.Instruction) -> bool:
+        name, (owner, first, _, place) = str(step.argval), self._ended(number - 1)
+        if owner is _UNKNOWN or isinstance(owner, (Tensor, nn.Module, np.ndarray)):
+            is_called = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
+            self.chains.append(Chain(_UNKNOWN, first, number))
+            return _is_harmless(name) and (not is_called or name in _READS)
+        self.observer.relied_on.add(place)
+        value = inspect.getattr_static(owner, name, _UNKNOWN)
+        if isinstance(value, types.FunctionType) and not isinstance(owner, (type, types.ModuleType)):
+            value = types.MethodType(value, owner) if name not in vars(owner) else value
+        elif isinstance(value, (staticmethod, classmethod)):
+            value = getattr(owner, name)
+        elif isinstance(value, types.MethodDescriptorType) and not isinstance(owner, type):
+            value = getattr(owner, name)  # of a list, say
+        elif hasattr(type(value), "__get__") and not isinstance(value, (types.FunctionType, types.MethodType)):
+            return False  # a property or a slot
+        if value is _UNKNOWN:
+            return False
+        self.chains.append(Chain(value, first, number, (id(owner), name)))
+        return self.observer.may_load(value, name)
+
+    def _is_callable_known(self, number: int) -> bool:
+        """Whether what this instruction prepares to call is a name whose value is checked when it is loaded."""
+        after = self.steps[number + 1]
+        if after.opname not in ("LOAD_DEREF", "LOAD_GLOBAL"):
+            return _is_function(self._ended(number - 1).value)
+        if "NULL" in after.argrepr:  # of `f(x)(y)`
+            return False
+        cell = self.cells.get(after.argval)
+        return self._is_called(number + 1, self.namespace.get(after.argval) if cell is None else cell.cell_contents)
+
+    def _is_called(self, number: int, value: Any) -> bool:
+        """Whether the function that is loaded here, or of a module, is called itself, not something of it."""
+        while isinstance(value, types.ModuleType) and self.steps[number + 1].opname == "LOAD_ATTR":
+            number, value = number + 1, getattr(value, self.steps[number + 1].argval, None)
+        return _is_function(value) and self.steps[number + 1].opname not in ("LOAD_ATTR", "LOAD_METHOD", "COPY")
+
+    def _ended(self, number: int) -> Chain:
+        """The expression that ends here."""
+        if not self.chains or self.chains[-1].last != number or self._has_jumps(self.chains[-1].first, number):
+            return Chain(_UNKNOWN, number + 1, number)
+        return self.chains[-1]
+
+    def _container(self, number: int) -> Chain:
+        """The container, where its index ends here: two expressions, one right behind the other."""
+        index = self._ended(number)
+        before = [one for one in self.chains if one.last == index.first - 1]
+        if not before or self._has_jumps(before[-1].first, number):
+            return Chain(_UNKNOWN, number, number)
+        return before[-1]
+
+    def _has_jumps(self, first: int, last: int) -> bool:
+        """Whether the value may be that of another expression: `(one if flag else other).x`."""
+        return any(step.is_jump_target for step in self.steps[first + 1 : last + 2])
+
+    def _pop(self) -> Chain:
+        return self.copies.pop() if self.copies else Chain(_UNKNOWN, 0, 0)
+
+    def _store(self, chain: Chain, name: Any, is_update: bool) -> bool:
+        """Note that the code changes an object; False if that may be one of the model."""
+        target = chain.value
+        if target is _UNKNOWN or isinstance(target, (Tensor, nn.Module, np.ndarray, type, types.ModuleType)):
+            return False
+        is_subscript = name is None and not isinstance(target, types.CellType)
+        if isinstance(type(target).__setattr__, types.FunctionType) or (
+            is_subscript and type(target) not in _CONTAINERS
+        ):
+            return False  # its class may have code that runs now
+        place = id(target), None if isinstance(target, types.CellType) else name
+        self.observer.relied_on.add(chain.place)
+        if not is_update:
+            self.observer.assigned.add(place)
+        else:  # which may change a tensor in place
+            self.observer.relied_on.add(place)
+            if not all(isinstance(one, _IMMUTABLE) for one in _contents(target, name)):
+                return False
+        is_global = target is self.namespace
+        self.observer.changed.append(GlobalNames(self.namespace, (str(name),)) if is_global else target)
+        return True
 
 
-@functools.lru_cache(maxsize=4096)
-def _returns_a_value(code: types.CodeType) -> bool:
-    steps = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "NOP", "RESUME")]
-    for number, step in enumerate(steps):
-        before = steps[number - 1]
-        if step.opname == "RETURN_CONST":
-            returns = step.argval is not None
-        elif step.opname == "RETURN_VALUE":
-            returns = before.opname != "LOAD_CONST" or before.argval is not None
-        else:
-            continue
-        if returns and not (code.co_name == "<lambda>" and _ends_in_nothing(steps[:number])):
-            return True
-    return False
+def _has_operators(kind: type) -> bool:
+    """Whether a class has code that runs without being named: `self << x`, `self[x]`, `with self`, `self.x = y`."""
+    own = [one for one in kind.__mro__ if is_own(one.__module__)]
+    names = {name for one in own for name, value in vars(one).items() if isinstance(value, types.FunctionType)}
+    return any(name.startswith("__") and name.endswith("__") and name not in _NAMED for name in names)
 
 
-@functools.lru_cache(maxsize=4096)
-def _changes_a_tensor(code: types.CodeType) -> bool:
-    """Whether code calls a method such as `mul_`, or has `x *= 2` for a local variable."""
-    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    for step, after in itertools.pairwise(steps):
-        name = str(step.argval) if step.opname in _METHODS else ""
-        if name.endswith("_") and not name.endswith("__"):
-            return True
-        if step.opname == "BINARY_OP" and step.argrepr.endswith("=") and after.opname.startswith("STORE_FAST"):
-            return True
-    return False
+def _is_function(value: Any) -> bool:
+    is_function = isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type))
+    return is_function or (callable(value) and type(value).__module__.startswith("numpy"))
 
 
-def _ends_in_nothing(steps: list[dis.Instruction]) -> bool:
-    """Whether the expression of a lambda is a call of something that returns None."""
-    if not steps or not steps[-1].opname.startswith("CALL"):
-        return False
-    return any(one.opname in _METHODS and one.argval in _RETURN_NONE | _LOG for one in steps)
+def _home(function: Any) -> str:
+    return function.__globals__.get("__name__", "")
+
+
+def _is_wrapper_of_torch(function: types.FunctionType) -> bool:
+    """Whether a decorator of torch made this, such as `torch.no_grad()`."""
+    return hasattr(function, "__wrapped__") and is_foreign(_home(function))
+
+
+def _contents(target: Any, name: Any) -> list[Any]:
+    """What `+=` would change: the value of a cell, an attribute, a global, or any item of a container."""
+    if isinstance(target, types.CellType):
+        return [target.cell_contents]
+    if name is None:
+        return [*target.values()] if isinstance(target, dict) else [*target] if isinstance(target, list) else [target]
+    return [target.get(name)] if isinstance(target, dict) else [getattr(target, name, None)]
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether the name of a function or method says that it changes nothing that it is given."""
+    is_dunder = name.startswith("__")
+    return (
+        not name.endswith("_") and not is_dunder and name not in _WRITES and not name.startswith(("set_", "_foreach"))
+    )

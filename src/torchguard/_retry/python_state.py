@@ -20,7 +20,7 @@ from torchguard._retry.reach import SIMPLE, Reached, is_filled
 from torchguard._retry.tensor_state import Replaced, can_be_saved, checksum
 from torchguard._torch.tensors import mutation_count
 from torchguard._torch.training import module_dicts, names_of_unsaved_buffers
-from torchguard._torch.words import DICT_VERSION, Words, can_read_words
+from torchguard._torch.words import DICT_VERSION, Words, can_read_dict_versions
 
 _MAX_CHANGES = 16  # a model that changes an attribute in every step is read in every step
 _ARRAYS = (np.ndarray, array.array, bytearray)
@@ -104,21 +104,21 @@ class PythonState:
         are not in the processor's cache, as after a step. Lists, sets, cells and globals have no version.
         """
         self._rest = self._read_rest()
-        if self._changes < _MAX_CHANGES and can_read_words():
+        if self._changes < _MAX_CHANGES and can_read_dict_versions():
             addresses = {id(state) + DICT_VERSION for _, state in self._states if isinstance(state, dict)}
             self._words = Words(addresses) if addresses else None
 
-    def _read_rest(self) -> tuple[list[int], np.ndarray]:
+    def _read_rest(self) -> tuple[list[int], list[Any]]:
         """The values of the states that are no dicts, and how many each has."""
         parts = [*self._unread, *[read() for read in self._read]]
-        return [*map(len, parts)], np.fromiter(itertools.chain.from_iterable(parts), object)
+        return [*map(len, parts)], [*itertools.chain.from_iterable(parts)]
 
     def _is_unchanged(self) -> bool:
         """Whether the versions show that no state changed, NumPy arrays aside. False where they do not show it."""
         if self._words is None or not self._words.are_unchanged():
             return False
         lengths, values = self._read_rest()
-        return lengths == self._rest[0] and values.tobytes() == self._rest[1].tobytes()
+        return lengths == self._rest[0] and all(map(operator.is_, values, self._rest[1]))
 
     def _read_lengths(self) -> list[int]:
         return [*map(len, self._sized), *[len(read()) for read in self._read]]
@@ -154,8 +154,9 @@ class PythonState:
 
     def update(self) -> bool:
         """Save the current state. False if it holds other objects than plain values that it did not hold before."""
-        if any(namespace.get(name) is not value for namespace, name, value in self._globals):
-            return False
+        for namespace, name, value in self._globals:
+            if namespace.get(name) is not value:
+                return False
         if self._is_unchanged():
             for number in self._arrays:
                 self._saved[number] = _copy(self._states[number][1])

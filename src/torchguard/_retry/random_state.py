@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from torchguard._retry.reach import Reached
+from torchguard._torch.words import can_read_twister, twister_words
 
 
 class RandomState:
     """The state of every generator that a closure may draw from."""
 
     def __init__(self, reached: Reached, devices: Iterable[torch.device]) -> None:
-        self._python = random.getstate()
+        self._python = _python_state()
         self._numpy = _numpy_state()
         self._torch = torch.get_rng_state()
         self._devices = [(one, _device_state(one)) for one in devices if one.type not in ("cpu", "meta")]
@@ -56,6 +57,24 @@ class RandomState:
             and all(torch.equal(_device_state(one), state) for one, state in self._devices)
             and all(_same_state(_state_of(one), state) for one, state in self._own)
         )
+
+
+_python = getattr(random.getstate, "__self__", None)  # the generator behind the functions of `random`
+_last_python: tuple[bytes, Any] = b"", None
+
+
+def _python_state() -> Any:
+    """`random.getstate()`, but the last one again if nothing was drawn since: it has 625 numbers.
+
+    As with NumPy, one of two normal numbers may be left over.
+    """
+    global _last_python
+    if type(_python) is not random.Random or not can_read_twister():
+        return random.getstate()
+    raw = twister_words(_python)
+    if raw != _last_python[0] or _last_python[1][2] is not None or _python.gauss_next is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        _last_python = raw, random.getstate()
+    return _last_python[1]
 
 
 _KEY_BYTES = 624 * 4 + 4  # of the Mersenne twister's key and position, one behind the other in memory

@@ -16,8 +16,6 @@ import functools
 import io
 import queue
 import random
-import sys
-import sysconfig
 import threading
 import types
 import weakref
@@ -29,14 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchguard._retry.hooks import takes_part
+from torchguard._retry.hooks import Observer
 from torchguard._retry.names import ClassNames, GlobalNames, Length, ScriptAttributes, Slots, Variable, slots_of
+from torchguard._retry.packages import is_foreign, is_own
 from torchguard._torch.modules import wrapped_function
 from torchguard._torch.training import hooks_of, hooks_of_all_modules, module_dicts
 from torchguard.exceptions import RetryError
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic)
-_FOREIGN = ("torch", "numpy", "builtins", "torchguard", *sys.stdlib_module_names)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONTAINERS = (dict, list, set, collections.deque)
 _PLAIN = (  # of torch and the standard library, entered as a user's
@@ -53,7 +51,6 @@ _MAX_OBJECTS = 50_000  # that are followed, the nearest first
 _MAX_DEPTH = 3  # objects of installed packages that are followed one behind the other
 _MAX_ITEMS = 4096  # of a container that is entered; a larger one is data, not state
 _MAX_ARRAYS = 2**22  # bytes of all arrays that are state, the nearest first; more are data
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _HOOKS = frozenset(
     name for name in vars(nn.Module()) if "hooks" in name or name in ("_parameters", "_buffers", "_modules")
 )
@@ -70,7 +67,7 @@ class Reached:
         unsaved: what is too large or of a kind that cannot be saved. A closure must not change it.
         generators: generators of random numbers other than torch's, NumPy's and Python's own.
         iterators: those that a function names or a module has, which cannot be put back.
-        hooks: of modules and parameters, those that take part in what is computed. What they reach comes last.
+        hooks: of modules and parameters. What those reach that take part in what is computed comes last.
         of_hooks: the number of the first of `states` that only hooks reach.
         globals: the globals that code reads, each as namespace, name and value.
         is_complete: whether there was nothing more to follow.
@@ -105,12 +102,29 @@ def reach(roots: dict[str, Any], stepped: Iterable[torch.optim.Optimizer] = ()) 
         waiting += [(key, value, 0) for key, value in group.items() if key != "params"]
     _follow(waiting, seen, found)
     found.of_hooks = len(found.states)
-    found.hooks += [("a hook of all modules", hook) for hook in hooks_of_all_modules() if takes_part(hook)]
-    while found.hooks and found.is_complete:  # hooks may reach modules with hooks
-        waiting = collections.deque((name, hook, 0) for name, hook in found.hooks)
-        found.hooks = []
-        _follow(waiting, seen, found)
+    found.hooks += [("a hook of all modules", hook) for hook in hooks_of_all_modules()]
+    observers: dict[int, Observer] = {}
+    is_reached = functools.partial(_is_reached, seen, found)
+    while found.is_complete:  # hooks may reach modules with hooks, and what other hooks change
+        observers |= {id(hook): Observer(hook) for _, hook in found.hooks if id(hook) not in observers}
+        assigned = {place for observer in observers.values() for place in observer.assigned}
+        others = [(name, hook) for name, hook in found.hooks if id(hook) not in seen]
+        taking_part = [(name, hook) for name, hook in others if observers[id(hook)].takes_part(is_reached, assigned)]
+        if not taking_part:
+            break
+        _follow(collections.deque((name, hook, 0) for name, hook in taking_part), seen, found)
+        seen |= {id(hook) for _, hook in taking_part}
     return found
+
+
+def _is_reached(seen: set[int], found: Reached, value: Any) -> bool:
+    if not isinstance(value, GlobalNames):
+        return id(value) in seen
+    assigned = [state for _, state in found.states if isinstance(state, GlobalNames)]
+    names = {*value.names}
+    return any(one.namespace is value.namespace and names & {*one.names} for one in assigned) or any(
+        namespace is value.namespace and name in names for namespace, name, _ in found.globals
+    )
 
 
 def _follow(waiting: collections.deque[tuple[str, Any, int]], seen: set[int], found: Reached) -> None:
@@ -129,7 +143,7 @@ def _follow(waiting: collections.deque[tuple[str, Any, int]], seen: set[int], fo
 
 def _is_of_package(value: Any) -> bool:
     """Whether this is a plain object of an installed package: a trainer's, say, which leads to all that there is."""
-    return not isinstance(value, _ENTERED) and not _is_own(type(value).__module__)
+    return not isinstance(value, _ENTERED) and not is_own(type(value).__module__)
 
 
 def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
@@ -140,7 +154,7 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         return [(type(value).__name__, type(value)), *_enter_module(name, value, found)]
     if isinstance(value, type):
-        return _enter_class(value, found) if _is_own(value.__module__) else []
+        return _enter_class(value, found) if is_own(value.__module__) else []
     if isinstance(value, _BUFFERS):
         _enter_array(name, value, found)
         return []
@@ -175,7 +189,7 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
         return [(name, value.cell_contents)] if is_filled(value) else []
     if isinstance(value, Iterator):
         found.unsaved.append((name, value))
-    if _is_foreign(type(value).__module__) and not isinstance(value, _PLAIN):
+    if is_foreign(type(value).__module__) and not isinstance(value, _PLAIN):
         return []
     held: dict[str, Any] = {}
     if hasattr(value, "__dict__"):
@@ -214,7 +228,7 @@ def _enter_module(name: str, module: nn.Module, found: Reached) -> list[tuple[st
         for key, item in state.read().items():
             if type(item).__name__ == "ScriptObject":
                 raise RetryError(f"Retry: {name}.{key} is an object of TorchScript, whose state cannot be put back.")
-    found.hooks += [(f"a hook of {name}", hook) for hook in hooks_of(module) if takes_part(hook)]
+    found.hooks += [(f"a hook of {name}", hook) for hook in hooks_of(module)]
     if isinstance(module, nn.parallel.DistributedDataParallel):  # its own attributes belong to its reducer
         return [(f"{name}.module", module.module)]
     own = [(f"{name}.{key}", item) for key, item in vars(module).items() if key not in _HOOKS]
@@ -228,14 +242,14 @@ def _enter_function(name: str, function: types.FunctionType, found: Reached) -> 
         yield name, wrapped
     # Not `__module__`, which `functools.wraps` copies: what `torch.compile` returns holds state of Dynamo.
     home = function.__globals__.get("__name__") or ""
-    if _is_foreign(home):
+    if is_foreign(home):
         return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         _note_iterator(variable, cell.cell_contents if is_filled(cell) else None, found)
         yield variable, cell
     yield from (("a default", value) for value in function.__defaults__ or ())
     yield from (function.__kwdefaults__ or {}).items()
-    if not _is_own(home):
+    if not is_own(home):
         return
     names = _names_of(function.__code__)
     namespace = function.__globals__
@@ -259,7 +273,7 @@ def _enter_namespace(
     name: str, module: types.ModuleType, names: frozenset[str], attributes: frozenset[str], found: Reached
 ) -> Iterator[tuple[str, Any]]:
     """What code names of one of the user's own Python modules, and of those in it."""
-    if _is_foreign(module.__name__):
+    if is_foreign(module.__name__):
         return
     members = vars(module)
     if assigned := tuple(sorted(attributes & members.keys())):
@@ -293,18 +307,6 @@ def _assigned(code: types.CodeType, *operations: str) -> frozenset[str]:
     own = {one.argval for one in dis.get_instructions(code) if one.opname in operations}
     inner = (_assigned(const, *operations) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(own).union(*inner)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_foreign(module: str) -> bool:
-    return module.split(".")[0] in _FOREIGN
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_own(module: str) -> bool:
-    """Whether a module is the user's own: neither foreign nor an installed package."""
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return not _is_foreign(module) and not file.startswith(_INSTALLED)
 
 
 def is_filled(cell: types.CellType) -> bool:

@@ -1,7 +1,7 @@
 """A step that is not finite: which samples cause it, and the step again without them."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +22,24 @@ Gradients = dict[str, Tensor]
 class RecoverableStep(GuardedStep):
     """One guarded step that is run again without its bad samples, if it is not finite."""
 
-    def run_recovered(self, update: DeviceStep | None = None) -> RetryReport:
+    update: DeviceStep | None = None  # the step of the optimizers, if it is launched ahead
+
+    def run_recovered(self, make_update: Callable[[], DeviceStep | None] = lambda: None) -> RetryReport:
         """Run the step, and run it again if it is not finite.
 
         Args:
-            update: the step of the optimizers, to be launched before the outcome of the first run is known.
+            make_update: the step of the optimizers, to be launched before the outcome of the first run is known; None
+                if it cannot be. Called when the device has the first run to do.
         """
         self._save()
         try:
             result = self._first_run()
-            if update is None or not self.guard.tensors.is_settled:
+            self.update = make_update() if self.guard.tensors.is_settled else None
+            if self.update is None:
                 loss, norm, is_finite = self._read(result, is_scaled=True)
             else:
-                update.launch(self._status(self._found(result)), self._norm_to_clip_by())
-                loss, norm, is_skipped = update.outcome()
+                self.update.launch(self._status(self._values(result)), self._norm_to_clip_by())
+                loss, norm, is_skipped = self.update.outcome()
                 is_finite = not is_skipped
                 if is_skipped:
                     loss, norm, is_finite = self._exactly(result, loss, norm)
@@ -45,9 +49,13 @@ class RecoverableStep(GuardedStep):
                 return RetryReport(self.number, 1, loss, norm)
             return self._recovered(result)
         except BaseException:
-            if update is None or not update.is_done():
+            if not self.is_updated():
                 self._undo()
             raise
+
+    def is_updated(self) -> bool:
+        """Whether the optimizers have stepped. Waits for the outcome."""
+        return self.update is not None and self.update.is_done()
 
     # A step that is not finite.
 

@@ -155,9 +155,8 @@ class Retry(Shown):
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         step = self._guarded(closure, batch, window, scaler)
-        ahead = None if step.scaler is not None or late is not None else self._step_ahead(step, clip)
-        report = self._run(step, late, ahead)
-        if not report.skipped and (ahead is None or not ahead.is_done()):
+        report = self._run(step, late, lambda: self._step_ahead(step, clip))
+        if not report.skipped and not step.is_updated():
             self._update(step, clip, scaler)
         self._conclude(report, is_late=late is not None)
         return report
@@ -166,7 +165,8 @@ class Retry(Shown):
         """The step of the optimizers, if it can be launched before the outcome of the first run is known."""
         scope = step.scope
         is_possible = (
-            runs_ahead(scope.devices)
+            step.scaler is None
+            and runs_ahead(scope.devices)
             and not scope.wrappers.is_sharded
             and all(has_state(optimizer) and not why_not(optimizer) for optimizer in self.optimizers)
         )
@@ -236,7 +236,9 @@ class Retry(Shown):
         if self.on_bad is not None and not report.ok:
             self.on_bad(report)
 
-    def _run(self, step: RecoverableStep, late: int | None = None, ahead: DeviceStep | None = None) -> RetryReport:
+    def _run(
+        self, step: RecoverableStep, late: int | None = None, ahead: Callable[[], DeviceStep | None] = lambda: None
+    ) -> RetryReport:
         """Run a step. `late` is the number of one that was run before without waiting for its outcome."""
         if late is None:
             return step.run_recovered(ahead)

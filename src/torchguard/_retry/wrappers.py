@@ -22,6 +22,7 @@ from torchguard._torch.training import communication_hooks, copy_buffers, gradie
 from torchguard.exceptions import RetryError
 
 Modules = list[tuple[str, nn.Module]]
+NOTHING = contextlib.nullcontext()
 
 
 class Wrappers:
@@ -39,6 +40,10 @@ class Wrappers:
                 raise RetryError(f"Retry: {path} is a FullyShardedDataParallel. Use fully_shard (FSDP2) instead.")
             elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
                 self._sharded.append((path, module))
+        self.replicated: list[Any] = [module for _, module in self._replicated]
+        self.is_sharded = bool(self._sharded)
+        self.is_none = not self._replicated and not self._sharded
+        self._copying: list[Any] = []
         self.begin()
         for path, module in modules:
             for name, parameter in module.named_parameters(recurse=False):
@@ -66,6 +71,8 @@ class Wrappers:
 
     def begin(self) -> None:
         """Before a step: refuse what cannot be undone, and note what DDP would do in its forward pass."""
+        if self.is_none:
+            return
         for _, module in self._sharded:
             module.reshard()  # after a forward pass without a backward pass it has whole parameters
         self._refuse()
@@ -91,14 +98,6 @@ class Wrappers:
                     f"Retry: {path} has set_gradient_divide_factor({divisor}). Retry needs the mean over the ranks."
                 )
 
-    @property
-    def replicated(self) -> list[Any]:
-        return [module for _, module in self._replicated]
-
-    @property
-    def is_sharded(self) -> bool:
-        return bool(self._sharded)
-
     # Gradients.
 
     def unreduced(self) -> list[Tensor]:
@@ -117,13 +116,14 @@ class Wrappers:
             return [*gradients]
         return [None if one is None else one.clone() for one in gradients]
 
-    @contextlib.contextmanager
-    def reducing(self, is_reduced: bool) -> Iterator[None]:
+    def reducing(self, is_reduced: bool) -> contextlib.AbstractContextManager[Any]:
         """Have DDP leave gradients on each rank as they are, unless they are to be reduced."""
-        with contextlib.ExitStack() as stack:
-            for module in () if is_reduced else self.replicated:
-                stack.enter_context(module.no_sync())
-            yield
+        if is_reduced or not self.replicated:
+            return NOTHING
+        stack = contextlib.ExitStack()
+        for module in self.replicated:
+            stack.enter_context(module.no_sync())
+        return stack
 
     # Runs that may raise on one rank.
 

@@ -1,8 +1,8 @@
 """Which words of memory the guards of a compilation depend on: see `quick_check`.
 
-A guard tree is followed from the frame's modules and globals through the user's objects, without running their code.
-What cannot be followed is UNKNOWN, and the guards on it are left to the tree. Degraded where torch names the
-class of a guard or accessor otherwise than torch 2.11 to 2.15 do: that guard is left to the tree, too.
+A guard tree is followed from the frame's modules, functions and globals through the user's objects, without running
+their code. What cannot be followed is UNKNOWN, and the guards on it are left to the tree. Degraded where torch names
+the class of a guard or accessor otherwise than torch 2.11 to 2.15 do: that guard is left to the tree, too.
 """
 
 import ast
@@ -54,13 +54,14 @@ _PLAIN_LOOKUPS = (vars(object)["__getattribute__"], vars(types.ModuleType)["__ge
 class Plan:
     """Which words to read for a guard tree, found by following its paths through the user's objects.
 
-    The words are at `addresses`, in objects that `held` keeps alive. They do not cover `tensors`, the modules among
-    the frame's locals in `roots`, or the values of `global_names`: whoever reads the words checks these beside them.
+    The words are at `addresses`, in objects that `held` keeps alive. They do not cover `tensors`, the modules and
+    functions among the frame's locals in `roots`, or the values of `global_names`: whoever reads the words checks these
+    beside them.
 
     Args:
         guards: the guards of one compilation.
         f_locals: the locals of a call that satisfies them.
-        on_death: called when a module of the frame dies.
+        on_death: called when one of the roots dies.
     """
 
     def __init__(self, guards: Guards, f_locals: dict[str, Any], on_death: Callable[[object], None]) -> None:
@@ -69,7 +70,7 @@ class Plan:
         self.addresses: set[int] = set()
         self.held: dict[int, Any] = {}
         self.tensors: dict[int, torch.Tensor] = {}
-        self.roots: dict[str, weakref.ref[nn.Module]] = {}
+        self.roots: dict[str, weakref.ref[Any]] = {}
         self.global_names: dict[str, Any] = {}
         self._rest = {guards.root.get_source()}  # sources of guards that no word covers, and those on the way there
         for child, accessor in zip(guards.root.get_child_managers(), guards.root.get_accessors(), strict=True):
@@ -81,13 +82,13 @@ class Plan:
         return self._guards.part(self._rest)
 
     def _enter(self, accessor: Any) -> Any:
-        """The value that an accessor of the root reads: a module among the locals, or the globals."""
+        """The value that an accessor of the root reads: a module or a function among the locals, or the globals."""
         kind = type(accessor).__name__
         if kind == "GlobalsGuardAccessor":
             return self.globals
         name = re.search(r"key='(\w+)'", accessor.repr()) if kind == "FrameLocalsGuardAccessor" else None
         value: Any = self._f_locals.get(name[1]) if name else None
-        if not name or not _is_a(value, nn.Module):
+        if not name or not _is_a(value, (nn.Module, types.FunctionType)):
             return UNKNOWN
         self.roots[name[1]] = weakref.ref(value, _forget(self._on_death))
         return value
@@ -121,6 +122,8 @@ class Plan:
             return self._slot(value, FUNCTION[name], getattr(value, name)) if name in FUNCTION else UNKNOWN
         if type(value) is types.CellType:
             return self._cell(value) if name == "cell_contents" else UNKNOWN
+        if type(value) is property:
+            return getattr(value, name) if name in ("fget", "fset", "fdel") else UNKNOWN
         if _is_a(value, type):
             return self._class_attribute(value, name)
         if _lookup(type(value), "__getattribute__") not in _PLAIN_LOOKUPS:
@@ -132,8 +135,11 @@ class Plan:
         return attributes[name] if _lookup(type(value), name) is UNKNOWN else UNKNOWN
 
     def _class_attribute(self, cls: type, name: str) -> Any:
-        # A data descriptor of `type`, such as `__name__`, comes before what the class has.
-        if type(cls) is not type or hasattr(type(_lookup(type, name)), "__set__") or not self._class(cls):
+        # A data descriptor of the metaclass, such as `__name__`, comes before what the class has.
+        meta = type(cls)
+        if _lookup(meta, "__getattribute__") is not vars(type)["__getattribute__"] or not self._class(cls):
+            return UNKNOWN
+        if hasattr(type(_lookup(meta, name)), "__set__") or (meta is not type and not self._metaclass(cls)):
             return UNKNOWN
         found = _lookup(cls, name)
         return found if type(found) in (types.FunctionType, type, *_CONSTANTS) else UNKNOWN
@@ -194,6 +200,9 @@ class Plan:
         if not cls.__flags__ & HAS_VALID_VERSION:
             return False
         return self._add(cls, CLASS_VERSION)
+
+    def _metaclass(self, cls: type) -> bool:
+        return self._type(cls) and self._class(type(cls))
 
     def _attributes(self, value: Any) -> Any:
         """The dict of an object: the word is the pointer to it, since it can be replaced as a whole."""

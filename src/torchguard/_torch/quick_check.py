@@ -6,8 +6,8 @@ states: a dict has a version that every change to it replaces, a class has one t
 replaces, and what an object or a function refers to are pointers at known offsets. So once a whole check has passed,
 those words are read in one gather (`numpy.take` over the process's memory). While they are the same, the guards that
 depend on them alone hold: those on attributes, dicts, types, classes and functions that are reached from a module of
-the frame, or from a module of Python. Tensors have no version: `TensorGuards` checks all parameters in one call.
-What neither covers, such as lists, arguments and the state of torch, is checked by a smaller tree.
+the frame, or from a module of Python. Tensors have no version: what guards compare is itself read as words
+(`tensor_words`). What no word covers, such as lists, arguments and the state of torch, is checked by a smaller tree.
 
 Memory is safe, since every object whose memory is read is held by a strong reference. These must not keep a model
 alive: the collector cannot see them, because C++ owns the callback that leads here. So they are dropped when a module
@@ -22,7 +22,7 @@ removed the public versions of dicts.
 import gc
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch._C._dynamo import guards as dynamo_guards
 
 from torchguard._torch.guard_words import UNKNOWN, Plan
 from torchguard._torch.guards import Guards
+from torchguard._torch.tensor_words import add_tensors
 from torchguard._torch.words import Words, can_read_words
 
 # Checks of the tree before the words are read for the first time, and the least number before they are read again.
@@ -77,34 +78,33 @@ class QuickCheck:
         # Reading takes as long as a hundred checks. A model that changes all the time makes it rarer and rarer.
         self._wait, self._next_wait = self._next_wait, 2 * self._next_wait
         plan = Plan(self._guards, f_locals, self.release)
-        state = _State(plan) if plan.roots else None
-        if state is not None and self._guards.check(f_locals) and state.is_unchanged(f_locals):
+        words = Words(plan.addresses)
+        tensors = add_tensors(words, [*plan.tensors.values()])
+        if not plan.roots or tensors is None:
+            return
+        state = _State(plan, words, tensors)
+        if self._guards.check(f_locals) and state.is_unchanged(f_locals):
             self._state = state
 
 
 class _State:
-    """The words behind guards that hold, and the objects they were read from."""
+    """The words behind guards that hold, the objects they were read from, and the tensors checked beside them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, words: Words, tensors: Sequence[torch.Tensor]) -> None:
         self.rest = plan.rest
         self._roots = tuple(plan.roots.items())
         self._globals, self._names = plan.globals, tuple(plan.global_names)
         self._global_values = tuple(plan.global_names.values())
         self._globals_version: int | None = None
-        self._held = plan.held
-        self.words = Words(plan.addresses)
-        self._tensors = tuple(plan.tensors.values())
-        self._check_tensors = _tensor_guards(self._tensors) if self._tensors else bool
+        self._held = plan.held, plan.tensors
+        self.words, self._tensors = words, tuple(tensors)
+        self._check_tensors = _tensor_guards(self._tensors)
 
     def is_unchanged(self, f_locals: dict[str, Any]) -> bool:
         for name, module in self._roots:
             if f_locals.get(name, UNKNOWN) is not module():
                 return False
-        return (
-            self.words.are_unchanged()
-            and self._globals_are_unchanged()
-            and (not self._tensors or self._check_tensors(*self._tensors))
-        )
+        return self.words.are_unchanged() and self._globals_are_unchanged() and self._check_tensors(*self._tensors)
 
     def _globals_are_unchanged(self) -> bool:
         # The globals of a script change all the time, those of a package hardly ever.

@@ -5,6 +5,7 @@ Everything here is required but `steps_in_backward`, `communication_hooks`, `ski
 lacks a name. torch 2.11 to 2.15 have all of the others.
 """
 
+import functools
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as _of_all  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils.hooks import RemovableHandle
 
 
@@ -143,13 +145,11 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     Hooks are registered publicly; there is no public way to ask for them. Degraded where torch renames the attributes:
     none are seen.
     """
-    from torch.optim import optimizer as of_all  # pyright: ignore[reportAttributeAccessIssue]
-
     return bool(
         getattr(optimizer, "_optimizer_step_pre_hooks", None)
         or getattr(optimizer, "_optimizer_step_post_hooks", None)
-        or getattr(of_all, "_global_optimizer_pre_hooks", None)
-        or getattr(of_all, "_global_optimizer_post_hooks", None)
+        or getattr(_of_all, "_global_optimizer_pre_hooks", None)
+        or getattr(_of_all, "_global_optimizer_post_hooks", None)
     )
 
 
@@ -162,7 +162,12 @@ def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
     replaced = vars(optimizer).get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         return True
-    classes = [one for one in type(optimizer).__mro__ if one is not torch.optim.Optimizer]
+    return _class_has_step_of_its_own(type(optimizer))
+
+
+@functools.lru_cache(maxsize=64)
+def _class_has_step_of_its_own(kind: type) -> bool:
+    classes = [one for one in kind.__mro__ if one is not torch.optim.Optimizer]
     definer = next((one for one in classes if "step" in vars(one)), None)
     of_torch = [one for one in classes if one.__module__.startswith("torch.optim")]
     return bool(of_torch) and definer not in of_torch

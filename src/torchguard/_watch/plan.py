@@ -331,7 +331,10 @@ def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def _cached_length(value: Any) -> int | None:
     """How many tokens a key-value cache of transformers holds, if its shapes tell: a decoding step depends on it."""
     length = getattr(value, "get_seq_length", None)
-    found = length() if callable(length) else None
+    try:
+        found = length() if callable(length) else None
+    except ValueError:  # the states of recurrent layers (Mamba) have no length
+        return None
     return found if isinstance(found, int) else None
 
 

@@ -57,11 +57,6 @@ ACTIONS = ("record", "recompile", "raise")
 class _ThreadState(threading.local):
     is_paused = False  # a class attribute: a missing attribute would cost each call an exception
 
-    def __init__(self) -> None:
-        # By shadow: whether its last check in this thread allowed the call. Dynamo explains a recompile in the thread
-        # of the call, while other threads check the same shadow.
-        self.allowed: weakref.WeakKeyDictionary[_Shadow, bool] = weakref.WeakKeyDictionary()
-
 
 _thread = _ThreadState()
 _lock = threading.Lock()
@@ -241,6 +236,9 @@ class _Shadow:
         self.counts = _Counts(len(dropped))
         self.last_clean_call = 0
         self.always: Guards | None = None
+        # The threads in which its last check refused the call. Dynamo explains a recompile in the thread of the call,
+        # while other threads check the same shadow.
+        self.refused: set[int] = set()
         self.raises = audit.action == "raise"
         self.state: tuple[bool, bool] | None = None
         self.training: Any = None
@@ -277,9 +275,9 @@ class _Shadow:
         if _thread.is_paused:
             return True
         if is_explaining():
-            return _thread.allowed.get(self, True)
+            return threading.get_ident() not in self.refused
         if not self.raises and not self._holds_always(f_locals):
-            _thread.allowed[self] = False
+            self.refused.add(threading.get_ident())
             return False
         start, audit = time.perf_counter(), self.audit()
         if audit is None:  # nobody can read its report
@@ -297,8 +295,7 @@ class _Shadow:
         self.counts.checks += 1
         if self.quick.check(f_locals):
             self.last_clean_call = call
-            if not _thread.allowed.get(self, True):
-                _thread.allowed[self] = True
+            self.refused.discard(threading.get_ident())
             return True, True
         failures = failures_of(self.full, f_locals)
         allowed = False
@@ -308,8 +305,10 @@ class _Shadow:
             if error.__traceback__ is not None:  # without this frame, which holds the arguments of the call
                 error.__traceback__ = error.__traceback__.tb_next
             refuse_to_compile(self.code, error, functools.partial(_matches, weakref.ref(self)))
-        _thread.allowed[self] = allowed
-        if not allowed:
+        if allowed:
+            self.refused.discard(threading.get_ident())
+        else:
+            self.refused.add(threading.get_ident())
             self._learn({failure.guard.source for failure in failures}, f_locals, audit)
         return False, allowed
 

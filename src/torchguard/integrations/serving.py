@@ -24,13 +24,13 @@ from torchguard.exceptions import WatchError
 __all__ = ["BadRequest", "RequestGuard", "bad_requests"]
 
 
-def bad_requests(guarded: Any, since: int = 0, num_beams: int = 1) -> dict[int, Incident]:
-    """The first fault of each bad request of `guarded.generate(...)`, by its row. Waits for the device.
+def bad_requests(guarded: Any, requests: int, since: int = 0) -> dict[int, Incident]:
+    """The first fault of each bad request of `guarded.generate(...)`, by its number. Waits for the device.
 
     Args:
         guarded: `watch(model, quarantine=True, returns="output")`.
+        requests: how many `generate` was given. With beams, or several answers to each, the model sees more rows.
         since: the first call of the model that counts: `guarded.run_report().calls` before `generate`.
-        num_beams: as given to `generate`.
     """
     if not is_watched(guarded):
         raise WatchError(f"bad_requests: expected what watch returned, got {type(guarded).__name__}.")
@@ -38,9 +38,15 @@ def bad_requests(guarded: Any, since: int = 0, num_beams: int = 1) -> dict[int, 
     if run.lost:
         raise WatchError(f"bad_requests: {run.lost} faults of the run were not kept. Ask after each generate().")
     found: dict[int, Incident] = {}
-    for incident in guarded.history:
-        if incident.step is not None and incident.step >= since:
-            found.setdefault(incident.sample // num_beams, incident)
+    for incident, entry in zip(guarded.history, guarded._watch.history.entries()[0], strict=True):
+        if entry.step < since:
+            continue
+        if requests < 1 or entry.size % requests:
+            raise WatchError(
+                f"bad_requests: call {entry.step} had a batch of {entry.size} rows, which {requests} requests cannot "
+                "share. Give the number of prompts that generate() was given, and the first of its calls as since=."
+            )
+        found.setdefault(entry.sample // (entry.size // requests), incident)
     return found
 
 
