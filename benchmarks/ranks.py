@@ -1,9 +1,10 @@
 """A step's digest at 8, 1,024 and 16,384 ranks: measured parts, and a simulation of the messages.
 
 Measured here: what a rank computes for its digest, and one small reduction of gloo on the loopback device. Simulated:
-reductions by recursive doubling, as NCCL's trees need log2(ranks) rounds too, against a gather in a ring, which needs
-ranks - 1 rounds. A message takes `--latency` microseconds; ranks arrive up to `--jitter` microseconds apart. What is
-reported is the time from the arrival of the last rank until all ranks have the result.
+a reduction by recursive doubling, as NCCL's trees need log2(ranks) rounds too, against a gather in a ring, which needs
+ranks - 1 rounds. A message takes `--latency` microseconds, and its bytes at `--bandwidth`; ranks arrive up to
+`--jitter` microseconds apart. What is reported is the time from the arrival of the last rank until all ranks have the
+result.
 """
 
 import argparse
@@ -17,7 +18,12 @@ import torch.distributed as dist
 from torchguard import distributed, err
 from torchguard.testing import run_ranks
 
-DIGEST_NUMBERS = 19 + 5
+COUNTS, STEP_AND_TABLE, RANKS_PER_NUMBER = 19, 128, 45  # of a digest: see `torchguard.distributed.digest`
+GATHERED = COUNTS + 3  # what each rank would send to a gather: counts, its first error, the step, the table
+
+
+def digest_bytes(ranks: int) -> int:
+    return 8 * (COUNTS + STEP_AND_TABLE + math.ceil(ranks / RANKS_PER_NUMBER))
 
 
 def measured_locally(batch: int) -> float:
@@ -30,7 +36,7 @@ def measured_on_gloo(size: int) -> tuple[float, float, float]:
     """Microseconds of one small reduction, of a digest, and of a gather of 32 samples' flags, on local gloo ranks."""
 
     def measure() -> tuple[float, float, float]:
-        numbers, f = torch.zeros(DIGEST_NUMBERS, dtype=torch.int64), err.new_t(32)
+        numbers, f = torch.zeros(digest_bytes(size) // 8, dtype=torch.float64), err.new_t(32)
         calls = (
             lambda: dist.all_reduce(numbers),
             lambda: distributed.digest(f),
@@ -67,6 +73,7 @@ def ring(arrival: np.ndarray, latency: float) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--latency", type=float, default=5.0, help="microseconds of one message")
+    parser.add_argument("--bandwidth", type=float, default=12.5, help="gigabytes a second between two ranks")
     parser.add_argument("--jitter", type=float, default=200.0, help="microseconds between the first and last rank")
     options = parser.parse_args()
     for batch in (32, 1024):
@@ -78,12 +85,13 @@ def main() -> None:
     print(f"simulated, {options.latency:g} us a message, {options.jitter:g} us of jitter:")
     for ranks in (8, 1_024, 16_384):
         arrival = generator.uniform(0, options.jitter, ranks)
-        two = doubling(doubling(arrival, options.latency), options.latency).max() - arrival.max()
-        one = ring(arrival, options.latency).max() - arrival.max()
-        sent = DIGEST_NUMBERS * 8
+        sent, part = digest_bytes(ranks), 8 * GATHERED
+        rate = 1e3 * options.bandwidth  # bytes a microsecond
+        reduced = doubling(arrival, options.latency + sent / rate).max() - arrival.max()
+        gathered = ring(arrival, options.latency + part / rate).max() - arrival.max()
         print(
-            f"{ranks:>6} ranks: digest {two:.0f} us, {sent} bytes a rank; gathered in a ring {one:.0f} us, "
-            f"{sent * ranks} bytes a rank"
+            f"{ranks:>6} ranks: digest {reduced:.0f} us, {sent} bytes a rank; gathered in a ring {gathered:.0f} us, "
+            f"{part * ranks} bytes a rank"
         )
 
 

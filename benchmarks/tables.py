@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PAGES = [Path(__file__).parents[1] / name for name in ("README.md", "docs/benchmarks.md", "docs/certificates.md")]
+_NAMES = ("README.md", "docs/benchmarks.md", "docs/certificates.md", "docs/retry.md")
+PAGES = [Path(__file__).parents[1] / name for name in _NAMES]
 VARIANTS = ("modules", "quarantine")
 # The GPT of ours is measured by `watched.py gpu`, under other names.
 _OURS = {"modules": "modules", "quarantine": "modules + quarantine"}
@@ -63,7 +64,39 @@ def certificates() -> str:
     return _table([f"of {len(functions)} functions", "passed", "inconclusive", "failed"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"costs": costs, "host": host, "certificates": certificates}
+def retry() -> str:
+    """What a step guarded by `Retry` takes, in times of the same step without it."""
+    head = [
+        "",
+        "a step, ms",
+        "`wait=True`",
+        "`wait=False`",
+        "norm read first",
+        "launched ahead",
+        "a bad step",
+        "memory",
+    ]
+    rows = []
+    for path in ("retry-h200.json", "retry-cpu.json"):
+        results = json.loads((RESULTS / path).read_text())
+        found = results.pop("environment")
+        machine, version = found["machine"].removeprefix("NVIDIA "), found["torch"].split("+")[0]
+        for model, one in sorted(results.items(), key=lambda item: -item[1]["ratio"]["wait=True"]):
+            ratios = [one["ratio"].get(name) for name in ("wait=True", "wait=False", "plain, waiting", "plain, ahead")]
+            bad, memory = one["bad step"], one.get("memory", {}).get("wait=True")
+            rows.append(
+                [
+                    f"{model}, {machine}, torch {version}",
+                    f"{one['ms']['plain']:.1f}",
+                    *["" if ratio is None else f"{ratio:.3f}" for ratio in ratios],
+                    f"{bad['ratio']:.1f} ({bad['runs']} runs)",
+                    "" if memory is None else f"{memory:.2f}",
+                ]
+            )
+    return _table(head, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"costs": costs, "host": host, "certificates": certificates, "retry": retry}
 
 
 def _families() -> list[Row]:

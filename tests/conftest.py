@@ -47,7 +47,7 @@ def fake_guard_clock(monkeypatch):
     def count(manager):
         return len(manager.get_leaf_guards()) + sum(map(count, children_of(manager)))
 
-    monkeypatch.setattr(_cost, "_time", lambda guards, f_locals: float(count(guards.root)))
+    monkeypatch.setattr(_cost, "_time", lambda guards, f_locals, timing: float(count(guards.root)))
 
 
 @pytest.fixture

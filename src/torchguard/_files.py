@@ -1,6 +1,8 @@
-"""Writing a file as a whole."""
+"""Writing a file as a whole, or not at all."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -17,3 +19,13 @@ def write_whole(path: str | os.PathLike[str], text: str) -> Path:
     finally:
         beside.unlink(missing_ok=True)
     return path
+
+
+@contextlib.contextmanager
+def removed_on_failure(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Remove the file if the block that writes it raises or is interrupted: half a file looks like one."""
+    try:
+        yield
+    except BaseException:
+        Path(path).unlink(missing_ok=True)
+        raise

@@ -53,6 +53,7 @@ def test_unpack_and_pack_are_inverse(dtype, rows):
     like = err.new_t(len(rows), config=ErrorConfig(flag_dtype=dtype, num_slots=8))
     f = pack(torch.tensor(rows), like)
     assert words_to_slots(f) == rows
+    assert words_to_slots(pack(torch.tensor(rows).t().contiguous().t(), like)) == rows  # of one row, with strides of 1
     assert torch.equal(unpack(f).to(torch.int64) & 0xFFFF, torch.tensor(rows))
 
 

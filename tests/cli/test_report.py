@@ -12,7 +12,7 @@ from torchguard.report import Report
 TRAIN = """
 import torch
 from torch import nn
-from torchguard import Retry
+from torchguard import Retry, guards
 
 class Net(nn.Module):
     def __init__(self):
@@ -29,6 +29,23 @@ for step in range(4):
     if step == 2:
         x[3] = float("inf")
     guard.step(lambda x: model(x).square(), x)
+
+class Scaled:
+    factor = 1.0
+
+def scaled(x):
+    return x * Scaled.factor
+
+def without_guards_on_globals():
+    audit = guards.audit(guards.skip_globals(), every=1)
+    drop_shapes = lambda entries: [one.guard_type != "TENSOR_MATCH" for one in entries]
+    checked = guards.compile(scaled, filter=audit, backend="eager")
+    checked(torch.ones(3))
+    Scaled.factor = 2.0
+    checked(torch.ones(3))
+    torch.compile(lambda x: x + 1, backend="eager", options={"guard_filter_fn": drop_shapes})(torch.ones(3))
+
+without_guards_on_globals()
 """
 
 
@@ -49,14 +66,23 @@ def test_run_writes_what_was_bad_what_retry_did_and_what_was_compiled(command, s
     data = json.loads((tmp_path / "report.json").read_text())["report"]
     assert Report.from_dict(data).status == "bad"
     found = sections(data)
-    assert [*found] == ["Values of Net", "Retry", "Compile", "Device", "Graphs and code"]
+    guards = ["Audit of dropped guards", "Cost of guards"]
+    assert [*found] == ["Values of Net", "Retry", "Compile", *guards, "Device", "Graphs and code"]
     incident = found["Values of Net"]["sections"][0]
     facts = dict(blocks(incident, "facts")[0]["items"])
     assert facts["Origin"] == "input x"
     assert facts["Retry"].startswith("step 2: trained without 1 bad sample")
     (retried,) = blocks(found["Retry"], "table")[0]["rows"]
     assert retried[2] == "3"
-    assert "1 compilation" in blocks(found["Compile"], "answer")[0]["text"]
+    compiled, dropped = blocks(found["Compile"], "answer")
+    assert "3 compilations" in compiled["text"]
+    assert "1 of them unchecked" in dropped["text"]
+    ((name, *_),) = blocks(found["Audit of dropped guards"], "table")[0]["rows"]
+    assert "factor" in name
+    assert "Audit of dropped guards: " in ran.stderr
+    flames = blocks(found["Cost of guards"], "flame")
+    assert flames[0]["root"]["value"] > 0
+    assert len(blocks(found["Cost of guards"], "table")[0]["rows"]) == 3
     memory = found["Device"]["sections"][0]["blocks"][0]
     assert memory["kind"] == "line"
     assert max(memory["series"][0]["values"]) > 0
@@ -113,3 +139,12 @@ def test_the_page_of_a_run_opens_without_errors(command, script, tmp_path):
         opened.see_all()
         assert opened.messages == []
         assert opened.page.get_by_text("trained without 1 bad sample").first.is_visible()
+
+
+def test_an_interrupt_is_one_line_and_leaves_no_file(invoke, module, tmp_path):
+    name = module("def build():\n    raise KeyboardInterrupt\n")
+    ran = invoke("report", f"{name}:build", "--html", tmp_path / "report.html")
+    assert ran.exit_code == 130
+    assert ran.stderr == "torchguard: interrupted.\n"
+    assert ran.stdout == ""
+    assert [one.name for one in tmp_path.iterdir() if "report" in one.name] == []

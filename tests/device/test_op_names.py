@@ -104,6 +104,8 @@ CALLS = {
     "nn.AdaptiveAvgPool2d": (lambda x: nn.AdaptiveAvgPool2d(1)(x[None]), "mean"),
     "torch.repeat_interleave": (lambda x: x.repeat_interleave(2), "clone"),
     "torch.linalg.norm": (lambda x: torch.linalg.norm(x, "nuc"), "_linalg_svd"),
+    "torch.norm": (lambda x: torch.norm(x, "nuc"), "_linalg_svd"),
+    "torch.Tensor.norm": (lambda x: x.norm("nuc"), "_linalg_svd"),
     "torch.einsum": (lambda x: torch.einsum("ij->j", x), "sum"),
     "torch.split": (lambda x: torch.split(x, [1, 3])[0] * 2, "split_with_sizes"),
 }
@@ -136,7 +138,18 @@ def test_a_call_that_the_device_decomposes_is_no_violation():
         assert violations_of(lambda x: nn.functional.layer_norm(x, (8,)), x, **fields) == ()
 
 
-@pytest.mark.parametrize("name", ["torch.masked.mean", "torch.nn.init.normal_", "torch.Tensor.T", "torch.equal"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.masked.mean",
+        "masked.mean",
+        "signal.windows.hann",
+        "operator.add",
+        "torch.nn.init.normal_",
+        "torch.Tensor.T",
+        "torch.equal",
+    ],
+)
 def test_a_name_that_is_no_op_is_not_taken_for_another(name):
     with pytest.raises(DeviceError, match=r"There is no op|No graph contains"):
         Device(deny=[name])

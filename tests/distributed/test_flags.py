@@ -1,12 +1,17 @@
 """Flags of several ranks: merged, gathered, decided upon and counted. Everything runs on real gloo processes."""
 
+import functools
+
 import pytest
 import torch
 import torch._dynamo  # before processes are forked, not in each of them
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.distributed.cases import flags_with
 
 from torchguard import ErrorConfig, ErrorLocation, distributed, err, flags
+from torchguard.distributed import _digest, _group
 from torchguard.exceptions import BatchMismatchError, DistributedError, NotFlagsError, OutOfRangeError
 from torchguard.testing import run_ranks
 
@@ -252,7 +257,43 @@ class TestDigest:
             except distributed.RankMismatchError as error:
                 return str(error)
 
-        assert run_ranks(digest) == ["digest: the ranks are at different steps, 7 to 8."] * 2
+        start = "digest: the ranks are at different steps. This one is at"
+        assert run_ranks(digest) == [f"{start} 7.", f"{start} 8."]
+
+    def test_it_is_one_collective(self):
+        def count():
+            calls = []
+
+            def counted(call):
+                return lambda *args, **kwargs: (calls.append(call.__name__), call(*args, **kwargs))[1]
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(dist, "all_reduce", counted(dist.all_reduce))
+                patched.setattr(_group, "all_gather_single", counted(_group.all_gather_single))
+                distributed.digest(own_flags(), step=3)
+                distributed.any_err(own_flags())
+                distributed.agree(own_flags())
+            return calls
+
+        assert run_ranks(count) == [["all_reduce"] * 3] * 2
+
+    @given(st.data())
+    def test_the_first_of_many_ranks(self, data):
+        """What the sum over many ranks holds, added in any order, against a plain loop."""
+        size = data.draw(st.integers(1, 400))
+        numbers = st.sampled_from([0, 0, 1, 2**42 - 1]) | st.integers(0, 2**42 - 1)
+        keys = data.draw(st.lists(numbers, min_size=size, max_size=size))
+        rows = [_digest._powers(torch.tensor(key), rank, size) for rank, key in enumerate(keys)]
+        data.draw(st.randoms(use_true_random=False)).shuffle(rows)
+        rank, key = _digest._decoded(functools.reduce(torch.add, rows))
+        expected = next(((rank, key) for rank, key in enumerate(keys) if key), None)
+        assert int(key) == (expected[1] if expected else 0)
+        assert expected is None or int(rank) == expected[0]
+
+    def test_all_of_many_ranks_are_bad(self):
+        size = 4_096
+        worst = torch.stack([_digest._powers(torch.tensor(2**42 - 1), rank, size) for rank in range(size)]).sum(0)
+        assert [int(one) for one in _digest._decoded(worst)] == [0, 2**42 - 1]
 
 
 def everything(f, losses, x, step):

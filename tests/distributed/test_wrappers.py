@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -159,10 +160,7 @@ def test_watched(kind, fault):
 @pytest.mark.parametrize("kind", ["tp", "2d"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_watched_with_tensor_parallelism(kind, fault):
-    """Samples cannot be followed through DTensors. So all samples of a bad batch are flagged, and watch says so.
-
-    Values between modules are not replaced on ranks that do not have them: gradients are finite for bad inputs only.
-    """
+    """Samples cannot be followed through DTensors. So all samples of a bad batch are flagged, and watch says so."""
 
     def train():
         model, number, group, same_samples = built(kind, network())
@@ -176,7 +174,51 @@ def test_watched_with_tensor_parallelism(kind, fault):
     for rank, (flagged, is_finite) in enumerate(run_ranks(train, size=4, timeout=200)):
         number = 0 if kind == "tp" else rank // 2
         assert flagged == [True] * SIZES[number]
-        assert is_finite or fault == "overflow"
+        assert is_finite
+
+
+class Scaled(nn.Module):
+    """A layer that returns a DTensor, a DTensor of its own, and a square root with a derivative that is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.down = nn.Linear(4, 8), nn.Parameter(torch.ones(8)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down((self.up(x).exp() * self.scale).sqrt())
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
+def test_watched_with_tensor_parallelism_in_the_model_s_own_code():
+    """A fault in backward next to a DTensor that the model itself uses is recorded on the rank that has it."""
+
+    def train():
+        torch.manual_seed(0)
+        model, mesh = Scaled().double(), dist.init_device_mesh("cpu", (2,))
+        with torch.no_grad():
+            model.up.weight[:, 0] = torch.tensor([0.0] * 7 + [100.0])
+        layers = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
+        parallelize_module(model, mesh, layers)
+        model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [Shard(0)]))
+        guarded, found = watch(model, quarantine=True), []
+        for fault in (0.0, float("nan"), BIG, -BIG):  # exp(-5000) is 0
+            x = 0.1 * torch.ones(3, 4, dtype=torch.float64)
+            x[1, 0] = fault
+            model.zero_grad()
+            out, f = guarded(x)
+            f = distributed.merge_flags(f, mesh)
+            err.mean_ok(f, per_sample(out).full_tensor()).backward()
+            in_backward = distributed.merge_flags(guarded.backward_flags, mesh)
+            is_finite = all(one.isfinite().all() for one in whole([out, *(p.grad for p in model.parameters())]))
+            found.append((err.is_err(f).tolist(), err.is_err(in_backward).tolist(), is_finite))
+        with pytest.raises(RuntimeError, match="Call it in eager mode"):
+            torch.compile(guarded, backend="aot_eager")(x)
+        return found
+
+    none, everyone = [False] * 3, [True] * 3
+    for found in run_ranks(train, size=2, timeout=200):
+        assert found == [(none, none, True), (everyone, none, True), (everyone, none, True), (none, everyone, True)]
 
 
 def train_guarded(kind: str, fault: float):

@@ -12,6 +12,7 @@ from tests.models import ScaledLayer, bert
 from torch import nn
 
 from torchguard.exceptions import GuardError
+from torchguard.guards import audit
 from torchguard.guards._inspect import GuardInspector, inspect
 
 
@@ -63,6 +64,20 @@ def test_a_guard_has_the_users_source_line_and_the_stack_into_torch():
     assert f"{ScaledLayer.forward.__code__.co_filename}:{line} in forward" in guard.line
     assert guard.stack[0].line == line
     assert "linear.py" in guard.stack[-1].file
+
+
+def test_a_frame_names_the_guards_that_a_filter_dropped_and_whether_an_audit_checks_them():
+    def on_tensors(entries):
+        return [one.guard_type != "TENSOR_MATCH" for one in entries]
+
+    plain, audited = (
+        GuardInspector(lambda x: x + 1, filter=one).run(torch.ones(3)).frames[0]
+        for one in (on_tensors, audit(on_tensors))
+    )
+    assert plain.dropped == audited.dropped == ("TENSOR_MATCH L['x']",)
+    assert (plain.is_audited, audited.is_audited) == (False, True)
+    assert "1 dropped, unchecked" in str(plain)
+    assert GuardInspector(lambda x: x + 2).run(torch.ones(3)).frames[0].dropped == ()
 
 
 def test_a_cache_hit_is_not_recorded():
@@ -401,6 +416,30 @@ def test_a_decorated_forward_has_the_name_of_its_class():
     (frame,) = GuardInspector(Decorated()).run(torch.ones(2)).frames
     assert frame.function == "Decorated.forward"
     assert frame.line == Decorated.forward.__wrapped__.__code__.co_firstlineno
+
+
+def test_a_decorated_forward_of_a_base_has_the_name_of_the_class_that_is_called():
+    def counted(forward):
+        @functools.wraps(forward)
+        def wrapper(self, x):
+            return forward(self, x)
+
+        return wrapper
+
+    class Base(nn.Module):
+        @counted
+        @counted
+        def forward(self, x):
+            return x + 1
+
+    class Model(Base):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    frames = GuardInspector(Model()).run(torch.ones(2)).frames
+    assert [frame.function for frame in frames if "<locals>" in frame.function and "wrapper" in frame.function] == []
+    assert "Model.forward" in {frame.function for frame in frames}
 
 
 def test_what_is_no_model_is_refused():

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchguard import err, flags, unwatch, watch
-from torchguard.exceptions import WatchError
+from torchguard.exceptions import CompileOnceWarning, WatchError
 
 NAN = float("nan")
 # Dynamo asks the arguments of a block, which are no leaves, for their gradient: torch warns, with or without `watch`.
@@ -23,6 +23,17 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.linear(self.norm(x)).relu()
+
+
+class Own(nn.Module):
+    """Two parameters, and a fault between them for samples with a large number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(4, 4) * 0.5) for _ in range(2))
+
+    def forward(self, x):
+        return ((x @ self.first).square().exp() @ self.second).tanh()
 
 
 class Blocks(nn.Module):
@@ -148,16 +159,23 @@ class TestBlocks:
             assert {one.path for one in guarded.report()} <= {"blocks.1.linear", "blocks.2.norm"}
             out.sum().backward()
 
+    @pytest.mark.filterwarnings("ignore::torchguard.exceptions.CompileOnceWarning")
     def test_in_quarantine_the_results_are_right(self, compile, backend):
         model = Blocks(3)
+        model.blocks.append(Own())
+        want = copy.deepcopy(model)
         guarded = watch(model, quarantine=True)
         compile(model, CompileCounterWithBackend(backend))
-        clean = model(IDS, torch.ones(3))
-        out, f = guarded(IDS, SCALE)
-        assert not out[1].any()
-        torch.testing.assert_close(out[[0, 2]], clean[[0, 2]])
-        err.mean_ok(f, out.sum(-1)).backward()
-        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        want(IDS[[0, 2]], torch.ones(2)).sum(-1).mean().backward()
+        for fault in (NAN, 1e5, 1e5):
+            model.zero_grad()
+            out, f = guarded(IDS, torch.tensor([1.0, fault, 1.0]))
+            assert err.is_err(f).tolist() == [False, True, False]
+            assert not out[1].any()
+            torch.testing.assert_close(out[[0, 2]], want(IDS, torch.ones(3))[[0, 2]])
+            err.mean_ok(f, out.sum(-1)).backward()
+            for got, expected in zip(model.parameters(), want.parameters(), strict=True):
+                torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-5)
 
     def test_a_recurrent_block_and_indices(self, compile, backend):
         class Recurrent(nn.Module):
@@ -175,3 +193,16 @@ class TestBlocks:
         compile(model, CompileCounterWithBackend(backend))
         _, f = guarded(torch.tensor([[1, 2], [11, 3], [2, -1]]))
         assert [[code for code, _ in sample] for sample in found(f)] == [[], ["OUT_OF_BOUNDS"], ["NEGATIVE_IDX"]]
+
+
+def test_in_quarantine_blocks_run_uncompiled_which_is_said():
+    class Unheard(Blocks):
+        pass
+
+    model, counter = Unheard(2), CompileCounterWithBackend("eager")
+    guarded = watch(model, quarantine=True)
+    in_place(model, counter)
+    with pytest.warns(CompileOnceWarning, match=r"run uncompiled.*guarded.compile\(\)"):
+        guarded(IDS, SCALE)
+    guarded(IDS, SCALE)
+    assert counter.frame_count == 0

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.compare import faults
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -68,6 +69,18 @@ class Looked(Middle):
         return self.table(super().between(h).mean(-1).long() % 8)
 
 
+class Pooled(Middle):
+    def between(self, h):
+        return F.max_pool2d(super().between(h).view(-1, 1, 4, 2), 2).flatten(1).repeat(1, 4)
+
+
+class PooledByIndex(Middle):
+    def between(self, h):
+        h = super().between(h)
+        places = F.max_pool2d(h.view(-1, 1, 4, 2), 2, return_indices=True)[1]
+        return h.gather(1, places.flatten(1)).repeat(1, 4)
+
+
 class Decomposed(Middle):
     def between(self, h):
         h = super().between(h)
@@ -106,6 +119,12 @@ def test_inference_replaces_the_output_alone():
     model, x = Middle().double(), torch.rand(BATCH, 4, dtype=torch.float64)
     assert number_of_replacements(copy.deepcopy(model), x, grad=False) == 1
     assert number_of_replacements(model, x, grad=True) > 3
+
+
+def test_the_indices_of_a_pooling_count_where_they_are_used():
+    x = torch.rand(BATCH, 4, dtype=torch.float64)
+    assert number_of_replacements(Pooled().double(), x, grad=False) == 1
+    assert number_of_replacements(PooledByIndex().double(), x, grad=False) > 3
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])

@@ -151,6 +151,77 @@ def test_a_fault_that_backward_creates_between_two_parameters_is_named(name, mod
     assert named(guarded.backward_flags) == [BAD]
 
 
+class Layers(nn.Module):
+    """Two layers with a step between them that overflows, or whose derivative does not exist, for some samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h, x):
+        h = self.first(h)
+        return self.second(h * (x[:, 0, 0].exp() * (x[:, 0, 1] * h[:, 0, 0]).abs().sqrt()).reshape(-1, 1, 1))
+
+
+class TestReentrantCheckpoints:
+    """Their second run is outside of the call: layers are protected, uses of parameters are declared."""
+
+    @staticmethod
+    def watched(inside):
+        torch.manual_seed(0)
+        model = Model(lambda model, h, x: checkpoint(model.parts["inside"], h, x, use_reentrant=True), inside=inside)
+        return model.double(), copy.deepcopy(model).double(), watch(model, quarantine=True)
+
+    def test_a_fault_between_layers_costs_one_sample(self):
+        model, plain, guarded = self.watched(Layers())
+        x, others = batch("overflow"), [i for i in ALL if i != BAD]
+        plain(x[others]).square().mean().backward()
+        for _ in range(2):
+            out, f = guarded(x)
+            err.mean_ok(f, out.square().mean((1, 2))).backward()
+            assert named(f) == [BAD]
+            found = gradients(model)
+            for key, want in plain.named_parameters():
+                if want.grad is not None:
+                    torch.testing.assert_close(found[key], want.grad, rtol=1e-9, atol=1e-11)
+
+    def test_a_fault_between_parameters_is_declared(self):
+        model, plain, guarded = self.watched(Own())
+        with pytest.warns(MixedRowsWarning, match="use_reentrant=True"):
+            out, f = guarded(batch())
+        assert torch.equal(out, plain(batch()))
+        assert named(f) == []
+        for _ in range(2):
+            out, f = guarded(batch("overflow"))
+            err.mean_ok(f, out.square().mean((1, 2))).backward()
+            assert named(f) == ALL
+            assert all(grad.isfinite().all() for grad in gradients(model).values())
+
+    @pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
+    @pytest.mark.parametrize("inside", [Own, Layers])
+    def test_a_fault_in_backward_is_recorded_for_all_samples(self, inside):
+        model, _, guarded = self.watched(inside())
+        out, f = guarded(batch("backward"))
+        out.square().mean().backward()
+        assert named(f) == []
+        assert all(grad.isfinite().all() for grad in gradients(model).values())
+        assert named(guarded.backward_flags) == ALL
+
+
+@pytest.mark.parametrize("mode", ["plain", "aot_eager"])
+def test_a_weight_gradient_that_overflows_from_finite_numbers_is_recorded_for_all_samples(mode):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    guarded = watch(model, quarantine=True)
+    call = guarded if mode == "plain" else torch.compile(guarded, backend=mode, fullgraph=True)
+    out, f = call(torch.tensor([[1.0, 1.0], [1e25, 1.0]]))
+    (out * 1e20).sum().backward()
+    assert named(f) == []
+    assert model[0].weight.grad.isinf().any()  # as without `watch`: a `GradScaler` has to see it
+    assert named(guarded.backward_flags) == [0, 1]
+    model.zero_grad()
+    assert named(guarded.backward_flags) == []
+
+
 @pytest.mark.parametrize("mode", ["plain", "aot_eager"])
 def test_a_batch_of_one(mode):
     model = make("in one module")

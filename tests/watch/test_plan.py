@@ -58,6 +58,27 @@ def test_a_call_on_another_way_accuses_all_and_the_next_is_exact():
         assert bad_samples(guarded(x)[1]) == [2]
 
 
+def reads_lengths(self, z, lengths):
+    longest = max(int(lengths.max()), *lengths.tolist())
+    return self.inner(z[:, :longest]) ** 2
+
+
+def writes_by_columns(self, z, lengths):
+    out = torch.empty_like(z).transpose(1, 2)
+    for i in range(z.shape[1]):
+        out[..., i] = z[:, i]
+    return self.inner.weight[0] * out.transpose(1, 2) ** 2
+
+
+@pytest.mark.filterwarnings("error::torchguard.exceptions.MixedRowsWarning")
+@pytest.mark.parametrize("step", [reads_lengths, writes_by_columns])
+def test_what_following_does_itself_is_no_other_way(step):
+    guarded = watch(Steps(step), quarantine=True)
+    lengths = torch.tensor([3, 2, 3, 1])
+    guarded(batch(4, 3, 5), lengths)
+    assert bad_samples(guarded(batch(4, 3, 5, bad=2), lengths)[1]) == [2]
+
+
 def test_a_mixture_that_comes_later_is_noticed():
     model = Steps(lambda self, z: z + z.roll(1, 0) if self.flag else z)
     guarded = watch(model, quarantine=True)

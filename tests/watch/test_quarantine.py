@@ -167,6 +167,12 @@ class TestOneBadSampleCostsOneSample:
         err.mean_ok(f, per_sample(out)).backward()
         assert all((grad == 0).all() for grad in take_gradients(model).values())
 
+    def test_a_batch_of_one_in_a_deep_model(self):
+        guarded = watch(nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)]), quarantine=True)
+        out, f = guarded(torch.full((1, 4), torch.nan))
+        assert out.isfinite().all()
+        assert err.is_err(f).all()
+
     @pytest.mark.parametrize(
         "norm", [nn.LayerNorm(8), nn.RMSNorm(8), nn.GroupNorm(2, 6)], ids=lambda norm: type(norm).__name__
     )

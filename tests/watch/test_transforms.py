@@ -180,6 +180,33 @@ def test_a_compiled_transform_in_quarantine_is_declared(x):
         call(x)
 
 
+class Between(nn.Module):
+    """Two layers with a step between them that overflows, or whose derivative does not exist, for some samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head((self.first(x) * x[:, :1]).abs().sqrt() * x[:, 1:2].exp())
+
+
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
+@pytest.mark.parametrize("mode", ["plain", "aot_eager"])
+@pytest.mark.parametrize("fault", [(0, NAN), (1, 1000.0), (0, 0.0)])
+def test_gradients_of_a_compiled_transform_are_finite(fault, mode):
+    """`(0, 0.0)` is a fault that the backward pass creates."""
+    guarded, x = watch(Between(), quarantine=True), torch.randn(4, 3)
+    weights = dict(guarded.named_parameters())
+
+    def gradient(x):
+        return func.grad(lambda weights: func.functional_call(guarded, weights, x)[0].square().sum())(weights)
+
+    call = gradient if mode == "plain" else torch.compile(gradient, backend=mode, fullgraph=True)
+    x[2, fault[0]] = fault[1]
+    assert all(grad.isfinite().all() for grad in call(x).values())
+
+
 class TimeFirst(nn.Module):
     """Its rows are in another order than sizes suggest; it has a parameter of its own, and a random number."""
 

@@ -74,7 +74,8 @@ def pack(slots: Slots, like: Flags) -> Flags:
     if slots.shape[1] < lanes:
         slots = torch.nn.functional.pad(slots, (0, lanes - slots.shape[1]))
     if _is_viewable_as_slots(like):
-        return slots.to(torch.int16).contiguous().view(like.dtype)
+        # Flat, since the stride of a dim of size 1 can be anything, and `view` to a wider dtype looks at it.
+        return slots.to(torch.int16).reshape(-1).view(like.dtype).view(slots.shape[0], like.shape[1])
     slots = slots.to(carrier.bits).unflatten(1, (-1, carrier.slots_per_word))
     words = joined(torch.bitwise_left_shift(slots & SLOT_MASK, _shifts(slots)), carrier.bits)
     return words_to_flags(words, like)

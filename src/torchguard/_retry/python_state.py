@@ -16,7 +16,7 @@ from torch import nn
 
 from torchguard._pytrees import tensors_in
 from torchguard._retry.names import Names
-from torchguard._retry.reach import SIMPLE, Reached, is_filled
+from torchguard._retry.reach import MEMORY, SIMPLE, Reached, is_filled
 from torchguard._retry.tensor_state import Replaced, can_be_saved, checksum
 from torchguard._torch.tensors import mutation_count
 from torchguard._torch.training import module_dicts, names_of_unsaved_buffers
@@ -270,6 +270,8 @@ def _fingerprint(value: Any) -> Any:
         return [*value.flat] if value.dtype.hasobject else zlib.crc32(value.tobytes())
     if isinstance(value, (array.array, bytearray)):
         return zlib.crc32(value)
+    if isinstance(value, MEMORY):
+        return bytes(value)
     if isinstance(value, GeneratorType):
         return value.gi_frame and [value.gi_frame.f_lasti, *value.gi_frame.f_locals.values()]
     if isinstance(value, Iterator):

@@ -12,14 +12,16 @@ import argparse
 import array
 import collections
 import contextvars
+import ctypes
 import functools
 import io
 import queue
 import random
+import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +33,13 @@ from torchguard._retry.hooks import Observer
 from torchguard._retry.names import ClassNames, GlobalNames, Length, ScriptAttributes, Slots, Variable, slots_of
 from torchguard._retry.packages import is_foreign, is_own
 from torchguard._torch.modules import wrapped_function
-from torchguard._torch.training import hooks_of, hooks_of_all_modules, module_dicts
+from torchguard._torch.training import (
+    active_modes,
+    functions_of_operators,
+    hooks_of,
+    hooks_of_all_modules,
+    module_dicts,
+)
 from torchguard.exceptions import RetryError
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic)
@@ -43,9 +51,21 @@ _PLAIN = (  # of torch and the standard library, entered as a user's
     *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler),
 )
 _BUFFERS = (np.ndarray, array.array, bytearray)
+MEMORY = (type(ctypes.c_int()).__mro__[1], ctypes.Structure, ctypes.Union, ctypes.Array)
+_HELD: dict[type, Callable[[Any], Iterable[Any]]] = {  # objects that lead to others, and have no state of their own
+    types.MethodType: lambda one: (one.__self__, one.__func__),
+    functools.partial: lambda one: (one.func, one.args, one.keywords),
+    functools.partialmethod: lambda one: (one.func, one.args, one.keywords),
+    functools.cached_property: lambda one: (one.func,),
+    functools.singledispatchmethod: lambda one: (one.dispatcher,),
+    type(functools.lru_cache(lambda: None)): lambda one: (one.__wrapped__,),
+    property: lambda one: (one.fget, one.fset, one.fdel),
+    weakref.ref: lambda one: (one(),),
+    memoryview: lambda one: (one.obj,),
+}
 _ENTERED = (
-    *(Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.CellType, tuple, frozenset),
-    *(functools.partial, weakref.ref, contextvars.ContextVar, *_BUFFERS, *_CONTAINERS, *_GENERATORS),
+    *(Tensor, nn.Module, type, types.FunctionType, types.CellType, tuple, frozenset, contextvars.ContextVar),
+    *(*_HELD, *_BUFFERS, *_CONTAINERS, *_GENERATORS),
 )
 _MAX_OBJECTS = 50_000  # that are followed, the nearest first
 _MAX_DEPTH = 3  # objects of installed packages that are followed one behind the other
@@ -97,6 +117,8 @@ def reach(roots: dict[str, Any], stepped: Iterable[torch.optim.Optimizer] = ()) 
     found = Reached()
     seen = {id(optimizer) for optimizer in stepped}
     waiting = collections.deque((name, value, 0) for name, value in roots.items())
+    waiting += [("an operator", one, 0) for one in functions_of_operators() if is_own(one.__module__ or "")]
+    waiting += [("a mode", one, 0) for one in active_modes()]
     for group in (group for optimizer in stepped for group in optimizer.param_groups):
         found.states.append(("the options of the optimizer", group))
         waiting += [(key, value, 0) for key, value in group.items() if key != "params"]
@@ -176,12 +198,12 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     if isinstance(value, contextvars.ContextVar):
         found.states.append((name, Variable(value)))
         return []
-    if isinstance(value, types.MethodType):
-        return [(name, value.__self__), (name, value.__func__)]
-    if isinstance(value, weakref.ref):
-        return [(name, value())]
-    if isinstance(value, functools.partial):
-        return [(name, value.func), (name, value.args), (name, value.keywords)]
+    if isinstance(value, tuple(_HELD)):
+        held_by = next(held for kind, held in _HELD.items() if isinstance(value, kind))
+        return [(name, one) for one in held_by(value)]
+    if isinstance(value, MEMORY):
+        found.unsaved.append((name, value))
+        return []
     if isinstance(value, types.FunctionType):
         return [*_enter_function(name, value, found)]
     if isinstance(value, types.CellType):
@@ -217,7 +239,8 @@ def _enter_class(cls: type, found: Reached) -> list[tuple[str, Any]]:
     found.states.append((cls.__name__, ClassNames(cls)))
     own = [(key, getattr(item, "__func__", item)) for key, item in vars(cls).items()]
     own = [(key, item) for key, item in own if not key.startswith("__") or isinstance(item, types.FunctionType)]
-    return [(f"{cls.__name__}.{key}", item) for key, item in own] + [(one.__name__, one) for one in cls.__bases__]
+    made_from = (*cls.__bases__, type(cls))
+    return [(f"{cls.__name__}.{key}", item) for key, item in own] + [(one.__name__, one) for one in made_from]
 
 
 def _enter_module(name: str, module: nn.Module, found: Reached) -> list[tuple[str, Any]]:
@@ -242,7 +265,8 @@ def _enter_function(name: str, function: types.FunctionType, found: Reached) -> 
         yield name, wrapped
     # Not `__module__`, which `functools.wraps` copies: what `torch.compile` returns holds state of Dynamo.
     home = function.__globals__.get("__name__") or ""
-    if is_foreign(home):
+    if is_foreign(home):  # made by a decorator: what it holds of the user's own
+        yield from ((name, one) for one in _functions_in(function))
         return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         _note_iterator(variable, cell.cell_contents if is_filled(cell) else None, found)
@@ -258,7 +282,13 @@ def _enter_function(name: str, function: types.FunctionType, found: Reached) -> 
     if function.__dict__ or function.__name__ in names:
         found.states.append((name, function.__dict__))
         yield from ((f"{name}.{key}", value) for key, value in function.__dict__.items())
+    if "globals" in names:  # which may change any of them by name
+        variables = {key: one for key, one in namespace.items() if not key.startswith("__") and not _is_code(one)}
+        found.states.append(("a global", GlobalNames(namespace, tuple(variables))))
+        yield from variables.items()
     attributes = _assigned(function.__code__, "STORE_ATTR", "DELETE_ATTR")
+    for module in _modules_named(function.__code__) - namespace.keys():
+        yield from _enter_namespace(module, sys.modules[module], names, attributes, found)
     for variable in names & namespace.keys():
         value = namespace[variable]
         found.globals.append((namespace, variable, value))
@@ -276,6 +306,8 @@ def _enter_namespace(
     if is_foreign(module.__name__):
         return
     members = vars(module)
+    if "setattr" in names:
+        attributes = frozenset(key for key, one in members.items() if not key.startswith("__") and not _is_code(one))
     if assigned := tuple(sorted(attributes & members.keys())):
         found.states.append((name, GlobalNames(members, assigned)))
     for member in names & members.keys():
@@ -285,6 +317,31 @@ def _enter_namespace(
             yield f"{name}.{member}", value
         elif value.__name__.startswith(f"{module.__name__}."):
             yield from _enter_namespace(f"{name}.{member}", value, names, attributes, found)
+
+
+def _functions_in(function: types.FunctionType) -> list[Any]:
+    """The user's own functions that a function of torch or the standard library holds."""
+    held = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
+    held += [item for one in held if isinstance(one, (list, tuple)) for item in one[:_MAX_ITEMS]]
+    held += [*getattr(function, "registry", {}).values()]  # of `functools.singledispatch`
+    functions = (types.FunctionType, types.MethodType, functools.partial)
+    return [one for one in held if isinstance(one, functions) and is_own(getattr(one, "__module__", None) or "")]
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (types.ModuleType, types.FunctionType, type))
+
+
+@functools.lru_cache(maxsize=4096)
+def _modules_named(code: types.CodeType) -> frozenset[str]:
+    """The user's own modules that code imports, or takes from `sys.modules`."""
+    texts = (
+        [one for one in code.co_consts if isinstance(one, str)]
+        if {"modules", "import_module"} & {*code.co_names}
+        else []
+    )
+    inner = (_modules_named(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(one for one in (*code.co_names, *texts) if one in sys.modules and is_own(one)).union(*inner)
 
 
 def _note_iterator(name: str, value: Any, found: Reached) -> None:

@@ -22,7 +22,7 @@ from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import reach
 from torchguard._retry.tensor_state import shards_of, tensors_of
 from torchguard._retry.wrappers import Wrappers
-from torchguard._torch.training import hooks_of, hooks_of_all_modules, next_hook, steps_in_backward
+from torchguard._torch.training import active_modes, hooks_of, hooks_of_all_modules, next_hook, steps_in_backward
 from torchguard.exceptions import RetryError, RetryWarning
 
 
@@ -76,7 +76,7 @@ class Scope:
         self.python = PythonState(self.reached)
         self._tensors = [tensor for _, tensor in others.values()]
         self._trainable = [*map(_is_trained, self._tensors)]
-        self._sizes = self._group_sizes()
+        self._sizes, self._modes = self._group_sizes(), active_modes()
         self._next_hook, self._hooks = next_hook(), self._all_hooks()
 
     def update(self, closure: Any) -> bool:
@@ -88,6 +88,7 @@ class Scope:
             and all(map(operator.is_, parts, self._closure))
             and [*map(_is_trained, self._tensors)] == self._trainable
             and self._group_sizes() == self._sizes
+            and active_modes() == self._modes
             and self._has_same_hooks()
             and self.python.update()
         )

@@ -69,12 +69,23 @@ def function_name(code: types.CodeType | None, f_locals: Any = None) -> Function
         function = type(called).forward if isinstance(called, nn.Module) else called
         name = type(called).__name__ if isinstance(called, nn.Module) else getattr(called, "__qualname__", "")
     elif "<locals>" in code.co_qualname and isinstance(module := known.get(first), nn.Module):
-        function = type(module).forward
-        name = f"{type(module).__name__}.forward" if getattr(function, "__code__", None) is code else None
+        function = _forward_with(module, code)
+        name = f"{type(module).__name__}.forward"
     inner = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     if name and inner is not None:
         return FunctionName(name, inner.co_filename, inner.co_firstlineno)
     return FunctionName(code.co_qualname, code.co_filename, code.co_firstlineno)
+
+
+def _forward_with(module: nn.Module, code: types.CodeType) -> Any:
+    """The `forward` of a module, or of a base of its class, of which this is the code of a decorator."""
+    for owner in (module, *type(module).__mro__):
+        function = forward = vars(owner).get("forward")
+        while function is not None:
+            if getattr(function, "__code__", None) is code:
+                return forward
+            function = getattr(function, "__wrapped__", None)
+    return None
 
 
 class CacheLocation(NamedTuple):

@@ -21,7 +21,7 @@ import threading
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,8 +36,9 @@ from torchguard.exceptions import GuardError
 class GuardsBuiltEvent(NamedTuple):
     """Dynamo has built the guards of a frame that it compiled.
 
-    `unfiltered` also has the guards that an audited filter dropped. `stacks` returns where the user's code was when a
-    guard was made, by source and guard type; it can only be called while the event is being reported.
+    `unfiltered` also has the guards that an audited filter dropped, `dropped` names what any filter dropped: types and
+    names. `stacks` returns where the user's code was when a guard was made, by source and guard type; it can only be
+    called while the event is being reported. `f_locals` are those of the call, None where torch does not have them.
     """
 
     code: types.CodeType
@@ -45,6 +46,8 @@ class GuardsBuiltEvent(NamedTuple):
     compile_id: str
     guards: Guards
     unfiltered: Guards | None
+    dropped: tuple[tuple[str, str], ...]
+    f_locals: dict[str, Any] | None
     entries_before: int
     stacks: Callable[[], dict[tuple[str, str], Stack]]
 
@@ -147,24 +150,42 @@ def _build(
     original: Callable[..., None], self: Any, f_code: types.CodeType, output_graph: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Replaces `CheckFunctionManager.__init__`."""
-    given = inspect.signature(original).bind(self, f_code, output_graph, *args, **kwargs).arguments
-    unfiltered = None
-    if getattr(given.get("guard_filter_fn"), "package_copy", None) is THIS_COPY:
-        unfiltered = _unfiltered_guards(self)
-    original(self, f_code, output_graph, *args, **kwargs)
+    call = inspect.signature(original).bind(self, f_code, output_graph, *args, **kwargs)
+    given, unfiltered, noted = call.arguments, None, None
+    if given.get("guard_filter_fn") is not None:
+        noted = given["guard_filter_fn"] = _NotedFilter(given["guard_filter_fn"])
+        unfiltered = _unfiltered_guards(self) if noted.package_copy is THIS_COPY else None
+    original(*call.args, **call.kwargs)
     event = GuardsBuiltEvent(
         f_code,
         function_name(f_code, locals_of(output_graph)),
         current_compile_id(),
         guards_of(self.guard_manager),
         unfiltered() if unfiltered is not None else None,
+        tuple(noted.dropped) if noted is not None else (),
+        locals_of(output_graph),
         _entries_before(f_code, given),
         lambda: _stacks(output_graph),
     )
-    if unfiltered is not None:
-        given["guard_filter_fn"].on_built(event)
+    if noted is not None and unfiltered is not None:
+        noted.filter.on_built(event)
     for listener in _listeners_of(GuardsBuiltEvent):
         listener(event)
+
+
+class _NotedFilter:
+    """A guard filter that notes what it drops. Another copy of the package still sees whether it is an audit of its."""
+
+    def __init__(self, filter: Any) -> None:
+        self.filter, self.dropped = filter, []
+        self.package_copy = getattr(filter, "package_copy", None)
+        self.on_built = getattr(filter, "on_built", None)
+
+    def __call__(self, entries: Sequence[Any]) -> Sequence[bool]:
+        kept = self.filter(entries)
+        dropped = (entry for entry, keep in zip(entries, kept, strict=False) if not keep)
+        self.dropped = [(entry.guard_type, entry.orig_guard.name or entry.name) for entry in dropped]
+        return kept
 
 
 def locals_of(output_graph: Any) -> Any:

@@ -6,6 +6,7 @@ names are the same in torch 2.11 to 2.15.
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -97,6 +98,19 @@ def map_nested(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     parts = tensor.unbind()
     new = [function(one) for one in parts]
     return tensor if all(map(operator.is_, new, parts)) else torch.nested.as_nested_tensor(new)
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor: who uses one has imported its module, which takes long."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def map_local(tensor: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """A DTensor to whose part in this process a function, which keeps the shape, was applied."""
+    made = function(tensor.to_local())
+    how = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+    return type(tensor).from_local(made, tensor.device_mesh, tensor.placements, **how)
 
 
 # Pytrees. The public `torch.utils.pytree` came after torch 2.11.

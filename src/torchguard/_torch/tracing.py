@@ -88,6 +88,17 @@ def in_transform() -> bool:
     return _functorch.maybe_current_level() is not None
 
 
+@constant_in_graphs
+def in_gradients_alone() -> bool:
+    """Whether all transforms of `torch.func` that are active take gradients (`grad`, `vjp`, `jacrev`).
+
+    Under `vmap` and forward mode, Dynamo traces no `autograd.Function`. Degraded where torch names the stack
+    otherwise: False, and gradients are not masked in a compiled transform.
+    """
+    stack = getattr(_functorch, "get_interpreter_stack", lambda: None)() or []
+    return bool(stack) and all(one.key().name == "Grad" for one in stack)
+
+
 def can_read(tensor: Tensor) -> bool:
     """Whether reading a value of `tensor` is possible and waits for no device."""
     return tensor.is_cpu and is_plain(tensor)
@@ -158,6 +169,17 @@ def is_in_checkpoint() -> bool:
     top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(True)
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Whether a `torch.utils.checkpoint` with `use_reentrant=True` runs its function for the first time: without
+    gradients. Looks at the frames that called this one."""
+    checkpoint = sys.modules.get("torch.utils.checkpoint")
+    code = None if checkpoint is None else checkpoint.CheckpointFunction.forward.__code__
+    frame = None if code is None else sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_wrapped(tensor: Tensor) -> bool:

@@ -221,6 +221,33 @@ def hooks_of_all_modules() -> list[Any]:
     return [hook for hooks in held if isinstance(hooks, dict) for hook in hooks.values()]
 
 
+def functions_of_operators() -> list[Any]:
+    """The functions of the operators that somebody defined by `torch.library.custom_op`.
+
+    An operator is called by its name, so what it reaches is not found by following references. Degraded where torch
+    renames the registry or its attributes: those functions are not seen.
+    """
+    from torch._library import custom_ops
+
+    definitions = [*getattr(custom_ops, "OPDEFS", {}).values()]
+    names = ("_init_fn", "_setup_context_fn", "_backward_fn", "_vmap_fn")
+    found = [getattr(one, name, None) for one in definitions for name in names]
+    return [one for one in found if callable(one)]
+
+
+def active_modes() -> list[Any]:
+    """The function modes and dispatch modes that are entered: every operation of a step passes through them.
+
+    There is no public way to ask. Required.
+    """
+    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+        return []
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+
+
 def names_of_unsaved_buffers(module: nn.Module) -> set[str] | None:
     """The set in which a module has the names of buffers that are not in its state dict. It changes with these alone.
 

@@ -12,6 +12,9 @@ from torchguard._watch.batch import Batch
 from torchguard._watch.owners import OwnerMode
 from torchguard.exceptions import WatchError
 
+# The argument that a watched model takes beside those of the model: an id for each sample.
+IDS = "sample_ids"
+
 # The most channels by which a list of tensors of three dims is taken for one of images.
 _MOST_CHANNELS = 4
 
@@ -104,3 +107,15 @@ def set_arguments(mode: OwnerMode, tensors: Sequence[Tensor], size: int, dim: in
             mode.set_samples(z, dim)
         elif z.ndim == 3 and z.is_floating_point() and [side == size for side in z.shape] == [False, True, False]:
             mode.set_samples(z, 1)
+
+
+def checked_ids(ids: Any, batch: Batch) -> Tensor:
+    """The ids of the samples, one for each."""
+    ids = ids if isinstance(ids, Tensor) else torch.tensor(ids)
+    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex():
+        raise WatchError(
+            f"watch: {IDS} is a tensor of shape {tuple(ids.shape)} and {ids.dtype}. Give one integer for each sample."
+        )
+    if ids.shape[0] != batch.size:
+        raise WatchError(f"watch: {IDS} has {ids.shape[0]} entries, but the batch has {batch.size} samples.")
+    return ids.to(batch.device, torch.int64)

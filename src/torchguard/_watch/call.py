@@ -1,6 +1,7 @@
 """The record of one call: what its checks found, in the order in which they ran."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +9,11 @@ from torch import Tensor
 
 from torchguard._channel.config import get_config
 from torchguard._operators import use_operators
-from torchguard._torch.tensors import map_nested
+from torchguard._torch.tensors import is_distributed, map_nested
 from torchguard._torch.tracing import can_read, in_transform, is_in_vmap, outside_transforms, outside_vmap
 from torchguard._watch.batch import FOR_ALL, MIXED, Batch, row_code
 from torchguard._watch.detect import INF, NAN, REVISION, ROW_STATUS, is_finite, only_fault, row_status
+from torchguard._watch.finite_gradients import record_faults_in
 from torchguard._watch.graph_plan import mark_samples
 from torchguard._watch.origins import BY_SIZE, RowStatuses
 from torchguard._watch.parameter_uses import Protection
@@ -78,6 +80,8 @@ class CallRecord:
         self.in_transform = in_transform()  # the call is made under a transform of torch.func
         self.is_lost = False  # whether a graph calls modules under a transform of its own
         self.needs_finite_gradients = False  # whether a graph cannot protect all uses of parameters
+        self.has_distributed = False  # whether parameters are DTensors: see `finite_gradients.py`
+        self.recomputed: Any = None  # the state of the model, if a checkpoint recomputes a part of it
         self.is_within_layer = False  # whether one of torch's own layers is running
         self.is_for_all = False  # whether a fault in what is checked counts for all samples
         self.last_location = 0  # that of the last check
@@ -153,6 +157,9 @@ class CallRecord:
             return map_nested(z, lambda one: one if bool(one.isfinite().all()) else self._check(one, *how))
         if not self.checks_values or not can_be_checked(z):
             return z
+        if is_distributed(z):
+            self._check_own_part(z, location, is_argument)
+            return z
         if self._has_transforms() and is_in_vmap(z):  # the model itself uses `vmap`: operations are followed below it
             how = (location, mask_gradient, is_argument, num_squares, rows, in_place, keep_neg_inf)
             return outside_vmap(z, lambda inner: self._check(inner, *how))
@@ -172,6 +179,19 @@ class CallRecord:
             new = self._check_rows(z, location, *how)
         self.owners.checked(outside_transforms(z), outside_transforms(new))
         return new
+
+    def _check_own_part(self, z: Any, location: int, is_argument: bool) -> None:
+        """Record the status of the part of a DTensor that is in this process.
+
+        It is not replaced, so that a fault in it reaches the other ranks; `finite_gradients.py` has the gradients.
+        """
+        if self.owners is not None:
+            self.owners.rows(z, location)  # has the reason noted
+        if is_argument:  # a fault in it is found in what the module returns
+            return
+        with nullcontext() if self.owners is None else self.owners.paused():
+            status = row_status(z.detach().to_local())
+        self.record(location, status if self.only_fault is None else only_fault(status, self.only_fault), MIXED)
 
     def _check_rows(
         self,
@@ -196,6 +216,8 @@ class CallRecord:
         replaced, status = replace_nonfinite(
             vectors, self.batch, probes, index, rows, mask_gradient, num_squares, in_place, keep_neg_inf
         )
+        if self.recomputed is not None and mask_gradient and replaced is not vectors:
+            record_faults_in(self.recomputed, replaced, location)
         if status is not None:
             self.record(number, self._outside(status), FOR_ALL if self.is_for_all and not is_argument else code)
         return replaced if vectors is z else replaced.squeeze(-1)

@@ -36,9 +36,10 @@ from torch import Tensor
 
 from torchguard._channel.codes import ErrorCode
 from torchguard._operators import define, source_checksum, use_operators
-from torchguard._torch.tensors import mutation_count
+from torchguard._torch.tensors import is_distributed, mutation_count
 from torchguard._torch.tracing import is_exporting, is_shape_only, is_surely, is_traced
 from torchguard.checks import floats_of
+from torchguard.exceptions import WatchError
 
 # Faults in order of rank: where a vector has several, the last one counts.
 FAULT_CODES = (ErrorCode.OK, ErrorCode.OUT_OF_BOUNDS, ErrorCode.NEGATIVE_IDX, ErrorCode.INF, ErrorCode.NAN)
@@ -175,6 +176,11 @@ def largest_bits(z: Tensor) -> Tensor:
 
 def empty_status(z: Tensor) -> Tensor:
     """A tensor with the shape and dtype of the status of `z`, for tracers that need no values."""
+    if is_distributed(z):
+        raise WatchError(
+            "watch: a graph of this model would compute with DTensors (tensor parallelism), and a watched model is not "
+            "compiled with these. Call it in eager mode."
+        )
     if z.ndim < 2 or z.is_complex() or z.element_size() == 1 or z.shape[-1] == 0:
         return scan(z)
     pieces = 1 if z.is_cpu or z.ndim > 3 else num_pieces(z.shape[-1])

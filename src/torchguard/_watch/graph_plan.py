@@ -186,7 +186,7 @@ class _Finder:
             and not self.failed
             and self.mode.problem is None
             and MIXED not in codes
-            and not (self.mode.has_picked or self.mode.needs_finite or self.mode.changes_older)
+            and not (self.mode.uses_picked or self.mode.needs_finite or self.mode.changes_older)
             and all(node.graph is traced.graph for node in self._found)
             and not traced.enables_gradients()
             and not traced.stores_tensors("torchguard")

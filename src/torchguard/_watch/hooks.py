@@ -14,6 +14,7 @@ from torchguard._torch.modules import is_torch_leaf
 from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
+from torchguard._watch.finite_gradients import require_of_module
 from torchguard._watch.parameter_uses import SAFE_NORM
 from torchguard._watch.parts import (
     address_of,
@@ -61,6 +62,8 @@ class ModuleHooks:
             return None
         if not call_record.in_graph and self.is_layer:
             call_record.is_within_layer = True
+        if call_record.has_distributed:
+            require_of_module(self.watch, module)
         if self.is_embedding:
             if args:
                 return (self._clamped(args[0], module, call_record), *args[1:]), kwargs

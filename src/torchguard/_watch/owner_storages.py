@@ -1,10 +1,13 @@
 """The owners of what a storage holds, whichever view of it is read or written; the row code they amount to; and which
-storages are finite, or hold what a use of a parameter returned (`parameter_uses.py`).
+storages are finite, or hold what a use of a parameter returned (`parameter_uses.py`). And which tensors are new.
 
 `owners.py` says what owners are.
 """
 
-from collections.abc import Iterable
+import gc
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,3 +149,46 @@ class UsedTensors:
         found = [self._unmet.pop(storage_of(z), (None, False)) for z in given] if self._unmet else []
         self.met |= {key for key, _ in found if key is not None}
         return any(mixes for _, mixes in found)
+
+
+class _NewObjects:
+    """Which objects were created since: those of the youngest generation of the garbage collector.
+
+    The collector is off meanwhile, so that nothing leaves that generation. Several threads may ask at once: then the
+    first one decides since when, and more objects count as new.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.was_enabled = threading.Lock(), 0, True
+
+    def enter(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                self.was_enabled = gc.isenabled()
+                gc.collect(0)
+                gc.disable()
+
+    def leave(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0 and self.was_enabled:
+                gc.enable()
+
+
+_NEW_OBJECTS = _NewObjects()
+
+
+@contextmanager
+def created_since() -> Iterator[None]:
+    """Have `is_new` report what was created since this began."""
+    _NEW_OBJECTS.enter()
+    try:
+        yield
+    finally:
+        _NEW_OBJECTS.leave()
+
+
+def is_new(value: object) -> bool:
+    """Whether an object was created since `created_since` began."""
+    return any(value is one for one in gc.get_objects(0))

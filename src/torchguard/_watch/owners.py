@@ -92,6 +92,7 @@ class OwnerMode(PathMode):
         self._is_new, self._is_making = is_new, False
         self._read_on_host: Owners | None = None  # the owners of all integers that were read into Python or NumPy
         self.has_picked = False  # whether integers were made of floating-point numbers of samples, as by `argmax`
+        self.uses_picked = False  # whether an operation reads such integers: those of a max-pooling are mostly dropped
         self.needs_finite = False  # whether an operation may refuse values that are not finite
         self.changes_older = False  # whether samples were written into a tensor that is older than `begin`
         self._made: set[int] = set()
@@ -190,14 +191,12 @@ class OwnerMode(PathMode):
             self._of_floats |= {_key(one): weak_storage(one) for one in (*outputs, *written)}
             self.needs_finite = self.needs_finite or _rule_of(call) is owner_rules.batch_of_matrices
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
+        self.uses_picked = self.uses_picked or any(map(self._is_picked, given))
         self._set_outputs(call)
         if not makes_view(op) and self.used.meet(given):
             for one in outputs:
                 self.mix_used(one)
-        if any(
-            one.dtype in _INTEGERS and _key(one) in self._of_floats and _key(one) in self._storages for one in outputs
-        ):
-            self.has_picked = True
+        self.has_picked = self.has_picked or any(map(self._is_picked, outputs))
         for one in written:
             if one is arguments.get("self") and len(outputs) == 1 and outputs[0].shape == one.shape:
                 if outputs[0] is not one:  # a constant that a graph changes by fake tensors
@@ -269,12 +268,15 @@ class OwnerMode(PathMode):
 
     def read(self, tensor: Tensor, how: str) -> None:
         """Python or NumPy reads a tensor: see `Listener`."""
-        owners = None if self.is_paused else self.owners_of(tensor)
-        if owners is None:
+        if self.is_paused:
             return
-        if _key(tensor) in self._of_floats or self._is_float_of_samples(tensor):
-            self.lose(f"Tensor.{how} hands values of a sample to Python")
-        self._read_on_host = union([self._read_on_host, owners.all()])
+        with self.paused():
+            owners = self.owners_of(tensor)
+            if owners is None:
+                return
+            if _key(tensor) in self._of_floats or self._is_float_of_samples(tensor):
+                self.lose(f"Tensor.{how} hands values of a sample to Python")
+            self._read_on_host = union([self._read_on_host, owners.all()])
 
     @contextmanager
     def making(self, values: Any, how: str) -> Iterator[None]:
@@ -325,6 +327,10 @@ class OwnerMode(PathMode):
                 self.mix(one, f"a kernel that is no operation of torch, before {call.op}")
         if call.name in _NEW:
             self._unwritten |= {_key(one): weak_storage(one) for one in call.outputs}
+
+    def _is_picked(self, z: Tensor) -> bool:
+        """Whether a tensor has integers that were made of floating-point numbers of samples."""
+        return z.dtype in _INTEGERS and _key(z) in self._of_floats and _key(z) in self._storages
 
     def _is_float_of_samples(self, z: Tensor) -> bool:
         return (z.is_floating_point() or z.is_complex()) and _key(z) in self._storages

@@ -287,7 +287,10 @@ class UseMode(TorchFunctionMode):
         kwargs, record = kwargs or {}, self._record
         name = name_of(function)
         is_ours = record.is_within_layer or self._owners.is_paused
-        if is_ours or name in NOT_OPERATIONS or not torch.is_grad_enabled():
+        if is_ours or name in NOT_OPERATIONS:
+            return function(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._owners.without_gradients((args, kwargs))
             return function(*args, **kwargs)
         use = self._owners.use_of(name, flatten((args, kwargs))[0])
         if use is None:

@@ -8,10 +8,12 @@ So the graph has one opaque operator for each check, `check_in_part_`. It runs a
 call that its thread is in. The location is in a tensor, since values of tensors are not guarded on. The operator
 returns nothing: that it writes to that tensor, which it says but does not do, keeps it from being removed as dead code.
 
-In quarantine the checks change what the part computes, and stay in the graph: then each block is compiled anew.
+In quarantine the checks change what the part computes. They would break its graph into many, and none of these would
+show whose rows are whose. So the parts run uncompiled there.
 """
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +21,12 @@ from torch import Tensor, nn
 
 from torchguard._operators import define_opaque
 from torchguard._pytrees import OBJECTS, tensors_in
+from torchguard._torch.dispatch import without_compiled_code
+from torchguard._torch.modules import has_compiled_parts
 from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
+from torchguard._watch.warn import warn_of_compiled_parts
 from torchguard.checks import can_be_checked, floats_of
 
 
@@ -97,3 +102,11 @@ def run_other_checks(z: Tensor, call_record: CallRecord, location: int) -> None:
     for check in call_record.checks.others:
         mask = check.function(samples.flatten(1))
         call_record.warn(location, check.code, mask.flatten(1).any(-1) if mask.ndim > 1 else mask)
+
+
+def without_compiled_parts(model: nn.Module, quarantine: bool) -> AbstractContextManager[None]:
+    """In quarantine, have parts of a model that are compiled on their own run uncompiled. Warns of it once."""
+    if not quarantine or torch.compiler.is_compiling() or not has_compiled_parts(model):
+        return nullcontext()
+    warn_of_compiled_parts(type(model).__name__)
+    return without_compiled_code()

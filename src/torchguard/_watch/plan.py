@@ -12,8 +12,6 @@ Without quarantine, a batch of one sample needs no plan, and under `torch.func` 
 for an export, `export.py` finds a plan before. In a graph, `graph_plan.py` finds the plan while Dynamo traces.
 """
 
-import gc
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -24,14 +22,19 @@ from torch import Tensor, nn
 from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.host_data import listening
-from torchguard._torch.modules import has_compiled_parts
-from torchguard._torch.tensors import flatten
-from torchguard._torch.tracing import is_in_backward, is_in_checkpoint, is_plain, is_wrapped
+from torchguard._torch.tensors import flatten, is_distributed
+from torchguard._torch.tracing import (
+    is_in_backward,
+    is_in_checkpoint,
+    is_in_reentrant_checkpoint,
+    is_plain,
+    is_wrapped,
+)
 from torchguard._torch.training import sharding_of
 from torchguard._watch.arguments import set_arguments, tensors_by_sample
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call_path import PathMode
-from torchguard._watch.owner_storages import rows_of
+from torchguard._watch.owner_storages import created_since, is_new, rows_of
 from torchguard._watch.owners import OwnerMode
 from torchguard._watch.parameter_uses import RECURRENT, Argument, ParameterUse
 
@@ -53,6 +56,7 @@ class OwnerPlan(NamedTuple):
         problem: what mixes samples; None if the model keeps them apart.
         uses: of parameters, by the path of operations before and the name of the function.
         paths: those before any function of torch that the model called.
+        needs_hooks: whether gradients of parameters need hooks: see `finite_gradients.py`.
     """
 
     checks: tuple[tuple[int, int, int], ...]
@@ -62,6 +66,7 @@ class OwnerPlan(NamedTuple):
     problem: str | None
     uses: Mapping[tuple[int, str], ParameterUse] = {}
     paths: frozenset[int] = frozenset()
+    needs_hooks: bool = False
 
     @property
     def mixes(self) -> bool:
@@ -82,6 +87,7 @@ class FollowedCall:
         self._uses: dict[tuple[int, str], ParameterUse] = {}
         self._paths: set[int] = set()
         self._key = (0, "")  # of the last use
+        self._is_unprotected = False  # whether a reentrant checkpoint has uses of parameters
 
     def rows(self, z: Tensor, location: int) -> int:
         """The row code of a tensor that is checked."""
@@ -138,8 +144,8 @@ class FollowedCall:
         floats = [(i, z) for i, z in enumerate(leaves) if _is_float(z)]
         if any(is_wrapped(z) or z.layout != torch.strided or z.is_nested for _, z in floats):
             return None
-        weights = [i for i, z in floats if z.requires_grad and self.mode.owners_of(z) is None]
-        samples = [(i, z, self._code(z)) for i, z in floats if self.mode.owners_of(z) is not None] if weights else []
+        weights = [i for i, z in floats if z.requires_grad and not self._has_owner(z)]
+        samples = [(i, z, self._code(z)) for i, z in floats if self._has_owner(z)] if weights else []
         if not samples:
             return None
         unknown = [
@@ -147,6 +153,17 @@ class FollowedCall:
         ]
         self._key = (self.mode.path, name)
         return ParameterUse(tuple(unknown), tuple(weights), name in RECURRENT or is_in_checkpoint())
+
+    def without_gradients(self, arguments: Any) -> None:
+        """A function is called without gradients. A reentrant checkpoint will call it again, outside of the call."""
+        if self._is_unprotected:
+            return
+        floats = [z for z in flatten(arguments)[0] if _is_float(z) and z.layout == torch.strided and not z.is_nested]
+        owners = [self.mode.owners_of(z) is not None for z in floats]
+        is_use = any(owners) and any(
+            z.requires_grad for z, is_owned in zip(floats, owners, strict=True) if not is_owned
+        )
+        self._is_unprotected = is_use and is_in_reentrant_checkpoint()
 
     def enters(self, use: ParameterUse) -> None:
         """The last use is a function whose steps are followed one by one."""
@@ -172,11 +189,21 @@ class FollowedCall:
 
     def finish(self, output: Any) -> OwnerPlan:
         outputs = tuple([self._code(z) for _, z in tensors_in(output, objects=OBJECTS)])
+        if self._is_unprotected:
+            outputs = tuple([MIXED] * len(outputs))
+            self.mode.problem = self.mode.problem or "a parameter is used in a checkpoint with use_reentrant=True"
         uses = {key: use for key, use in self._uses.items() if key in self.mode.used.met}
-        known = (self.mode.path, self.mode.problem, uses, frozenset(self._paths))
+        known = (self.mode.path, self.mode.problem, uses, frozenset(self._paths), self._is_unprotected)
         return OwnerPlan(tuple(self._checks), frozenset(self._neg_inf), outputs, *known)
 
+    def _has_owner(self, z: Tensor) -> bool:
+        with self.mode.paused():
+            return self.mode.owners_of(z) is not None
+
     def _code(self, z: Tensor) -> int:
+        if is_distributed(z):
+            self.mode.problem = self.mode.problem or "samples are not followed through DTensors"
+            return MIXED
         if self.mode.is_lost or z.layout != torch.strided or z.is_nested:
             return MIXED
         with self.mode.paused():
@@ -253,6 +280,9 @@ class PlannedCall:
         arguments = tuple([Argument(i, MIXED, False) for i in floats])
         return ParameterUse(arguments, tuple(given), name in RECURRENT or is_in_checkpoint()) if given else None
 
+    def without_gradients(self, arguments: Any) -> None:
+        return None
+
     def enters(self, use: ParameterUse) -> None:
         return None
 
@@ -286,14 +316,24 @@ class Plans:
         self.of_transforms: dict[Any, OwnerPlan | None] = {}  # of calls under `torch.func`: see `export.py`
 
     def start(
-        self, form: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch
+        self,
+        form: Any,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        batch: Batch,
+        shows_all: bool,
     ) -> Call:
-        """Start a call: with a plan, or followed."""
+        """Start a call: with a plan, or followed.
+
+        Args:
+            shows_all: whether all operations can be compared, since no part of the model is compiled.
+        """
         plan = self._by_form.get(form)
         if plan is None or self._misfits.get(form, 0) >= _MOST_MISFITS:
             return follow(model, args, kwargs, batch)
         # In backward, a checkpoint repeats a call with other tensors, and may leave it early.
-        return PlannedCall(plan, not has_compiled_parts(model) and not is_in_backward())
+        return PlannedCall(plan, shows_all and not is_in_backward())
 
     def known(self, form: Any) -> OwnerPlan | None:
         return self._by_form.get(form)
@@ -358,46 +398,3 @@ def follow(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], b
         for z in tensors:
             mode.set_sample(z, number)
     return FollowedCall(mode, batch.size, (*given, *model.parameters(), *model.buffers()))
-
-
-class _NewObjects:
-    """Which objects were created since: those of the youngest generation of the garbage collector.
-
-    The collector is off meanwhile, so that nothing leaves that generation. Several threads may ask at once: then the
-    first one decides since when, and more objects count as new.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.users, self.was_enabled = threading.Lock(), 0, True
-
-    def enter(self) -> None:
-        with self.lock:
-            self.users += 1
-            if self.users == 1:
-                self.was_enabled = gc.isenabled()
-                gc.collect(0)
-                gc.disable()
-
-    def leave(self) -> None:
-        with self.lock:
-            self.users -= 1
-            if self.users == 0 and self.was_enabled:
-                gc.enable()
-
-
-_NEW_OBJECTS = _NewObjects()
-
-
-@contextmanager
-def created_since() -> Iterator[None]:
-    """Have `is_new` report what was created since this began."""
-    _NEW_OBJECTS.enter()
-    try:
-        yield
-    finally:
-        _NEW_OBJECTS.leave()
-
-
-def is_new(value: object) -> bool:
-    """Whether an object was created since `created_since` began."""
-    return any(value is one for one in gc.get_objects(0))

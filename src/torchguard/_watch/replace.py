@@ -34,7 +34,7 @@ from torch import Tensor
 
 from torchguard._operators import define, use_operators
 from torchguard._torch.tensors import mutation_count
-from torchguard._torch.tracing import in_transform, is_exporting, is_shape_only, is_traced
+from torchguard._torch.tracing import in_gradients_alone, in_transform, is_exporting, is_shape_only, is_traced
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import (
     REVISION,
@@ -92,13 +92,31 @@ class _Replace(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (status,) = ctx.saved_tensors
-        return zero_vectors(is_finite(status), tangent)
+        return zero_vectors(is_finite(status) & is_finite(row_status(tangent)), tangent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Where a value was replaced the gradient is zero already: that sample's output was replaced, too.
         grad, probe = _backward(grad, *ctx.how)
         return grad, None, probe, None, None, None, None, None
+
+
+class _MaskInTransform(torch.autograd.Function):
+    """Zeros in every vector of the gradient that is not finite. Dynamo traces no `jvp` of an `autograd.Function`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor) -> Tensor:
+        return z.view_as(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        return None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return zero_vectors(is_finite(row_status(grad)), grad)
 
 
 class _ReplaceInPlace(torch.autograd.Function):
@@ -172,10 +190,14 @@ def replace_nonfinite(
         )
     if torch.compiler.is_compiling():  # an export or a transform, where there are no probes and no notes on tensors
         status = _status(z, _limit(z.dtype, num_squares), keep_neg_inf)
-        # Dynamo traces no autograd.Function there; what is replaced has no gradient all the same. An exported program
-        # has no autograd.Function either.
-        if in_transform() or is_exporting():
+        if (
+            is_exporting()
+        ):  # an exported program has no autograd.Function; what is replaced has no gradient all the same
             return zero_vectors(is_finite(status), z), status
+        if in_transform():
+            finite = zero_vectors(is_finite(status), z)
+            masks = mask_gradient and in_gradients_alone()
+            return _MaskInTransform.apply(finite) if masks else finite, status  # pyright: ignore[reportReturnType]
         return _Replace.apply(z, status, None, mask_gradient, None, None, None, location), status  # pyright: ignore[reportReturnType]
     return _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
 

@@ -9,8 +9,8 @@ from torchguard.report import Answer, Cell, Facts, HeatMap, LineChart, Section, 
 _PAGES = 100  # incidents that get a page of their own
 _MOST_STEPS = 100_000  # of a curve and a heat map
 _AFTER = Text(
-    "A module is shown after an origin if the model defines it later, and a sample was bad at as many checks as there "
-    "are such modules. Where the numbers differ, only the origin is shown."
+    "Origins are recorded. A module after an origin is inferred: the model defines it later, and the sample was bad at "
+    "as many checks as there are such modules. Where the numbers differ, only the origin is shown."
 )
 
 
@@ -136,6 +136,28 @@ def _incidents(faults: Sequence[Fault], total: int, unit: str) -> Table:
     return Table(columns, tuple(rows), "Incidents", links, total if total > len(faults) else None)
 
 
+def _path_text(fault: Fault) -> str:
+    """What of the path is recorded, and what is inferred."""
+    after = len(fault.path) - 1
+    checks = f"{fault.further} check{'' if fault.further == 1 else 's'}"
+    recorded = f"Recorded: the origin, and that the sample was bad at {checks} after it."
+    if fault.further == after:
+        return f"{recorded} Inferred: these are all {after} locations that the model defines after the origin."
+    return (
+        f"{recorded} The model defines {after} locations after the origin. At which of them the sample was bad is not "
+        "known: a module may run in another order, several times, or on a path that the sample did not take."
+    )
+
+
+def _path_table(fault: Fault) -> Table:
+    is_inferred = fault.further == len(fault.path) - 1
+    rows = tuple(
+        (i, name, ("bad, inferred" if is_inferred else "not known") if i else "origin, recorded")
+        for i, name in enumerate(fault.path)
+    )
+    return Table(("", "location", "the sample there"), rows, "Its path through the model")
+
+
 def _page(number: int, fault: Fault, unit: str) -> Section:
     facts: list[tuple[str, Cell]] = [
         (unit.capitalize(), fault.step),
@@ -149,8 +171,5 @@ def _page(number: int, fault: Fault, unit: str) -> Section:
     ]
     blocks = [Facts(tuple((name, value) for name, value in facts if value is not None)), Text(fault.text)]
     if fault.path:
-        rows = tuple((i, name, "" if i else "origin") for i, name in enumerate(fault.path))
-        found = f"the sample was bad at {fault.further} check{'' if fault.further == 1 else 's'} after its origin"
-        title = f"Its path through the model: {found}. The locations from there on, as the model defines them"
-        blocks.append(Table(("", "location", ""), rows, title))
+        blocks += [Text(_path_text(fault)), _path_table(fault)]
     return Section(f"Incident {number}: {fault.text}", tuple(blocks), id=f"incident-{number}", collapsed=True)

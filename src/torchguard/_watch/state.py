@@ -15,6 +15,7 @@ from torchguard._torch.dynamo import keep_static
 from torchguard._torch.settings import allow_side_effects_under_checkpoint
 from torchguard._torch.tracing import holds, in_transform, is_exporting, is_in_backward
 from torchguard._watch import report
+from torchguard._watch.arguments import IDS
 from torchguard._watch.batch import Batch
 from torchguard._watch.call import CallRecord
 from torchguard._watch.finite_gradients import register_state
@@ -31,8 +32,6 @@ from torchguard.locations._tracked import LocationTable
 MAX_PROBED_BATCH = 4_096
 # A copy of a watched model has the key of its original.
 _KEYS = itertools.count()
-# The argument that a watched model takes beside those of the model: an id for each sample.
-IDS = "sample_ids"
 
 
 class Running(threading.local):
@@ -130,7 +129,9 @@ class WatchState:
     def record_for_recompute(self) -> CallRecord | None:
         """A record that is never read, if no call is running but a checkpoint recomputes a part of one in backward."""
         if self.quarantine and self.was_called and is_in_backward():
-            return CallRecord(None, self.checks, True, len(self.paths))
+            call_record = CallRecord(None, self.checks, True, len(self.paths))
+            call_record.recomputed = self
+            return call_record
         return None
 
     def allocate(self, device: torch.device) -> None:

@@ -29,6 +29,20 @@ def warn_of_recurrent_layer(model: str) -> None:
     )
 
 
+def warn_of_compiled_parts(model: str) -> None:
+    """Say, once for each class of models, that parts which are compiled on their own run uncompiled."""
+    if (model, "parts") in _WARNED:
+        return
+    _WARNED.add((model, "parts"))
+    warnings.warn(
+        f"watch: parts of {model} are compiled on their own. With quarantine they run uncompiled, because a graph of a "
+        "part does not show which samples a fault affects. Compile the watched model instead: guarded.compile(), with "
+        "compile_once=True for equal blocks.",
+        CompileOnceWarning,
+        stacklevel=2,
+    )
+
+
 @constant_in_graphs
 def warn_of_unfollowed(model: str) -> None:
     """Say, once for each class of models, that a call is not followed."""
@@ -38,8 +52,9 @@ def warn_of_unfollowed(model: str) -> None:
     warnings.warn(
         f"watch: {model} is called in a compiled transform of torch.func, in an export or under another dispatch mode, "
         "where operations are not followed. It is not known which samples a bad one affects: all samples of the call "
-        "are flagged, and zero in the output. In eager mode, transforms are followed; torchguard.export follows before "
-        "it exports. torchguard.Retry is exact on any model.",
+        "are flagged, and zero in the output. Gradients of parameters that the model's own code uses, and those under "
+        "a compiled vmap or forward mode, may not be finite. In eager mode, transforms are followed; torchguard.export "
+        "follows before it exports. torchguard.Retry is exact on any model.",
         MixedRowsWarning,
         stacklevel=2,
     )

@@ -16,22 +16,32 @@ from torchguard._channel.record import push
 from torchguard._operators import use_operators
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
 from torchguard._torch.modules import compiled_call_at, has_compiled_parts, without_compiled_call
-from torchguard._torch.tensors import register_tuple
+from torchguard._torch.tensors import is_distributed, map_local, register_tuple
 from torchguard._torch.tracing import in_transform, is_exporting, is_plain, is_surely
-from torchguard._watch.arguments import batch_of
+from torchguard._watch.arguments import IDS, batch_of, checked_ids
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
 from torchguard._watch.export import plan_of_transform
-from torchguard._watch.finite_gradients import require_finite_gradients, require_in_graph
+from torchguard._watch.finite_gradients import (
+    require_finite_gradients,
+    require_in_graph,
+    require_of_module,
+    with_overflowed_gradients,
+)
 from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
 from torchguard._watch.hooks import checked_inputs, checked_output
 from torchguard._watch.parameter_uses import UseMode
+from torchguard._watch.parts import without_compiled_parts
 from torchguard._watch.plan import NOTHING_KNOWN, OwnerPlan, PlannedCall, can_follow, form_of
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
-from torchguard._watch.state import IDS, MAX_PROBED_BATCH, WatchState
-from torchguard._watch.warn import warn_of_mixing, warn_of_recurrent_layer, warn_of_unfollowed
+from torchguard._watch.state import MAX_PROBED_BATCH, WatchState
+from torchguard._watch.warn import (
+    warn_of_mixing,
+    warn_of_recurrent_layer,
+    warn_of_unfollowed,
+)
 from torchguard._watch.zeros import zero_samples
 from torchguard.exceptions import ReturnsError, WatchError
 from torchguard.flags import require_boundary
@@ -70,7 +80,7 @@ class WatchedModel:
                 call_record.set_rows([MIXED] * len(call_record.statuses))
                 codes = [MIXED] * len(tensors_in(output, objects=OBJECTS))
         mixes = watch.quarantine and codes is not None and MIXED in codes
-        ids = None if ids is None else _ids(ids, batch)
+        ids = None if ids is None else checked_ids(ids, batch)
         summary = call_record.summarize(watch.location_ids, mixes)
         if watch.quarantine and not summary.is_clean and call_record.has_fault_for_all():
             warn_of_recurrent_layer(type(watch.model).__name__)
@@ -107,15 +117,19 @@ class WatchedModel:
         """Call the model in eager mode: the output, the record of the call, and the row codes of the outputs."""
         watch = self._watch
         form = form_of(watch.model, args, kwargs)
-        owners = watch.plans.start(form, watch.model, args, kwargs, batch)
+        shows_all = watch.quarantine or not has_compiled_parts(watch.model)
+        owners = watch.plans.start(form, watch.model, args, kwargs, batch, shows_all)
         call_record = watch.new_record(batch, owners)
         protects = watch.quarantine and torch.is_grad_enabled()
         uses = UseMode(owners, call_record) if protects else nullcontext()
-        if protects and has_compiled_parts(watch.model):
-            require_finite_gradients(watch)
-        with owners.running(), uses:
+        if protects and any(map(is_distributed, watch.model.parameters())):
+            call_record.has_distributed = True
+            require_of_module(watch, watch.model)
+        with without_compiled_parts(watch.model, watch.quarantine), owners.running(), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         plan = watch.plans.finish(form, owners, output)
+        if protects and plan.needs_hooks:
+            require_finite_gradients(watch)
         if watch.quarantine and plan.mixes and batch.size > 1 and not watch.warned:
             watch.warned = True
             warn_of_mixing(type(watch.model).__name__, plan.problem)
@@ -131,7 +145,8 @@ class WatchedModel:
         watch, is_export = self._watch, is_exporting()
         planned = PlannedCall(plan or NOTHING_KNOWN, compares=False, protects_all=not is_export)
         call_record = watch.new_record(batch, planned)
-        with nullcontext() if is_export else UseMode(planned, call_record):
+        uses = nullcontext() if is_export else UseMode(planned, call_record)
+        with without_compiled_parts(watch.model, watch.quarantine), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         codes = planned.finish(output).outputs
         if not is_export and MIXED in codes and batch.size > 1 and not watch.warned:
@@ -151,13 +166,16 @@ class WatchedModel:
 
         Has a row for each sample of the last call, or more if an earlier call was larger. Reading waits for the device.
         None without quarantine, and if the last call had more than 4,096 samples.
+
+        Where the gradient of a parameter is not finite now, all samples are flagged at the module of the parameter: the
+        product of finite activations and finite gradients overflowed, or their sum.
         """
         watch, summary = self._watch, self._watch.last_summary()
         if watch.probes is None or summary is None or summary.flags.shape[0] > MAX_PROBED_BATCH:
             return None
         faults, watch.backward_faults = watch.backward_faults, None
         if faults is None:
-            return torch.zeros_like(summary.flags)
+            return with_overflowed_gradients(torch.zeros_like(summary.flags), watch, summary)
         last = faults.any(0).nonzero().flatten()[-1:].tolist()
         rows = max([summary.flags.shape[0], *(i + 1 for i in last)])
         faults = faults[:, :rows]
@@ -165,7 +183,7 @@ class WatchedModel:
         for location in faults.any(-1).nonzero().flatten().tolist():
             code = torch.where(faults[location] >= PROBE_NAN, ErrorCode.NAN, ErrorCode.INF)
             f = push(f, code, watch.ids[location], where=faults[location] > 0)
-        return f
+        return with_overflowed_gradients(f, watch, summary)
 
     def report(self) -> list[Incident]:
         """The incidents of the last call, sample by sample, each with its full path. Waits for the device.
@@ -244,18 +262,6 @@ class RootHook:
         watch.running.summary_before = None
 
 
-def _ids(ids: Any, batch: Batch) -> Tensor:
-    """The ids of the samples, one for each."""
-    ids = ids if isinstance(ids, Tensor) else torch.tensor(ids)
-    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex():
-        raise WatchError(
-            f"watch: {IDS} is a tensor of shape {tuple(ids.shape)} and {ids.dtype}. Give one integer for each sample."
-        )
-    if ids.shape[0] != batch.size:
-        raise WatchError(f"watch: {IDS} has {ids.shape[0]} entries, but the batch has {batch.size} samples.")
-    return ids.to(batch.device, torch.int64)
-
-
 def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> Sequence[int]:
     """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
     outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
@@ -279,7 +285,10 @@ def _without_bad_samples(origin: Tensor, output: Any, call_record: CallRecord, c
     def zero(z: Tensor) -> Tensor:
         rows = None if codes is None else codes[len(zeroed)]
         is_dense = z.layout == torch.strided and not z.is_nested
-        zeroed.append(zero_samples(origin, z, call_record.batch, rows) if is_dense else z)
+        if is_distributed(z):
+            zeroed.append(map_local(z, lambda part: zero_samples(origin, part, call_record.batch, MIXED)))
+        else:
+            zeroed.append(zero_samples(origin, z, call_record.batch, rows) if is_dense else z)
         return zeroed[-1]
 
     return map_tensors(output, zero, OBJECTS)

@@ -70,6 +70,9 @@ class _Verbs(_PlainFlags, TyperGroup):
             code = super().invoke(ctx)
         except BrokenPipeError:
             raise
+        except KeyboardInterrupt:  # files are written as a whole, so there is nothing to clean up
+            print_message("torchguard: interrupted.", "yellow")
+            code = ExitCode.INTERRUPTED
         except (TorchGuardError, OSError) as error:
             print_message(f"torchguard: {error}", "red")
             code = getattr(error, "exit_code", ExitCode.FAILURE)
@@ -82,7 +85,7 @@ app = typer.Typer(
     help="Inspect what torch.compile makes of a program: run it, capture what is compiled, analyze and compare it; and "
     "check source code against the coding guidelines.",
     epilog="Exits with 0 if all is well, 1 if it found or hit a problem, 2 for wrong usage, 3 if there is no such "
-    "artifact. run exits with the script's code, or with 4 if --strict finds a problem.",
+    "artifact, 130 after Ctrl-C. run exits with the script's code, or with 4 if --strict finds a problem.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

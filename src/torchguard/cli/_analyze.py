@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
+from torchguard._progress import progress_line
 from torchguard._sizes import format_size
 from torchguard.cli import _targets, _views
 from torchguard.cli._model_graphs import Pair, check, trace
@@ -180,12 +181,15 @@ def _guards_of_target(target: Target) -> Analysis:
 
     target.prepare()
     inspector = guards.GuardInspector(target.model)
-    with guards.inspect() as inspection:
+    with progress_line() as show, guards.inspect() as inspection:
+        show(f"torchguard: compiling {target.name}")
         for _ in range(2):
             target.call(inspector.compiled)
     data = inspection_data(inspection, with_guards=True)
     try:
-        data["cost"] = _views.cost_data(guards.cost(inspector.compiled, *target.args, **target.kwargs))
+        with progress_line() as show:
+            show("torchguard: measuring its guards")
+            data["cost"] = _views.cost_data(guards.cost(inspector.compiled, *target.args, **target.kwargs))
         cost = _views.cost(data["cost"])
     except TorchGuardError as error:  # Dynamo may have found nothing to guard
         data["cost"], cost = None, plain(f"The cost of guards could not be measured: {error}", "yellow")

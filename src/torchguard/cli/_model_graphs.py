@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchguard._progress import progress_line
 from torchguard.cli._targets import Target
 from torchguard.cli._terminal import CommandError
 
@@ -65,7 +66,8 @@ def trace(target: Target) -> Iterator[tuple[list[Pair], list["Artifact"]]]:
     target.prepare()
     collector = GraphCollector()
     with tempfile.TemporaryDirectory(prefix="torchguard-") as directory:
-        with artifacts.capture(Path(directory), on_graphs=collector) as captured:
+        with progress_line() as show, artifacts.capture(Path(directory), on_graphs=collector) as captured:
+            show(f"torchguard: compiling {target.name}")
             model = target.model if target.is_compiled else torch.compile(target.model, backend="aot_eager")
             _run_backward(target.call(model))
         if not (pairs := [*collector]):
@@ -89,5 +91,6 @@ def check(pair: Pair, device: "Device") -> "DeviceReport":
     values = (node.meta.get("val") for node in pair.forward.graph.find_nodes(op="placeholder"))
     modes = (mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None)
     # Decomposing an op may create constants: under the graph's own fake mode these are fake tensors too.
-    with next(modes, contextlib.nullcontext()):
+    with progress_line() as show, next(modes, contextlib.nullcontext()):
+        show(f"torchguard: checking {pair.compile_id} against {device.name}")
         return devices.check(pair.forward, pair.backward, device=device, dynamo=pair.dynamo)

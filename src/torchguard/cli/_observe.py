@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from torchguard.artifacts import Artifact, Captured
     from torchguard.cli._watched import Watcher
     from torchguard.device import Device, DeviceReport
-    from torchguard.guards import Inspection
+    from torchguard.guards import Audit, Inspection
+    from torchguard.guards._cost import FrameCost
 
 
 _MOST_RETRIES = 10_000
+_MOST_COSTS = 100  # compilations whose guards are measured
 
 
 class ProgressLine:
@@ -79,6 +81,7 @@ class Options:
     watch: bool = False
     quarantine: bool = False
     progress: bool = True
+    guard_costs: bool = False
 
 
 def _is_violation(record: logging.LogRecord) -> bool:
@@ -96,6 +99,8 @@ class Observation:
         device_report: None without `--device`, or if there was no graph to check.
         artifacts: those that were written.
         retries: the reports of the guarded steps of `Retry`, as far as the script used it.
+        audits: those of dropped guards that the script made.
+        guard_costs: what the guards of each compilation take, if a report is written.
         problems: what could not be observed, one sentence each.
     """
 
@@ -110,11 +115,14 @@ class Observation:
         self.device_report: DeviceReport | None = None
         self.artifacts: list[Artifact] = []
         self.retries: list[RetryReport] = []
+        self.audits: list[Audit] = []
+        self.guard_costs: list[FrameCost] = []
         self.problems: list[str] = []
 
     def start(self) -> None:
         on_import("torch", self._attach)
         on_import("torchguard._retry", self._observe_retries)
+        on_import("torchguard.guards._audit", self._observe_audits)
 
     def finish(self) -> None:
         if self.watcher is not None:
@@ -148,6 +156,20 @@ class Observation:
 
         OBSERVERS.append(self._record_retry)
 
+    def _observe_audits(self) -> None:
+        from torchguard.guards._audit import OBSERVERS
+
+        OBSERVERS.append(self.audits.append)
+
+    def _record_cost(self, built: Any) -> None:
+        from torchguard.guards._cost import frame_cost
+
+        try:
+            if len(self.guard_costs) < _MOST_COSTS and (found := frame_cost(built)) is not None:
+                self.guard_costs.append(found)
+        except Exception as error:  # a failure here must not end the compilation
+            self.problems.append(one_line(f"The guards of {built.compile_id} could not be measured: {error!r}"))
+
     def _record_retry(self, report: "RetryReport") -> None:
         """Keep a report, and note what was done in the incidents of its step: those since the report before."""
         if len(self.retries) < _MOST_RETRIES:
@@ -158,10 +180,14 @@ class Observation:
     def _observe(self) -> None:
         try:
             from torchguard import guards
+            from torchguard._torch.events import GuardsBuiltEvent, add_listener, remove_listener
 
             if self._options.progress:
                 ProgressLine().install()
             self.inspection = self._contexts.enter_context(guards.inspect())
+            if self._options.guard_costs:
+                add_listener(GuardsBuiltEvent, self._record_cost)
+                self._contexts.callback(remove_listener, self._record_cost)
             if self._options.capture or self._options.device is not None:
                 self._capture()
             # The report prints problems of the capture and violations of the device: do not log them as well.
@@ -186,7 +212,7 @@ class Observation:
             return None
         reports = []
         for pair in self._graphs:
-            try:
+            try:  # on a terminal, each shows its progress
                 report = without_internal_violations(check(pair, self._options.device))
                 reports.append(report)
                 if self._options.capture:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from torchguard._files import write_whole
+from torchguard._progress import progress_line
 from torchguard.cli import _targets, _views
 from torchguard.cli._model_graphs import check, trace
 from torchguard.cli._run_report import compilations_section
@@ -69,7 +70,9 @@ def report(
     if lint:
         sections.append(_lint(lint))
     if not sources and not lint:
-        sections += _of_artifacts(_targets.artifacts_of_newest_run(open_store(directory)))
+        with progress_line() as show:
+            show("torchguard: reading the artifacts of the newest run")
+            sections += _of_artifacts(_targets.artifacts_of_newest_run(open_store(directory)))
     made = Report(f"torchguard report {' '.join(sources or ())}".strip(), tuple(sections))
     files = [file for file in (html, as_json) if file is not None]
     for file, content in ((html, made.to_html), (as_json, made.to_json)):
@@ -133,12 +136,16 @@ def _of_target(target: Target, device: str | None) -> Iterator[Section]:
 
     target.prepare()
     inspector = guards.GuardInspector(target.model)
-    with guards.inspect() as inspection:
+    with progress_line() as show, guards.inspect() as inspection:
+        show(f"torchguard: compiling {target.name}")
         for _ in range(2):
             target.call(inspector.compiled)
     yield compilations_section(inspection_data(inspection))
     try:
-        yield guards.cost(inspector.compiled, *target.args, **target.kwargs).section()
+        with progress_line() as show:
+            show("torchguard: measuring its guards")
+            cost = guards.cost(inspector.compiled, *target.args, **target.kwargs)
+        yield cost.section()
     except TorchGuardError as error:  # Dynamo may have found nothing to guard
         yield Section("Cost of guards", (Answer("unknown", f"It could not be measured: {error}"),))
     checked = _targets.load_device(device) if device is not None else Device(name="a device without limits")
@@ -152,7 +159,8 @@ def _lint(paths: list[Path]) -> Section:
     from torchguard.lint import check_paths
     from torchguard.lint._formats import statistics
 
-    result = check_paths(paths)
+    with progress_line() as show:
+        result = check_paths(paths, progress=lambda done, total: show(f"torchguard: checked {done} of {total} files"))
     findings, files = result.findings, len(result.files)
     of = f"{files:,} file{'' if files == 1 else 's'}"
     if not findings:

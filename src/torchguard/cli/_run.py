@@ -18,6 +18,7 @@ import typer
 from rich.console import RenderableType
 
 from torchguard._files import write_whole
+from torchguard._progress import progress_line
 from torchguard._sizes import format_size
 from torchguard.cli import _script, _script_options, _views
 from torchguard.cli._observe import Observation, Options
@@ -109,6 +110,7 @@ def run(
         watch=watch,
         quarantine=quarantine,
         progress=not quiet,
+        guard_costs=report is not None or html is not None,
     )
     # The script may change the directory.
     files = {form: file.absolute() for form, file in (("json", report), ("html", html)) if file is not None}
@@ -145,8 +147,18 @@ class _ReportAtExit:
     def __call__(self) -> None:
         if os.getpid() != self._process:  # a child that the script forked
             return
+        try:
+            self._report()
+        except KeyboardInterrupt:
+            self._print(plain("torchguard: interrupted, so there is no report.", "yellow"))
+            _flush()
+            os._exit(ExitCode.INTERRUPTED)
+
+    def _report(self) -> None:
         self._observation.finish()
-        written = self._write()
+        with progress_line(False if self._quiet else None) as show:
+            show("torchguard: writing the report")
+            written = self._write()
         if not self._quiet:
             self._print(*_report_views(self._observation))
             self._print(*(plain(f"{file} has the report.", "bold") for file in written), soft_wrap=True)
@@ -216,6 +228,7 @@ def _report_views(observation: Observation) -> Iterator[RenderableType]:
     else:
         data = _compiled(observation.inspection)
         yield from _views.compilation_views(data, failed=sum(bool(_views.failure_of(one)) for one in artifacts))
+    yield from (plain(f"Audit of dropped guards: {audit.report()}") for audit in observation.audits)
     if observation.device_report is not None:
         yield from _views.device_report(observation.device_report, limit=_LIMIT)
         if watcher is not None:

@@ -37,6 +37,12 @@ def _sections(observation: Observation) -> Iterator[Section]:
         from torchguard.guards._section import inspection_data
 
         yield compilations_section(inspection_data(observation.inspection))
+        yield from (audit.report().section() for audit in observation.audits)
+        if costs := [one for one in observation.guard_costs if not _views.is_internal(one.file, one.function)]:
+            from torchguard.guards._cost import costs_section
+
+            note = " Guards on what --watch adds count, too." if watcher else ""
+            yield costs_section(costs, name=model_name, where=_views.where, note=note)
     else:
         yield Section("Compile", (Answer("ok", "Nothing was compiled: torch.compile was never called."),))
     if observation.device_report is not None:

@@ -32,6 +32,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     NOT_FOUND = 3  # no artifact, or none with this id
     STRICT = 4
+    INTERRUPTED = 130  # by Ctrl-C, as shells have it
 
 
 class CommandError(TorchGuardError, ValueError):

@@ -85,6 +85,10 @@ def compilation_views(data: Data, failed: int = 0) -> Iterator[RenderableType]:
         yield plain(f"{which} failed: torchguard show has the reason.", "yellow")
     yield from graph_breaks(data)
     yield from recompiles(data)
+    unchecked = sum(len(frame.get("dropped", ())) for frame in compiled if not frame.get("is_audited"))
+    if unchecked:
+        what = f"A filter dropped {plural(unchecked, 'guard')}, and nothing checks them. Use guards.audit."
+        yield plain(what, "yellow")
 
 
 def script_data(data: Data) -> dict[str, Any]:
@@ -178,7 +182,7 @@ def cost(measured: Data) -> RenderableType:
 
 
 def _script_frames(frames: Sequence[Data]) -> list[Data]:
-    return [frame for frame in frames if not _is_internal(frame["file"], frame["function"])]
+    return [frame for frame in frames if not is_internal(frame["file"], frame["function"])]
 
 
 def _where(frame: Data) -> str:
@@ -208,7 +212,7 @@ def _is_in_package(file: str) -> bool:
     return file.startswith(_PACKAGE)
 
 
-def _is_internal(file: str, function: str) -> bool:
+def is_internal(file: str, function: str) -> bool:
     """Whether this is code of torchguard, other than the frame that stands for a watched model."""
     return _is_in_package(file) and not function.startswith(WATCHED_FORWARD)
 
@@ -226,7 +230,7 @@ def _script_violations(violations: Iterable["DeviceViolation"]) -> Iterator["Dev
     for one in violations:
         if one.source_line is None or not _is_in_package(one.source_line.file):
             yield one
-        elif not _is_internal(one.source_line.file, one.source_line.function):
+        elif not is_internal(one.source_line.file, one.source_line.function):
             # The watched model is a module of torch, such as a bare Sequential: no line of the user's calls this op.
             yield replace(one, source_line=None)
 

@@ -8,6 +8,10 @@ others use, as `torch.max(x, y)` to `aten.maximum`, it is found by the call in t
 
 import functools
 import re
+import sys
+import types
+
+import torch
 
 from torchguard._torch.ops import (
     is_composed,
@@ -168,16 +172,22 @@ def patterns_as_written(name: str) -> list[str]:
         return [f"aten.{last}"]
     if path[0].lower() == "aten":
         return [".".join(["aten", *path[1:], last])]
-    if path[0] not in _PYTHON:
+    if path[0] not in _PYTHON and not _is_module(path[0]):
         return [name]
     if not set(path) <= set(_PYTHON):  # torch.masked.mean is no aten.mean
-        return [f"aten.{'_'.join([*path[1:], last])}"]
+        return [f"aten.{'_'.join([*path, last]).removeprefix('torch_')}"]
     if path[-1] in ("nn", "F", "functional") and last.lower() in _IN_NN:
         return [f"aten.{_IN_NN[last.lower()]}"]
     if last[:1].isupper() and path[-1] == "nn":
         return [f"aten.{_op_of_class(last)}"]
     op = "_".join([*(one for one in path if one in _PREFIXES), last])
     return [f"aten.{op}", f"aten.{op}_loss"]  # F.cross_entropy is aten.cross_entropy_loss
+
+
+def _is_module(name: str) -> bool:
+    """Whether a name is that of a module of torch or of Python, and of no library of ops: `masked`, `operator`."""
+    is_module = isinstance(getattr(torch, name, None), types.ModuleType) or name in sys.stdlib_module_names
+    return is_module and not op_names(name)
 
 
 def _op_of_class(name: str) -> str:
@@ -216,7 +226,13 @@ def is_call_of(called: str, pattern: str) -> bool:
     if is_glob or not pattern.startswith("aten.") or not called:
         return False
     written = patterns_as_written(f"nn.{called}" if called[0].isupper() else f"torch.{called}")
-    return op in written and any(is_composed(name) for name in op_names() if name.startswith(f"{op}."))
+    # torch.norm is composed in Python.
+    is_made = op.partition(".")[2] in DECOMPOSES_TO or any(map(is_composed, _overloads(op)))
+    return op in written and is_made
+
+
+def _overloads(op: str) -> list[str]:
+    return [name for name in op_names() if name.startswith(f"{op}.")]
 
 
 @functools.cache

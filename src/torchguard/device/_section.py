@@ -1,5 +1,6 @@
 """A device report as a section: whether the graphs fit first, then why not, memory, and the roofline."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -119,8 +120,7 @@ def _graph(number: int, graph: "GraphReport", is_open: bool) -> Section:
         limits if limits and limits[0][1] < 4 * plan.peak else (),
     )
     rows = tuple(
-        (one.name, format_cell(one.bytes, "bytes"), _where(one.source_line) if one.source_line else "")
-        for one in plan.at_peak[:_LARGEST]
+        (one.name, format_cell(one.bytes, "bytes"), _where(one.source_line)) for one in plan.at_peak[:_LARGEST]
     )
     total = len(plan.at_peak) if len(plan.at_peak) > _LARGEST else None
     alive = Table(("tensor", "size", "where"), rows, "Alive at the peak, the largest first", total=total)
@@ -136,9 +136,7 @@ def _roofline(graph: "GraphReport") -> Iterator[Roofline]:
     if device.peak_flops is None or device.bandwidth is None:
         return
     points = tuple(
-        Point(one.op, float(one.flops), float(one.bytes), _where(one.source_line) if one.source_line else "")
-        for one in graph.work
-        if one.flops
+        Point(one.op, float(one.flops), float(one.bytes), _where(one.source_line)) for one in graph.work if one.flops
     )
     if points:
         title = f"Roofline of {graph.name} on {device.name}: matrix products, convolutions and attention"
@@ -146,4 +144,8 @@ def _roofline(graph: "GraphReport") -> Iterator[Roofline]:
 
 
 def _where(line: SourceLine | None) -> str:
-    return f"{line.file}:{line.line}" if line else ""
+    """A source line; its file relative to the current directory, if it is below that."""
+    if line is None:
+        return ""
+    file = line.file.removeprefix(f"{os.getcwd()}{os.sep}")
+    return f"{file}:{line.line}"

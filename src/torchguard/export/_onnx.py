@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._extras import require_extra
+from torchguard._files import removed_on_failure
+from torchguard._progress import progress_line
 from torchguard._pytrees import tensors_in
 from torchguard.exceptions import ExportError
 from torchguard.export._example import Dims
@@ -46,27 +48,32 @@ def to_onnx(
             NaN and Inf in the inputs. Flags have to be equal bit for bit.
     """
     require_extra("to_onnx", "onnx", "onnx", "onnxscript", *(["onnxruntime"] if verify else []))
-    traced = trace(model, example, batch, dims or {})
-    found = traced.signature
-    inputs = _checked("input_names", input_names, found.inputs)
-    outputs = _checked("output_names", output_names, found.outputs)
-    _require_integer_flags(traced)
-    with _quiet():
-        try:
-            made = torch.onnx.export(
-                traced.program, input_names=inputs, output_names=outputs, opset_version=opset, verbose=False
-            )
-        except Exception as error:
-            raise ExportError(f"to_onnx: torch.onnx fails on this {type(model).__name__}: {error}") from error
-    assert made is not None
-    # What the file itself says: an argument that the model does not use is no input.
-    graph = made.model.graph
-    names = [one.name or "" for one in graph.inputs]
-    written = signature(model, names, [one.name or "" for one in graph.outputs], batch)
-    made.model.metadata_props[KEY] = written.to_json()
-    made.save(os.fspath(path))
-    if verify:
-        _verify(traced, model, path, inputs, batch)
+    with progress_line() as show:
+        show(f"to_onnx: exporting {type(model).__name__}")
+        traced = trace(model, example, batch, dims or {})
+        found = traced.signature
+        inputs = _checked("input_names", input_names, found.inputs)
+        outputs = _checked("output_names", output_names, found.outputs)
+        _require_integer_flags(traced)
+        show("to_onnx: translating to ONNX")
+        with _quiet():
+            try:
+                made = torch.onnx.export(
+                    traced.program, input_names=inputs, output_names=outputs, opset_version=opset, verbose=False
+                )
+            except Exception as error:
+                raise ExportError(f"to_onnx: torch.onnx fails on this {type(model).__name__}: {error}") from error
+        assert made is not None
+        # What the file itself says: an argument that the model does not use is no input.
+        graph = made.model.graph
+        names = [one.name or "" for one in graph.inputs]
+        written = signature(model, names, [one.name or "" for one in graph.outputs], batch)
+        made.model.metadata_props[KEY] = written.to_json()
+        with removed_on_failure(path):
+            made.save(os.fspath(path))
+        if verify:
+            show("to_onnx: comparing the file with the model")
+            _verify(traced, model, path, inputs, batch)
     return written
 
 

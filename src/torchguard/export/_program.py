@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from torchguard._channel.config import CARRIERS
+from torchguard._files import removed_on_failure
+from torchguard._progress import progress_line
 from torchguard._pytrees import children
 from torchguard._torch.inductor import compile_package, load_package
 from torchguard._torch.tensors import unflatten
@@ -44,13 +46,17 @@ def to_program(
         dims: other dims that vary: `{"input_ids": {1: "length"}}`; dims of one name have one size.
         verify: compare the program with the model on the example, on other batch sizes and with NaN and Inf in it.
     """
-    traced = trace(model, example, batch, dims or {})
-    if verify:
-        program = traced.program.module()
-        verify_outputs(traced.example, model, lambda args, kwargs: program(*args, **kwargs), batch, "the program")
-    if path is not None:
-        extra = {ENTRY.split("/")[-1]: traced.signature.to_json()}
-        torch.export.save(traced.program, path, extra_files=extra)  # pyright: ignore[reportArgumentType]
+    with progress_line() as show:
+        show(f"to_program: exporting {type(model).__name__}")
+        traced = trace(model, example, batch, dims or {})
+        if verify:
+            show("to_program: comparing the program with the model")
+            program = traced.program.module()
+            verify_outputs(traced.example, model, lambda args, kwargs: program(*args, **kwargs), batch, "the program")
+        if path is not None:
+            extra: Any = {ENTRY.split("/")[-1]: traced.signature.to_json()}
+            with removed_on_failure(path):
+                torch.export.save(traced.program, path, extra_files=extra)
     return traced.program
 
 
@@ -75,12 +81,17 @@ def to_package(
     """
     if not os.fspath(path).endswith(".pt2"):
         raise ExportError(f"to_package: the path is {os.fspath(path)!r}. AOTInductor takes a path that ends in '.pt2'.")
-    traced = trace(model, example, batch, dims or {})
-    compile_package(traced.program, os.fspath(path))
-    write_entry(path, traced.signature.to_json())
-    if verify:
-        package = load_package(os.fspath(path))
-        verify_outputs(traced.example, model, lambda args, kwargs: package(*args, **kwargs), batch, "the package")
+    with progress_line() as show:
+        show(f"to_package: exporting {type(model).__name__}")
+        traced = trace(model, example, batch, dims or {})
+        show("to_package: compiling")
+        with removed_on_failure(path):
+            compile_package(traced.program, os.fspath(path))
+            write_entry(path, traced.signature.to_json())
+        if verify:
+            show("to_package: comparing the package with the model")
+            package = load_package(os.fspath(path))
+            verify_outputs(traced.example, model, lambda args, kwargs: package(*args, **kwargs), batch, "the package")
 
 
 @dataclass(frozen=True)

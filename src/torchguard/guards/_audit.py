@@ -52,6 +52,7 @@ from torchguard.guards._guard_tree import GuardFailure, failures_of, format_valu
 _ROOT = "L"  # the source of guards without one, such as those on grad mode
 Action = str | Callable[["list[GuardViolation]"], Any]
 ACTIONS = ("record", "recompile", "raise")
+OBSERVERS: list[Callable[["Audit"], None]] = []  # called with each new audit
 
 
 class _ThreadState(threading.local):
@@ -371,4 +372,7 @@ def audit(filter: Any, every: int = 100, action: Action = "record", budget: floa
     if budget is not None and not 0 < budget < 1:
         raise GuardError(f"audit: budget is {budget!r}. Give a share of the time, such as 0.02.")
     require_guard_events("audit")
-    return Audit(filter if isinstance(filter, Filter) else by_function(filter), every, action, budget)
+    made = Audit(filter if isinstance(filter, Filter) else by_function(filter), every, action, budget)
+    for observe in OBSERVERS:
+        observe(made)
+    return made

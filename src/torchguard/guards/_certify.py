@@ -11,9 +11,7 @@ the audit checks them all.
 import contextlib
 import functools
 import re
-import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchguard._progress import progress_line
 from torchguard._pytrees import children, map_tensors, tensors_in
 from torchguard._torch import dynamo, settings
 from torchguard.exceptions import GuardError
@@ -163,7 +162,7 @@ def certify_as(
     filter = filter if isinstance(filter, Filter) else by_function(filter)
     backend = dynamo.default_backend() if backend is None else backend
     own = [_own_perturbation(name, apply, given) for name, apply in (changes or {}).items()]
-    with settings.without_limits(), settings.same_random_numbers(), _progress_line(progress) as show:
+    with settings.without_limits(), settings.same_random_numbers(), progress_line(progress) as show:
         show(f"{label}: compiling")
         trial = _FilterTrial(model, given, filter, backend)
         everything = [*common_perturbations(model, *given), *trial.perturbations_of_values(), *own]
@@ -173,29 +172,6 @@ def certify_as(
             outcomes.append(trial.outcome_of(change))
     name = backend if isinstance(backend, str) else dynamo.backend_name(backend)
     return GuardCertificate(repr(filter), name, tuple(trial.labelled(outcomes)), tuple(outcomes))
-
-
-@contextlib.contextmanager
-def _progress_line(wanted: bool | None) -> Iterator[Callable[[str], None]]:
-    """A function that shows a text on stderr.
-
-    On a terminal it takes the place of the one before, in a line that is erased at the end. In a pipe each has a line.
-    """
-    stream = sys.stderr
-    is_terminal = stream.isatty()
-    is_shown = is_terminal if wanted is None else wanted
-    width = shutil.get_terminal_size().columns - 1
-
-    def show(text: str, end: str = "") -> None:
-        if is_shown:
-            stream.write(f"\r{text[:width]:<{width}}{end}" if is_terminal else f"{text}\n")
-            stream.flush()
-
-    try:
-        yield show
-    finally:
-        if is_terminal:
-            show("", end="\r")
 
 
 def _own_perturbation(name: str, apply: Callable[[], AbstractContextManager[Any]], given: Any) -> Perturbation:

@@ -1,22 +1,36 @@
 """How long guards take in a call, source by source."""
 
+import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchguard._torch import dynamo
+from torchguard._torch.events import GuardsBuiltEvent
 from torchguard._torch.guards import Guards, children_of
 from torchguard.exceptions import GuardError
 from torchguard.guards._audit import audits_paused
-from torchguard.report import Answer, FlameGraph, Frame, Section, Shown, Table
+from torchguard.report import Answer, FlameGraph, Frame, Section, Shown, Table, Text
 
 _LOOKUP = "TorchDynamo Cache Lookup"
 # A subtree that takes less than this share of the total is not decomposed any further.
 _SMALLEST_SHARE = 0.02
+_MOST_GRAPHS = 5  # of a section: of compilations whose guards take a tenth of the longest or more
+
+
+class _Timing(NamedTuple):
+    """How a tree is measured: checks in a round, rounds, and when to stop decomposing."""
+
+    checks: int = 20
+    rounds: int = 5
+    deadline: float = math.inf
+
+
+_THOROUGH = _Timing()
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,66 @@ class Cost(Shown):
         return "\n".join([f"guards: {self.hot:.1f} us hot{profiled}", *largest])
 
 
+@dataclass(frozen=True)
+class FrameCost:
+    """The time of the guards of one compilation, measured in a loop when it was compiled."""
+
+    compile_id: str
+    function: str
+    file: str
+    line: int
+    tree: CostNode
+
+
+def frame_cost(built: GuardsBuiltEvent, seconds: float = 0.2) -> FrameCost | None:
+    """What the guards of a compilation cost, with the locals it was compiled for; None where they do not hold.
+
+    Args:
+        seconds: about how long measuring may take; then the largest sources are not decomposed any further.
+    """
+    if built.f_locals is None:
+        return None
+    with audits_paused():
+        guards = built.guards.copy()
+        start = time.perf_counter()
+        if not guards.check(built.f_locals):
+            return None
+        took = time.perf_counter() - start
+        # A tenth of the checks of `cost`, or fewer: a script waits for this.
+        timing = _Timing(checks=max(1, min(10, int(1e-3 / took))), rounds=2, deadline=start + seconds)
+        tree = _cost_tree(guards, built.f_locals, timing)
+    return FrameCost(built.compile_id, *built.where, tree)
+
+
+def costs_section(
+    costs: Sequence[FrameCost],
+    *,
+    name: Callable[[str], str] = str,
+    where: Callable[[str, int], str] = "{}:{}".format,
+    note: str = "",
+) -> Section:
+    """The time of the guards of many compilations, the most expensive first.
+
+    Args:
+        name, where: how a function and a source line are written.
+        note: what else is to be known of the times.
+    """
+    ordered = sorted(costs, key=lambda one: -one.tree.microseconds)
+    first = ordered[0]
+    text = f"The guards of {name(first.function)} take {first.tree.microseconds:.1f} us a call, the most of all."
+    rows = tuple(
+        (one.compile_id, name(one.function), where(one.file, one.line), one.tree.microseconds) for one in ordered
+    )
+    graphs = (
+        FlameGraph(f"Guards of {one.compile_id} {name(one.function)} by source", "us", _frame(one.tree))
+        for one in ordered[:_MOST_GRAPHS]
+        if one.tree.microseconds >= first.tree.microseconds / 10
+    )
+    how = f"Measured in a loop when each was compiled. In a real call memory is cold, and guards take longer.{note}"
+    columns = ("id", "function", "where", "us of a check")
+    return Section("Cost of guards", (Answer("ok", text), Text(how), Table(columns, rows), *graphs))
+
+
 def _frame(node: CostNode) -> Frame:
     return Frame(node.source, node.microseconds, tuple(map(_frame, node.children)))
 
@@ -115,18 +189,22 @@ def cost(compiled: Any, /, *args: Any, calls: int = 20, **kwargs: Any) -> Cost:
     return Cost(tree.microseconds, _profile(compiled, args, kwargs, calls) if calls else None, tree)
 
 
-def _cost_tree(guards: Guards, f_locals: dict[str, Any]) -> CostNode:
+def _cost_tree(guards: Guards, f_locals: dict[str, Any], timing: _Timing = _THOROUGH) -> CostNode:
     """Decompose the time of a tree. A subtree's time is what it adds to checking the path that leads to it."""
-    total = _time(guards, f_locals)
+    total = _time(guards, f_locals, timing)
+    longest = total * timing.checks * timing.rounds / 1e6  # seconds of one measurement
+
+    def is_late(measurements: int) -> bool:
+        return time.perf_counter() + measurements * longest > timing.deadline
 
     def decompose(manager: Any, path: frozenset[str], took: float) -> CostNode:
         source = manager.get_source()
         # Some managers have no source of their own: their time counts for the source they start from.
         named = [child for child in children_of(manager) if child.get_source() != source]
-        if not named or took < total * _SMALLEST_SHARE:
+        if not named or took < total * _SMALLEST_SHARE or is_late(len(named) + 1):
             return CostNode(source, took, ())
-        alone = _time(guards.part(path), f_locals)
-        added = [max(0.0, _time(guards.part(path | _sources(child)), f_locals) - alone) for child in named]
+        alone = _time(guards.part(path), f_locals, timing)
+        added = [max(0.0, _time(guards.part(path | _sources(child)), f_locals, timing) - alone) for child in named]
         # Measurements are noisy: scale them so that children never take more than their parent.
         scale = min(1.0, took / (sum(added) or 1.0))
         children = zip(named, added, strict=True)
@@ -144,15 +222,15 @@ def _sources(manager: Any) -> frozenset[str]:
     return frozenset({manager.get_source()}).union(*below)
 
 
-def _time(guards: Guards, f_locals: dict[str, Any]) -> float:
-    """Microseconds of a check: the least of five rounds, since any disturbance only adds time."""
+def _time(guards: Guards, f_locals: dict[str, Any], timing: _Timing) -> float:
+    """Microseconds of a check: the least of some rounds, since any disturbance only adds time."""
     check, rounds = guards.root.check, []
-    for _ in range(5):
+    for _ in range(timing.rounds):
         start = time.perf_counter()
-        for _ in range(20):
+        for _ in range(timing.checks):
             check(f_locals)
         rounds.append(time.perf_counter() - start)
-    return min(rounds) / 20 * 1e6
+    return min(rounds) / timing.checks * 1e6
 
 
 def _profile(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any], calls: int) -> float | None:

@@ -61,6 +61,8 @@ class CompiledFrame:
         recompiled_for: the entries that were cached before, each with the guards that failed; empty for a first
             compilation.
         started: when it started, in seconds since the epoch; None until the block has ended.
+        dropped: the guards that a filter dropped, as `TYPE name`.
+        is_audited: whether an audit checks these.
     """
 
     function: str
@@ -72,6 +74,8 @@ class CompiledFrame:
     guards: GuardNode
     recompiled_for: tuple[FailedEntry, ...]
     started: float | None = None
+    dropped: tuple[str, ...] = ()
+    is_audited: bool = False
 
     @property
     def guard_count(self) -> int:
@@ -79,7 +83,10 @@ class CompiledFrame:
 
     def __str__(self) -> str:
         took = f", {self.seconds:.2f} s" if self.seconds is not None else ""
-        head = f"[{self.compile_id}] {self.function} ({self.file}:{self.line}): {self.guard_count} guards{took}"
+        dropped = f", {len(self.dropped)} dropped{'' if self.is_audited else ', unchecked'}" if self.dropped else ""
+        head = (
+            f"[{self.compile_id}] {self.function} ({self.file}:{self.line}): {self.guard_count} guards{dropped}{took}"
+        )
         return "\n".join([head, *map(str, self.recompiled_for)])
 
     def tree(self) -> str:
@@ -222,6 +229,8 @@ class _InspectionRecorder:
             cache_size=built.entries_before + 1,
             guards=tree_of(built.guards, built.stacks()),
             recompiled_for=tuple(entries),
+            dropped=tuple(f"{type} {name}" for type, name in built.dropped),
+            is_audited=built.unfiltered is not None,
         )
         self.inspection.frames.append(frame)
         self._built_at.append(time.time())

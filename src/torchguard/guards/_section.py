@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchguard.guards._inspect import Inspection
 
 Data = Mapping[str, Any]
+_MOST_DROPPED = 20  # of a compilation, named in a table
 
 
 def inspection_data(inspection: "Inspection", with_guards: bool = False) -> dict[str, Any]:
@@ -71,6 +72,12 @@ def compile_section(
             (where(one["file"], one["line"]), _text(one), one["reason"], "\n".join(one["hints"])) for one in breaks
         )
         blocks.append(Table(("where", "source", "reason", "what torch proposes"), rows, "Graph breaks"))
+    if dropped := tuple(_dropped(frames, name)):
+        count, unchecked = sum(row[2] for row in dropped), sum(row[2] for row in dropped if row[3] == "no")
+        left = f"{unchecked:,} of them unchecked: where one no longer holds, stale code runs, and nothing tells. "
+        remedy = f"{left}Check them: filter=guards.audit(...)." if unchecked else "An audit checks all of them."
+        blocks.append(Answer("unknown" if unchecked else "ok", f"{count:,} guards were dropped by a filter. {remedy}"))
+        blocks.append(Table(("id", "function", "dropped", "checked", "which"), dropped, "Dropped guards"))
     if data["guard_kinds"]:
         rows = tuple(Counter(data["guard_kinds"]).most_common())
         blocks.append(Table(("type", "guards"), rows, "Guards by type"))
@@ -98,6 +105,16 @@ def _reasons(frames: Sequence[Data], name: Callable[[str], str]) -> Iterable[tup
             for failure in entry["failures"]:
                 function = name(frame["function"])
                 yield frame["compile_id"], function, entry["compile_id"], failure["text"], failure["advice"]
+
+
+def _dropped(frames: Sequence[Data], name: Callable[[str], str]) -> Iterable[tuple[str, str, int, str, str]]:
+    """The guards of each compilation that a filter dropped: how many, whether an audit checks them, and which."""
+    for frame in frames:
+        if dropped := frame.get("dropped"):
+            which = "\n".join(dict.fromkeys(dropped[:_MOST_DROPPED]))
+            more = f"\n... and {len(dropped) - _MOST_DROPPED:,} more" if len(dropped) > _MOST_DROPPED else ""
+            checked = "by an audit" if frame["is_audited"] else "no"
+            yield frame["compile_id"], name(frame["function"]), len(dropped), checked, which + more
 
 
 def _timeline(data: Data, name: Callable[[str], str], where: Callable[[str, int], str]) -> list[Timeline]:

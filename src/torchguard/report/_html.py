@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 _CHARTS = ("line", "heatmap", "timeline", "flame", "roofline")
 # A table with more rows than this gets a filter, sorting and pages, and its rows as data.
 LONG_TABLE = 15
+_SHORT_CELL = 24  # characters that are not broken over lines; the script has the same number
 _STATIC_ROWS = 50  # rows that stand in the page itself; the script shows the others
 _MOST_CELLS = 250_000  # of a heat map; with more, columns are joined
 _MOST_POINTS = 20_000  # of a curve
 _MOST_LINES = 3_000  # of a listing
+_WIDTHS = ((8, "B"), (16, "H"), (32, "I"))
 
 
 def page(report: "Report") -> str:
@@ -83,7 +85,7 @@ def _template(name: str) -> Any:
     made.filters["cell"] = format_cell
     made.globals.update(
         charts=_CHARTS, chart_data=_chart_data, table_of=table_of, table_data=_table_data, numbers=_numbers,
-        static_rows=_STATIC_ROWS, long_table=LONG_TABLE, most_lines=_MOST_LINES,
+        static_rows=_STATIC_ROWS, short_cell=_SHORT_CELL, long_table=LONG_TABLE, most_lines=_MOST_LINES,
     )  # fmt: skip
     return made.get_template(name)
 
@@ -95,9 +97,12 @@ def _numbers(table: Table) -> list[bool]:
 
 
 def _table_data(table: Table) -> dict[str, Any]:
-    """A table as the script needs it: raw cells to sort by, where they differ from the text."""
+    """A table as the script needs it: for each column with numbers also the raw cells, to sort by."""
     text = [[format_cell(cell) for cell in row] for row in table.rows]
-    return {"rows": text, "raw": to_data(table.rows), "links": table.links}
+    raw = [
+        [to_data(row[i]) for row in table.rows] if is_number else None for i, is_number in enumerate(_numbers(table))
+    ]
+    return {"rows": text, "raw": raw, "links": table.links}
 
 
 def _chart_data(block: Block) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def _thinned(block: LineChart) -> LineChart:
 
 
 def _heat_map_data(block: HeatMap) -> dict[str, Any]:
-    """The cells sorted by row, as three arrays of 32-bit numbers; columns are joined where there are too many cells."""
+    """The cells sorted by row, as three arrays of numbers; columns are joined where there are too many cells."""
     join = 1
     if len(block.cells) > _MOST_CELLS:
         join = -(-block.columns // max(1, _MOST_CELLS // max(1, len(block.rows))))
@@ -154,6 +159,7 @@ def _heat_map_data(block: HeatMap) -> dict[str, Any]:
     }
 
 
-def _encoded(numbers: "array[int]") -> str:
-    assert numbers.itemsize == 4
-    return base64.b64encode(numbers.tobytes()).decode()
+def _encoded(numbers: "array[int]") -> dict[str, Any]:
+    """Numbers in the fewest bits that hold them all: the size of the data is most of the time a page takes to open."""
+    bits, code = next((bits, code) for bits, code in _WIDTHS if max(numbers, default=0) < 2**bits)
+    return {"bits": bits, "data": base64.b64encode(array(code, numbers).tobytes()).decode()}

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import torchguard
+from torchguard._progress import progress_line
 from torchguard.compiled._executables import precision
 from torchguard.compiled._save import graph_hash
 from torchguard.compiled.certify._certificate import Certificate, Claim, Verdict
@@ -35,7 +36,11 @@ def certify(compiled: "CompiledOut", level: str, *, at: Any, seed: int) -> Certi
     if level not in _LAYERS:
         raise CompileError(f"certify: level is one of {', '.join(_LAYERS)}, not {level!r}.")
     point, names = _point(compiled, at, seed), list(_LAYERS)
-    claims = [claim for name in names[: names.index(level) + 1] for claim in _LAYERS[name](compiled, point, seed)]
+    claims = []
+    with progress_line() as show:
+        for name in names[: names.index(level) + 1]:
+            show(f"certify {compiled.name}: {name} layer")
+            claims += _LAYERS[name](compiled, point, seed)
     return Certificate(
         compiled.name,
         level,

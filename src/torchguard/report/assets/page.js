@@ -63,7 +63,7 @@
       const rows = shown.slice(page * PAGE, (page + 1) * PAGE).map(i => {
         const row = element("tr");
         data.rows[i].forEach((text, j) => {
-          const cell = element("td", undefined, numeric[j] ? "number" : "");
+          const cell = element("td", undefined, numeric[j] ? "number" : text.length <= 24 ? "short" : "");
           if (j === 0 && data.links[i]) {
             const link = element("a", text);
             link.href = "#" + data.links[i];
@@ -91,7 +91,7 @@
     let by = -1, descending = false;
     const sort = () => {
       if (by < 0) return;
-      const key = i => { const raw = data.raw[i][by]; return typeof raw === "number" ? raw : data.rows[i][by]; };
+      const key = i => { const raw = data.raw[by] && data.raw[by][i]; return typeof raw === "number" ? raw : data.rows[i][by]; };
       shown.sort((a, b) => {
         const x = key(a), y = key(b);
         const order = typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true });
@@ -201,13 +201,14 @@
             `${data.x_label} ${data.x[found[0].dataIndex]}${data.names.length ? `: ${data.names[found[0].dataIndex]}` : ""}`,
             found.map(one => `${data.series[one.seriesIndex].name}: ${format(data.series[one.seriesIndex].values[one.dataIndex], data.unit)}`),
           )) },
-          xAxis: axis(data.x_label, { type: "category", data: data.x, boundaryGap: false }),
+          // Not a category axis: that would measure the labels of thousands of steps.
+          xAxis: axis(data.x_label, { type: "value", min: "dataMin", max: "dataMax", minInterval: data.x.every(Number.isInteger) ? 1 : 0, splitLine: { show: false } }),
           yAxis: axis(data.y_label, { type: "value", nameGap: 60, min: 0,
             minInterval: data.series.every(one => one.values.every(value => value === null || Number.isInteger(value))) ? 1 : 0,
             axisLabel: { color: style("--soft"), formatter: value => format(value, data.unit) } }),
           dataZoom: data.x.length > 60 ? [{ type: "slider", height: 18, bottom: 8 }] : [],
           series: data.series.map((one, i) => ({
-            type: "line", name: one.name, data: one.values, showSymbol: one.values.length < 40, step: data.unit === "bytes" ? "middle" : false,
+            type: "line", name: one.name, data: one.values.map((value, k) => [data.x[k], value]), showSymbol: one.values.length < 40, step: data.unit === "bytes" ? "middle" : false,
             sampling: "max", areaStyle: data.series.length === 1 ? { opacity: .15 } : undefined,
             markLine: i || !data.limits.length ? undefined : {
               silent: true, symbol: "none", lineStyle: { color: style("--bad"), type: "dashed" },
@@ -268,7 +269,7 @@
           ...base(),
           grid: { left: 8, right: 8, top: 6, bottom: 30 },
           tooltip: tooltip(found => tip(frames[found.dataIndex].frame.name, [describe(found.dataIndex).split(": ").pop()])),
-          xAxis: axis("", { type: "value", min: 0, max: total, axisLabel: { color: style("--soft"), formatter: value => format(value, data.unit) } }),
+          xAxis: axis("", { type: "value", min: 0, max: total, axisLabel: { color: style("--soft"), showMaxLabel: false, formatter: value => format(value, data.unit) } }),
           yAxis: { show: false, type: "value", min: 0, max: depth, inverse: true },
           series: [{
             type: "custom",
@@ -316,7 +317,11 @@
     },
 
     heatmap(data, figure) {
-      const decode = text => new Uint32Array(Uint8Array.from(atob(text), char => char.charCodeAt(0)).buffer);
+      const decode = ({ bits, data }) => {
+        const text = atob(data), bytes = new Uint8Array(text.length);
+        for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+        return new { 8: Uint8Array, 16: Uint16Array, 32: Uint32Array }[bits](bytes.buffer);
+      };
       const starts = decode(data.starts), at = decode(data.at), values = decode(data.values);
       const names = data.rows.map(name => name.toLowerCase());
       const tools = figure.querySelector(".tools"), filter = tools.querySelector(".filter"), count = tools.querySelector(".count");
@@ -360,7 +365,8 @@
             ...base(),
             grid: { left: Math.min(280, figure.clientWidth / 3), right: 24, top: 8, bottom: 88 },
             tooltip: tooltip(found => { const one = cells[found.dataIndex]; return tip(data.rows[rows[one[1]]], [columnsOf(one[0]), `${format(one[2])} ${data.noun}`]); }),
-            xAxis: axis(data.column_label, { type: "category", data: Array.from({ length: bins }, (_, x) => first + x * wide), splitLine: { show: false } }),
+            xAxis: axis(data.column_label, { type: "category", data: Array.from({ length: bins }, (_, x) => first + x * wide), splitLine: { show: false },
+              axisLabel: { color: style("--soft"), hideOverlap: true, interval: Math.ceil(bins / 12) - 1 } }),
             yAxis: axis("", { type: "category", inverse: true, data: rows.map(row => short(data.rows[row], 44)), axisLabel: { color: style("--ink"), interval: 0, fontSize: 11.5, width: Math.min(270, figure.clientWidth / 3 - 10), overflow: "truncate" } }),
             visualMap: { min: 0, max: most, orient: "horizontal", left: "center", bottom: 0, itemHeight: 120, itemWidth: 12, text: [format(most), "0"], textStyle: { color: style("--soft") }, inRange: { color: [style("--warning-ground"), style("--warning"), style("--bad")] } },
             series: [{ type: "heatmap", data: cells, progressive: 0, itemStyle: { borderWidth: bins > 100 ? 0 : 1, borderColor: style("--ground") }, emphasis: { itemStyle: { borderColor: style("--ink"), borderWidth: 1 } } }],
@@ -390,13 +396,14 @@
     const draw = () => {
       const option = chart.option();
       if (chart.height) canvas.style.height = `${chart.height}px`;
-      if (!drawn) drawn = echarts.init(canvas, null, { renderer: "canvas" });
-      drawn.resize();
+      if (drawn) drawn.resize(); else drawn = echarts.init(canvas, null, { renderer: "canvas" });
       drawn.setOption(option, { notMerge: true });
       at = -1;
     };
     figure.addEventListener("redraw", draw);
-    new ResizeObserver(() => drawn && drawn.resize()).observe(canvas);
+    new ResizeObserver(() => {  // told also when it begins to observe: drawing a large chart twice takes long
+      if (drawn.getWidth() !== canvas.clientWidth || drawn.getHeight() !== canvas.clientHeight) drawn.resize();
+    }).observe(canvas);
     canvas.addEventListener("keydown", event => {
       const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 25, PageUp: -25 }[event.key];
       if (event.key === "Escape") return void drawn.dispatchAction({ type: "hideTip" });
