@@ -114,6 +114,21 @@ class FourErrors(nn.Module):
         return x.sum(-1), f
 
 
+@pytest.mark.parametrize(
+    ("batch", "within", "beyond"), [((2, 4), (2, 3, 4), (1, 5, 300)), ((3, None), (3, 300), (1, 2))]
+)
+def test_a_batch_beyond_its_limits_fails(batch, within, beyond, tmp_path):
+    path = str(tmp_path / "m.onnx")
+    export.to_onnx(watch(Exponential()).eval(), torch.randn(3, 4), path, batch=batch)
+    for size in within:
+        assert len(export.flags_of(path, run(path, torch.randn(size, 4)))) == size
+    for size in beyond:
+        with pytest.raises(Exception, match=f"batch_of_{batch[0]}_to_{batch[1] or 'any'}.is_within_limits"):
+            run(path, torch.randn(size, 4))
+        with pytest.raises(ExportError, match=f"of {size} samples, and .* is for {batch[0]} (or more|to 4)"):
+            export.flags_of(path, torch.zeros(size, 4, dtype=torch.int64))
+
+
 def test_four_errors_in_one_word_keep_all_their_bits(tmp_path):
     """onnxruntime sums int64 in floating point."""
     x = torch.tensor([[float(bit) * 2 for bit in f"{number:04b}"] for number in range(16)])

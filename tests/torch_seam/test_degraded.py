@@ -558,6 +558,18 @@ class TestTraining:
         monkeypatch.undo()
         handle.remove()
 
+    def test_without_the_registry_functions_of_operators_are_not_seen(self, monkeypatch):
+        from torch._library import custom_ops
+
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        operator = torch.library.custom_op("test_degraded::double", double, mutates_args=())
+        assert double in training.functions_of_operators()
+        monkeypatch.delattr(custom_ops, "OPDEFS")
+        assert training.functions_of_operators() == []
+        del operator
+
     def test_without_types_of_torchscript_its_attributes_are_not_seen(self, monkeypatch):
         scripted = torch.jit.script(nn.Dropout())
         assert "training" in modules.script_attributes(scripted)

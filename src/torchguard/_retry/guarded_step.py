@@ -60,7 +60,7 @@ class GuardedStep:
                     "Retry: with wait=False a step must not change Python state, since later steps start before it can "
                     f"be restored. The closure changed {', '.join(changed[:5])}. Use wait=True."
                 )
-            status = self._status(self._values(result, replaced=()))
+            status = self._status(self._numbers_of(result, replaced=()))
             if isinstance(status, Tensor):
                 self.guard.tensors.restore_where(status[2] != 0)
             elif status[2]:
@@ -167,7 +167,7 @@ class GuardedStep:
         A finite norm proves that every gradient is finite. An infinite one may be an overflow: then each gradient is
         checked, and likewise each loss and each buffer that the run changed.
         """
-        status = self._status(self._values(result, is_scaled))
+        status = self._status(self._numbers_of(result, is_scaled))
         loss, norm, flag = status.tolist() if isinstance(status, Tensor) else status
         return self._exactly(result, loss, norm) if flag else (loss, norm, True)
 
@@ -184,7 +184,7 @@ class GuardedStep:
             norm = wide_norm(self._gradients())
         return loss, norm, not self.ranks.any(not is_finite)
 
-    def _values(
+    def _numbers_of(
         self, result: RunResult, is_scaled: bool = False, replaced: Sequence[Replaced] | None = None
     ) -> list[Tensor]:
         """On the devices: the loss, the norm of the gradients, and numbers for other tensors that the run changed.

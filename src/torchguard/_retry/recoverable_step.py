@@ -38,7 +38,7 @@ class RecoverableStep(GuardedStep):
             if self.update is None:
                 loss, norm, is_finite = self._read(result, is_scaled=True)
             else:
-                self.update.launch(self._status(self._values(result)), self._norm_to_clip_by())
+                self.update.launch(self._status(self._numbers_of(result)), self._norm_to_clip_by())
                 loss, norm, is_skipped = self.update.outcome()
                 is_finite = not is_skipped
                 if is_skipped:

@@ -68,6 +68,10 @@ def flags_of(path: str | os.PathLike[str], output: Any) -> list[list[UnpackedErr
             raise ExportError("flags_of: the output is empty. Give what the runtime returned.")
         output = output[-1]
     f = output if isinstance(output, Tensor) else torch.as_tensor(output)
+    low, high = found.batch
+    if f.ndim and (f.shape[0] < low or (high is not None and f.shape[0] > high)):
+        limits = f"{low} or more" if high is None else f"{low} to {high}"
+        raise ExportError(f"flags_of: the output is of {f.shape[0]} samples, and {path} is for {limits}.")
     return unpack_named("export.flags_of", f, found.locations, found.codes)
 
 

@@ -64,6 +64,7 @@ def to_onnx(
             except Exception as error:
                 raise ExportError(f"to_onnx: torch.onnx fails on this {type(model).__name__}: {error}") from error
         assert made is not None
+        _enforce(made.model.graph, batch)
         # What the file itself says: an argument that the model does not use is no input.
         graph = made.model.graph
         names = [one.name or "" for one in graph.inputs]
@@ -94,6 +95,44 @@ def _require_integer_flags(traced: Traced) -> None:
             f"to_onnx: the last output is {last.dtype}, of {last.ndim} dims. If it has the flags: ONNX cannot read "
             "floats as bits, use ErrorConfig(flag_dtype=torch.int64). If not: give watch(model), or return flags last."
         )
+
+
+def _enforce(graph: Any, batch: tuple[int, int | None]) -> None:
+    """Have onnxruntime fail on a batch beyond its limits: ONNX has no assertion, and no limits of a dim.
+
+    The flags have one row a sample. How many samples there are too many or too few is used as an index into a list of
+    one zero, which is then added to the flags: any index but 0 is an error.
+    """
+    low, high = batch
+    if low == high or (low <= 1 and high is None):  # a fixed size is a part of the file
+        return
+    from onnxscript import ir
+
+    flags, name = graph.outputs[-1], graph.outputs[-1].name
+    limits = f"batch_of_{low}_to_{'any' if high is None else high}"
+
+    def constant(label: str, values: list[int]) -> Any:
+        value = ir.val(f"{limits}.{label}", ir.DataType.INT64, [len(values)])
+        value.const_value = ir.tensor(values, dtype=ir.DataType.INT64)
+        graph.register_initializer(value)
+        return value
+
+    def add(op: str, *inputs: Any, label: str = "", **attributes: Any) -> Any:
+        node = ir.node(op, inputs=[*inputs], attributes=attributes, name=f"{limits}.{label or op}")
+        graph.append(node)
+        return node.outputs[0]
+
+    zero = constant("zero", [0])
+    size = add("Gather", add("Shape", flags), zero, label="size")
+    beyond = add("Max", add("Sub", constant("least", [low]), size, label="too_few"), zero, label="missing")
+    if high is not None:
+        over = add("Max", add("Sub", size, constant("most", [high]), label="too_many"), zero, label="surplus")
+        beyond = add("Add", beyond, over, label="beyond")
+    checked = add("Gather", zero, beyond, label="is_within_limits")
+    flags.name = f"{name}.unchecked"
+    result = add("Add", flags, add("Cast", checked, to=flags.dtype), label="flags")
+    result.name, result.dtype, result.shape = name, flags.dtype, flags.shape
+    graph.outputs[-1] = result
 
 
 def _verify(traced: Traced, model: nn.Module, path: Any, inputs: list[str], batch: tuple[int, int | None]) -> None:
