@@ -173,3 +173,22 @@ def test_a_clean_batch_is_as_without_watch_and_a_bad_sample_costs_itself_or_is_d
     limits = {"rtol": 2e-5, "atol": 1e-8} if name in NORMS_IN_FLOAT32 else {"rtol": 1e-9, "atol": 1e-12}
     for key, gradient in gradients(plain).items():
         torch.testing.assert_close(got[key], gradient, **limits, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+def test_a_model_of_which_dynamo_leaves_the_rest_uncompiled_is_declared():
+    """It ran into an error: the end of its call is not in the graph that its checks are in."""
+    model = build("LongT5EncoderModel")
+    given, name = inputs_of(model)
+    call = torch.compile(watch(model, quarantine=True), backend="aot_eager")
+    with pytest.warns(MixedRowsWarning, match="the graph breaks inside the model"):
+        out, f = call(**given)
+    assert torch.equal(out[0], model(**given)[0])
+    assert not err.is_err(f).any()
+    given[name][BAD, 0, 0] = torch.nan
+    for _ in range(2):
+        out, f = call(**given)
+        assert err.is_err(f).all()
+        err.mean_ok(f, out[0].square().mean((1, 2))).backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)

@@ -1,6 +1,7 @@
 """Warnings of `watch`: what it cannot tell, in words."""
 
 import warnings
+from typing import Any
 
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard.exceptions import CompileOnceWarning, MixedRowsWarning
@@ -17,6 +18,13 @@ def warn_of_mixing(model: str, problem: str | None) -> None:
         MixedRowsWarning,
         stacklevel=2,
     )
+
+
+def warn_once_of_mixing(watch: Any, problem: str | None) -> None:
+    """The same once for each watched model. `watch` is its state."""
+    if not watch.warned:
+        watch.warned = True
+        warn_of_mixing(type(watch.model).__name__, problem)
 
 
 def warn_of_recurrent_layer(model: str) -> None:

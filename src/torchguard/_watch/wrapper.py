@@ -37,11 +37,7 @@ from torchguard._watch.plan import NOTHING_KNOWN, OwnerPlan, PlannedCall, can_fo
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
 from torchguard._watch.state import MAX_PROBED_BATCH, WatchState
-from torchguard._watch.warn import (
-    warn_of_mixing,
-    warn_of_recurrent_layer,
-    warn_of_unfollowed,
-)
+from torchguard._watch.warn import warn_of_recurrent_layer, warn_of_unfollowed, warn_once_of_mixing
 from torchguard._watch.zeros import zero_samples
 from torchguard.exceptions import ReturnsError, WatchError
 from torchguard.flags import require_boundary
@@ -130,9 +126,8 @@ class WatchedModel:
         plan = watch.plans.finish(form, owners, output)
         if protects and plan.needs_hooks:
             require_finite_gradients(watch)
-        if watch.quarantine and plan.mixes and batch.size > 1 and not watch.warned:
-            watch.warned = True
-            warn_of_mixing(type(watch.model).__name__, plan.problem)
+        if watch.quarantine and plan.mixes and batch.size > 1:
+            warn_once_of_mixing(watch, plan.problem)
         return output, call_record, plan.outputs
 
     def _call_planned(
@@ -149,9 +144,8 @@ class WatchedModel:
         with without_compiled_parts(watch.model, watch.quarantine), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         codes = planned.finish(output).outputs
-        if not is_export and MIXED in codes and batch.size > 1 and not watch.warned:
-            watch.warned = True
-            warn_of_mixing(type(watch.model).__name__, NOTHING_KNOWN.problem if plan is None else plan.problem)
+        if not is_export and MIXED in codes and batch.size > 1:
+            warn_once_of_mixing(watch, NOTHING_KNOWN.problem if plan is None else plan.problem)
         return output, call_record, codes
 
     @property
@@ -265,6 +259,12 @@ class RootHook:
 def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> Sequence[int]:
     """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
     outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
+    if not torch.compiler.is_dynamo_compiling():  # after a graph break, Dynamo may leave the rest of a frame uncompiled
+        if watch.quarantine:
+            warn_once_of_mixing(watch, "the graph breaks inside the model")
+        call_record.needs_finite_gradients = watch.quarantine
+        call_record.set_rows([MIXED] * len(call_record.statuses))
+        return [MIXED] * len(outputs)
     mark_results(call_record.statuses, outputs)
     bits, *codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
     call_record.replaces = watch.quarantine and bits % 2 == 1
