@@ -10,11 +10,7 @@ Show = Callable[[str], None]
 _PAUSE = 0.1  # seconds between two texts that are drawn at once; the others appear four times a second
 
 
-class _Shown(threading.local):
-    show: Show | None = None  # that of the block that is open in this thread
-
-
-_shown = _Shown()
+_shown = threading.local()  # `show` is that of the block that is open in this thread
 
 
 @contextlib.contextmanager
@@ -24,7 +20,7 @@ def progress_line(wanted: bool | None = None) -> Iterator[Show]:
     A block within another uses its line. Nothing is shown where stderr is no terminal, unless it is `wanted`: then each
     text has a line of its own.
     """
-    stream, outer = sys.stderr, _shown.show
+    stream, outer = sys.stderr, getattr(_shown, "show", None)
     is_terminal = stream is not None and stream.isatty()
     if outer is not None:
         yield outer

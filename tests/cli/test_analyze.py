@@ -229,13 +229,19 @@ def test_an_artifact_without_graphs_of_aotautograd_is_refused(invoke, tmp_path):
     assert "eager" in result.stderr
 
 
+def test_a_target_may_give_its_arguments_by_name_alone(invoke, module):
+    name = module("from torch import nn, ones\ndef build(): return nn.Linear(3, 3), {'input': ones(2, 3)}\n")
+    result = invoke("analyze", f"{name}:build", "-t", "memory", "--json")
+    assert result.exit_code == 0, result.stderr
+
+
 WRONG = {
     "no_such_module:build": (2, "module 'no_such_module' cannot be imported"),
     "{module}:nothing": (2, "has no 'nothing'"),
     "{module}:": (2, "is not a target"),
     "{module}:a_number": (2, "expected a callable, got a value of type int"),
-    "{module}:alone": (2, "returned a value of type Linear. It must return (model, args) or (model, args, kwargs)"),
-    "{module}:unpacked": (2, "args: expected a tuple, (x,) for one argument, got a value of type Tensor"),
+    "{module}:alone": (2, "returned a value of type Linear. It must return (model, args), (model, kwargs) or"),
+    "{module}:unpacked": (2, "args: expected a tuple, (x,) for one argument, or a dict of named ones, got a value"),
     "{module}:no_model": (2, "model: expected a module or a function, got a value of type int"),
     "{module}:many": (2, "returned a tuple of 4"),
     "{module}:no_kwargs": (2, "kwargs: expected a dict, got a value of type list"),

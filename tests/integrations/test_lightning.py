@@ -2,16 +2,20 @@
 
 import copy
 import logging
+import os
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
-from torchguard import err, watch
+from torchguard import distributed, err, watch
 from torchguard.exceptions import WatchError
+from torchguard.testing import run_ranks
 
 pytest.importorskip("lightning")
 with warnings.catch_warnings():
@@ -116,3 +120,40 @@ def test_a_watched_model_trains_as_without_the_bad_sample(tmp_path, caplog):
 def test_the_callback_asks_for_a_watched_model():
     with pytest.raises(WatchError, match="expected what watch returned"):
         TorchGuardCallback(layers())
+
+
+@pytest.mark.parametrize(("way", "accumulate"), [("retry", 1), ("retry", 2), ("watch", 1)])
+def test_two_ranks_train_as_one_without_the_bad_sample(way, accumulate, tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    data = samples()[:8]  # of which each rank has every other one, in batches of two
+    want = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
+    for number, rows in enumerate([[0, 1, 2, 3], [4, 6, 7]], 1):
+        x, y = (torch.stack([data[i][name] for i in rows]) for name in ("x", "y"))
+        (F.cross_entropy(want(x), y) / accumulate).backward()
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    class Watched(Base):
+        def training_step(self, batch, batch_idx):
+            losses = F.cross_entropy(self.net(batch["x"]), batch["y"], reduction="none")
+            return distributed.mean_ok(self.net.flags, losses)
+
+    def train():
+        rank = str(dist.get_rank())
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ.update({**ranks, "TORCHELASTIC_RUN_ID": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+        module = Guarded(net) if way == "retry" else Watched(watch(net, quarantine=True, returns="output"))
+        how = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+        fit = trainer(tmp_path / rank, accumulate_grad_batches=accumulate, **how)
+        fit.fit(module, DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False)))
+        assert fit.world_size == 2
+        reports = [report.bad for report in module.guard.history] if way == "retry" else None
+        return [one.detach() for one in net.parameters()], reports
+
+    for rank, (weights, reports) in enumerate(run_ranks(train, timeout=200)):
+        for one, two in zip(weights, want.parameters(), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+        assert reports in (None, [[], [0] if rank else []])

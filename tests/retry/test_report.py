@@ -352,3 +352,18 @@ def test_what_retry_takes(model):
     with pytest.raises(RetryError, match="step needs an optimizer"):
         Retry(model).step(lambda x: losses(model, x), torch.randn(B, 4))
     assert issubclass(RetryError, torchguard.TorchGuardError)
+
+
+def test_an_optimizer_clears_gradients_in_its_own_way():
+    cleared = []
+
+    class Optimizer(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            cleared.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    model = nn.Linear(4, 1)
+    guard = Retry(model, Optimizer(model.parameters(), lr=0.1))
+    for _ in range(2):
+        guard.step(lambda x: model(x).square()[:, 0], torch.randn(6, 4))
+    assert cleared == [True, True]

@@ -89,6 +89,17 @@ class HostCopy:
         return self._tensor.tolist()
 
 
+def clear_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """What `zero_grad` of each does, which looks at each gradient first. A GPU may be waiting for the host now."""
+    for optimizer in optimizers:
+        if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+            optimizer.zero_grad(set_to_none=True)
+            continue
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
 def update(
     optimizers: Sequence[torch.optim.Optimizer], clip: float | None, norm: Tensor | None, flag: Tensor | None = None
 ) -> None:

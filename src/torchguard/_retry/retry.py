@@ -11,7 +11,7 @@ from torch import nn
 
 from torchguard._retry.batch import Batch, Select, micro_batches
 from torchguard._retry.closure import Closure
-from torchguard._retry.device_step import DeviceStep, has_state, update, why_not
+from torchguard._retry.device_step import DeviceStep, clear_gradients, has_state, update, why_not
 from torchguard._retry.recoverable_step import RecoverableStep
 from torchguard._retry.report import OBSERVERS, PendingReport, RetryReport, retry_section
 from torchguard._retry.scope import Scope
@@ -152,8 +152,7 @@ class Retry(Shown):
         window: bool | None,
         late: int | None = None,
     ) -> RetryReport:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        clear_gradients(self.optimizers)
         step = self._guarded(closure, batch, window, scaler)
         report = self._run(step, late, lambda: self._step_ahead(step, clip))
         if not report.skipped and not step.is_updated():
@@ -213,8 +212,7 @@ class Retry(Shown):
     def _step_without_waiting(
         self, closure: Closure, batch: Any, clip: float | None, window: bool | None
     ) -> RetryReport:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        clear_gradients(self.optimizers)
         step = self._guarded(closure, batch, window, None)
         update = DeviceStep(self.optimizers, clip)
         step.start(update)

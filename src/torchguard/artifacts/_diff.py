@@ -12,6 +12,7 @@ from torchguard._graphs.listing import arguments_text, line_of
 from torchguard.artifacts._artifact import Artifact, read_as
 from torchguard.artifacts._safe_io import printable
 from torchguard.artifacts._schema import SCHEMA
+from torchguard.report import Answer, Section, Shown, Text
 
 _MOST_PAIRS = 30_000_000  # nodes times nodes: aligning larger graphs takes minutes
 _IDENTITY = re.compile(r"(___check_(?:obj|type)_id\(.*?,\s*)\d+")
@@ -48,7 +49,7 @@ class GraphDifference:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Shown):
     """What differs from the first artifact to the second."""
 
     first: str
@@ -62,6 +63,12 @@ class Difference:
     def same(self) -> bool:
         """Whether graphs and guards are the same. Metadata does not count: it differs between most compilations."""
         return not (self.graphs or self.guards_added or self.guards_removed)
+
+    def section(self) -> Section:
+        """Whether graphs and guards are the same, and what differs."""
+        head, *rest = str(self).splitlines()
+        details = (Text("\n".join(rest), preformatted=True),) if rest else ()
+        return Section("Difference of two artifacts", (Answer("ok" if self.same else "warning", f"{head}."), *details))
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "same": self.same}

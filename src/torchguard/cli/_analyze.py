@@ -68,7 +68,8 @@ TargetArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="TARGET",
-        help="The id of an artifact, or package.module:callable that returns (model, args) or (model, args, kwargs). "
+        help="The id of an artifact, or package.module:callable that returns (model, args), (model, kwargs) or "
+        "(model, args, kwargs). "
         "Without one, the newest artifact.",
         show_default=False,
         autocompletion=complete_id,

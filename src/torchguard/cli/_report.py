@@ -16,9 +16,8 @@ from torchguard.cli._run_report import compilations_section
 from torchguard.cli._targets import Directory, Target, complete_device, open_store
 from torchguard.cli._terminal import CommandError, ExitCode, console, model_name, print_message
 from torchguard.exceptions import TorchGuardError
-from torchguard.report import Answer, Report, Section, Table
+from torchguard.report import Answer, Report, Section
 
-_MOST_FINDINGS = 1_000  # in the table of the linter's findings
 EXAMPLE = """
 torchguard report --html report.html
 
@@ -155,25 +154,8 @@ def _of_target(target: Target, device: str | None) -> Iterator[Section]:
 
 
 def _lint(paths: list[Path]) -> Section:
-    """The number of findings by rule, and each finding."""
     from torchguard.lint import check_paths
-    from torchguard.lint._formats import statistics
 
     with progress_line() as show:
         result = check_paths(paths, progress=lambda done, total: show(f"torchguard: checked {done} of {total} files"))
-    findings, files = result.findings, len(result.files)
-    of = f"{files:,} file{'' if files == 1 else 's'}"
-    if not findings:
-        return Section("Lint", (Answer("ok", f"No finding in {of}."),))
-    count = f"{len(findings):,} finding{'' if len(findings) == 1 else 's'}"
-    rules = tuple((one["code"], one["name"], one["count"]) for one in statistics(findings))
-    rows = tuple((f"{one.file}:{one.line}:{one.column}", one.code, one.message) for one in findings[:_MOST_FINDINGS])
-    total = len(findings) if len(findings) > _MOST_FINDINGS else None
-    return Section(
-        "Lint",
-        (
-            Answer("warning", f"{count} in {of}."),
-            Table(("rule", "name", "findings"), rules, "By rule"),
-            Table(("where", "rule", "what to do"), rows, "Findings", total=total),
-        ),
-    )
+    return result.section()

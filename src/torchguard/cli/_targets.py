@@ -119,7 +119,7 @@ def read_manifest(artifact: "Artifact") -> dict[str, Any] | None:
         return None
 
 
-_RETURN = "It must return (model, args) or (model, args, kwargs)"
+_RETURN = "It must return (model, args), (model, kwargs) or (model, args, kwargs)"
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,7 @@ class Target:
 
         The callable may have compiled and called the model already: after the reset it compiles again, observed.
         """
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would log that it starts and stops
         import torch
 
         if not self.is_compiled:
@@ -190,9 +191,11 @@ def _check_target(text: str, built: Any) -> Target:
         raise CommandError(f"{text} returned {got}. {_RETURN}.", ExitCode.USAGE)
     model, args = built[:2]
     kwargs = built[2] if len(built) == 3 else {}
+    if len(built) == 2 and isinstance(args, dict):
+        args, kwargs = (), args
     requirements = [
         (callable(model), "model", model, "a module or a function"),
-        (isinstance(args, (tuple, list)), "args", args, "a tuple, (x,) for one argument"),
+        (isinstance(args, (tuple, list)), "args", args, "a tuple, (x,) for one argument, or a dict of named ones"),
         (isinstance(kwargs, dict), "kwargs", kwargs, "a dict"),
     ]
     for is_met, what, got, expected in requirements:

@@ -35,6 +35,7 @@ from torchguard.guards._perturb import (
     perturb_closure,
     perturb_value,
 )
+from torchguard.report import Answer, Section, Shown, Table
 
 HARMFUL, HARMLESS, NOT_EXERCISED = "harmful", "harmless", "not exercised"
 CORRECT, STALE, UNGUARDED, EAGER_FAILS = "correct", "stale", "stale without a filter, too", "fails in eager mode"
@@ -74,7 +75,7 @@ class ChangeOutcome:
 
 
 @dataclass(frozen=True)
-class GuardCertificate:
+class GuardCertificate(Shown):
     """How a filter affects results, under the changes that were tried.
 
     Attributes:
@@ -105,6 +106,21 @@ class GuardCertificate:
         """
         is_tried = bool(self.exercised) or not self.guards
         return is_tried and all(outcome.result != STALE for outcome in self.outcomes)
+
+    def section(self) -> Section:
+        """Whether a wrong result was seen, each change with its result, and each dropped guard with its label."""
+        head, *_ = str(self).splitlines()
+        status = "ok" if self.is_clean else "bad" if self.labelled(HARMFUL) else "unknown"
+        outcomes = tuple((one.change, one.result, len(one.violated)) for one in self.outcomes)
+        dropped = tuple((one.type, one.name, one.label) for one in self.guards)
+        return Section(
+            "Certificate of a guard filter",
+            (
+                Answer(status, f"{head}."),
+                Table(("change", "result", "dropped guards that failed"), outcomes, "Changes that were tried"),
+                Table(("type", "guard", "label"), dropped, "Dropped guards"),
+            ),
+        )
 
     def __str__(self) -> str:
         counts = ", ".join(f"{len(self.labelled(label))} {label}" for label in (HARMFUL, HARMLESS, NOT_EXERCISED))

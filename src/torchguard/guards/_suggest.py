@@ -19,13 +19,14 @@ from torchguard.guards._certify import HARMFUL, HARMLESS, NOT_EXERCISED, Changes
 from torchguard.guards._compile import compile
 from torchguard.guards._filters import Filter, keep_all, named, of_type, skip_all
 from torchguard.guards._perturb import OWN_DICTS, in_other_mode
+from torchguard.report import Answer, Facts, Section, Shown, Text
 
 # A filter that saves less than this share of the time is not suggested: two measurements differ by as much.
 _LEAST_SAVING = 0.02
 
 
 @dataclass(frozen=True)
-class Suggestion:
+class Suggestion(Shown):
     """A suggested filter.
 
     Attributes:
@@ -49,6 +50,13 @@ class Suggestion:
     def saves(self) -> bool:
         """Whether there is a filter to suggest."""
         return self.microseconds_after < self.microseconds_before
+
+    def section(self) -> Section:
+        """The code to paste and what it saves, and the certificate of the filter."""
+        answer, *_ = str(self).splitlines() if not self.saves else ("This filter saves time.",)
+        times = (("us before", self.microseconds_before), ("us after", self.microseconds_after))
+        blocks = (Answer("ok", answer), Facts(times), Text(self.code, preformatted=True))
+        return Section("Suggested guard filter", blocks, (self.certificate.section(),) if self.saves else ())
 
     def __str__(self) -> str:
         tried = self.tried[0]

@@ -13,7 +13,9 @@ were cleared, so all of it happens in `backward`: Lightning's own call of `train
 step logs is held back until it is known which of its runs counts.
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,8 +61,9 @@ class RetryMixin:
         trainer = module.trainer
         if not module.automatic_optimization:
             raise RetryError("RetryMixin: with manual optimization, call Retry.backward in training_step yourself.")
+        wrapper = trainer.strategy.model  # DDP around the module, or the module itself
         if self.guard is None:
-            self.guard = Retry(module, trainer.optimizers, **{"on_bad": _warn, **self.retry_options})
+            self.guard = Retry(wrapper, trainer.optimizers, **{"on_bad": _warn, **self.retry_options})
         batch, index = module.__dict__.pop("_kept")
         scale, own = 1.0 / trainer.accumulate_grad_batches, type(self)._own_step
 
@@ -68,16 +71,16 @@ class RetryMixin:
             held: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
             module.__dict__["_held"] = held
             try:
-                losses = own(module, part, index)
+                losses = _call(wrapper, module, own, part, index)
             finally:
                 module.__dict__["_held"] = None
             runs.append((_size(losses), held))
             return _scaled(losses, scale)
 
         runs: list[tuple[int, list[Any]]] = []
-        report = self.guard.backward(
-            closure, batch, window=False, scaler=getattr(trainer.precision_plugin, "scaler", None)
-        )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        with _synchronized(wrapper):
+            report = self.guard.backward(closure, batch, window=False, scaler=scaler)
         if not report.skipped:
             self._log_held(runs, report)
 
@@ -135,6 +138,45 @@ def _keep_batch(self: Any, batch: Any, batch_idx: int = 0) -> Tensor:
     """Keep the batch for `backward`. What is returned is no loss."""
     self.__dict__["_kept"] = (batch, batch_idx)
     return torch.full((), torch.nan, device=self.device, requires_grad=True)
+
+
+@contextlib.contextmanager
+def _synchronized(wrapper: Any) -> Iterator[None]:
+    """Have DDP add up gradients in each micro-batch: Lightning puts that off until the last one of a step.
+
+    `Retry` divides by the number of good samples of all ranks, which differs from one micro-batch to the next.
+    """
+    before = getattr(wrapper, "require_backward_grad_sync", None)
+    if before is None:
+        yield
+        return
+    wrapper.require_backward_grad_sync = True
+    try:
+        yield
+    finally:
+        wrapper.require_backward_grad_sync = before
+
+
+def _call(wrapper: Any, module: Any, step: Any, batch: Any, index: int) -> Any:
+    """Run a step of a module in the forward pass of DDP, if there is one, as Lightning itself does."""
+    if wrapper is module:
+        return step(module, batch, index)
+    own = module.__dict__.get("forward")
+
+    def restore() -> None:
+        module.__dict__.pop("forward", None)
+        if own is not None:
+            module.__dict__["forward"] = own
+
+    def forward(batch: Any, index: int) -> Any:
+        restore()  # the step may call it
+        return step(module, batch, index)
+
+    module.__dict__["forward"] = forward
+    try:
+        return wrapper(batch, index)
+    finally:
+        restore()
 
 
 def _size(losses: Any) -> int:

@@ -20,18 +20,41 @@ from torchguard.lint import _config
 from torchguard.lint._check import LONGEST, Checked, check_bytes, from_data, key_of, selected, to_data
 from torchguard.lint._config import Settings
 from torchguard.lint._finding import UNREADABLE, Finding
+from torchguard.lint._formats import statistics
 from torchguard.lint._rules.testing import MissingLossTests
+from torchguard.report import Answer, Section, Shown, Table
 
+_MOST_SHOWN = 1_000  # findings in a report
 _FEW = 40  # files: fewer are checked faster than a second process starts
 
 
 @dataclass
-class LintResult:
+class LintResult(Shown):
     """The findings in some paths, and how many files were checked."""
 
     findings: list[Finding] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     cached: int = 0
+
+    def section(self) -> Section:
+        """The number of findings by rule, and each finding."""
+        findings, files = self.findings, len(self.files)
+        of = f"{files:,} file{'' if files == 1 else 's'}"
+        if not findings:
+            return Section("Lint", (Answer("ok" if files else "unknown", f"No finding in {of}."),))
+        count = f"{len(findings):,} finding{'' if len(findings) == 1 else 's'}"
+        rules = tuple((one["code"], one["name"], one["count"]) for one in statistics(findings))
+        shown = findings[:_MOST_SHOWN]
+        rows = tuple((f"{one.file}:{one.line}:{one.column}", one.code, one.message) for one in shown)
+        total = len(findings) if len(findings) > _MOST_SHOWN else None
+        return Section(
+            "Lint",
+            (
+                Answer("warning", f"{count} in {of}."),
+                Table(("rule", "name", "findings"), rules, "By rule"),
+                Table(("where", "rule", "what to do"), rows, "Findings", total=total),
+            ),
+        )
 
 
 def check_paths(
