@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torchguard import IS, ErrorCode, ErrorConfig, ErrorDomain, ErrorFlags, Severity, err, find, flags
+from torchguard._channel.config import AccumulationConfig, Dedupe
 from torchguard.exceptions import ConfigError
 
 BAD = torch.tensor([False, True, False, True])
@@ -265,3 +266,21 @@ def test_push_takes_its_arguments_in_the_order_of_the_spec(run_light):
     f = run_light(lambda x: err.push(err.new(x), err.NAN, 5, 2, where))(torch.zeros(3, 2))
     assert err.is_err(f).tolist() == where.tolist()
     assert [[one.location for one in errors] for errors in flags.unpack_all(f)] == [[5], [], [5]]
+
+
+@pytest.mark.parametrize("dedupe", list(Dedupe))
+def test_a_merge_of_few_rows_is_that_of_many(dedupe):
+    """Few shared rows are merged as numbers, many by operations."""
+    config = ErrorConfig(accumulation=AccumulationConfig(dedupe=dedupe), num_slots=4)
+    torch.manual_seed(0)
+
+    def new():
+        f = err.new_t(40, config=config)
+        for _ in range(5):
+            code, location, severity = (int(torch.randint(1, 4, ())) for _ in range(3))
+            f = err.push(f, code, location, severity=severity, where=torch.rand(40) < 0.5, config=config)
+        return f
+
+    one, two = new(), new()
+    merged = [err.merge(one[i : i + 2], two[i : i + 2], config=config) for i in range(0, 40, 2)]
+    assert torch.equal(torch.cat(merged), err.merge(one, two, config=config))

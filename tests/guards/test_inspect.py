@@ -12,7 +12,7 @@ from tests.models import ScaledLayer, bert
 from torch import nn
 
 from torchguard.exceptions import GuardError
-from torchguard.guards import audit
+from torchguard.guards import audit, skip_nn_modules
 from torchguard.guards._inspect import GuardInspector, inspect
 
 
@@ -78,6 +78,15 @@ def test_a_frame_names_the_guards_that_a_filter_dropped_and_whether_an_audit_che
     assert (plain.is_audited, audited.is_audited) == (False, True)
     assert "1 dropped, unchecked" in str(plain)
     assert GuardInspector(lambda x: x + 2).run(torch.ones(3)).frames[0].dropped == ()
+
+
+def test_a_recompile_that_an_audit_asks_for_has_that_reason():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout()).eval()
+    found = GuardInspector(model, filter=audit(skip_nn_modules(), action="recompile"))
+    found.run(torch.ones(2, 3))
+    model.train()
+    (frame,) = found.run(torch.ones(2, 3)).frames
+    assert "a dropped guard no longer holds" in str(frame)
 
 
 def test_a_cache_hit_is_not_recorded():

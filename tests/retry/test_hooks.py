@@ -5,6 +5,7 @@ import functools
 import logging
 import operator
 import types
+from operator import imul as scaled
 
 import numpy as np
 import pytest
@@ -228,6 +229,18 @@ def function_of_c(model):
     return lambda: state["count"]
 
 
+def function_under_another_name(model):
+    count = 0
+
+    def hook(module, args, output):
+        nonlocal count
+        count += 1
+        scaled(output.detach(), 1 + 0.1 * count)
+
+    model[0].register_forward_hook(hook)
+    return lambda: count
+
+
 def array_that_is_sorted(model):
     state = {"count": 0}
 
@@ -286,6 +299,7 @@ TAKING_PART = [
     constructor,
     functions_in_a_list,
     function_of_c,
+    function_under_another_name,
     array_that_is_sorted,
     code_without_source,
     value_behind_an_append,

@@ -100,6 +100,17 @@ def append(slots: Slots, new: Shaped[Tensor, "..."], dedupe: Dedupe) -> Slots:
     return torch.where(first & (free | worse), new, slots)
 
 
+def append_to_row(held: list[int], arrived: Sequence[int], dedupe: Dedupe) -> None:
+    """`append` for one row of numbers, in place: for few rows, faster than operations."""
+    same = 0 if dedupe == Dedupe.NONE else same_bits(dedupe)
+    for new in arrived:
+        for i, slot in enumerate(held):
+            if not slot or (same and not (slot ^ new) & same):
+                if not slot or slot_severity(slot) < slot_severity(new):
+                    held[i] = new
+                break
+
+
 def select(arrived: Int[Tensor, "batch errors"], policy: AccumulationConfig, room: int, held: int = 0) -> Stored:
     """The errors that stay under any policy, by rank. `arrived` is oldest first; 0 stands for none.
 

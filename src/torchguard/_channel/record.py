@@ -10,7 +10,7 @@ from torchguard._channel import deferred
 from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode
 from torchguard._channel.config import AccumulationConfig, ErrorConfig, config_of
 from torchguard._channel.packing import Flags, bits, capacity, pack, unpack
-from torchguard._channel.policy import RowStatus, add, arrival_order, leaves_others_alone, rows, write
+from torchguard._channel.policy import RowStatus, add, append_to_row, arrival_order, leaves_others_alone, rows, write
 from torchguard._channel.slot_bits import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_MASK, pack_slot, slot_code
 from torchguard._channel.validate import require_batch, require_flags, require_in_range, require_mask
 from torchguard._renamed import renamed
@@ -21,6 +21,10 @@ _REMOVED = torch.iinfo(torch.int64).max
 
 Mask = Bool[Tensor, "batch *rest"]
 Record = tuple[int, int, Mask] | tuple[int, int, Mask, int]
+
+
+# Up to this many rows that several flags have errors in are merged one by one.
+_FEW_ROWS = 4
 
 
 @renamed(reference="x")
@@ -150,6 +154,10 @@ def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
     ranked = None
     if not may_read or shared.any():
         held, policy, room = unpack(first), config.accumulation, capacity(first, config)
+        if may_read and len(later) == 1 and leaves_others_alone(held.shape[1], room, policy):
+            merged = _merged_by_row(first, *later[0], shared, policy)
+            if merged is not None:
+                return merged
         columns = _used_columns if may_read else _all_columns
         arrived = [column for f, _ in later for column in columns(f, policy)]
         ranked = pack(add(held, arrived, room, policy), first)
@@ -160,6 +168,25 @@ def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
     for f, theirs in later:
         merged = torch.where(theirs.unsqueeze(-1), _resized(f, first), merged)
     return merged if ranked is None else torch.where(shared.unsqueeze(-1), ranked, merged)
+
+
+def _merged_by_row(
+    first: Flags, f: Flags, theirs: Bool[Tensor, " batch"], shared: Bool[Tensor, " batch"], policy: AccumulationConfig
+) -> Flags | None:
+    """Two flags merged under CHRONO-FIRST, in Python for the rows that both have errors in; None if those are many."""
+    index = [i for i, is_shared in enumerate(shared.tolist()) if is_shared]
+    if len(index) > _FEW_ROWS or f.shape != first.shape:
+        return None
+    merged = first.clone() if theirs.equal(shared) else torch.where((theirs ^ shared).unsqueeze(-1), f, first)
+    slots, new = unpack(merged), unpack(f)
+    if slots.dtype != torch.int16 or new.dtype != torch.int16:
+        return None
+    for i in index:
+        held, arrived = slots[i], new[i].tolist()
+        stored = held.tolist()
+        append_to_row(stored, arrived[: arrived.index(0)] if 0 in arrived else arrived, policy.dedupe)
+        held.copy_(torch.tensor(stored, dtype=torch.int16))
+    return merged
 
 
 def _in_several(holders: list[Bool[Tensor, " batch"]]) -> Bool[Tensor, " batch"]:

@@ -11,6 +11,7 @@ import collections
 import dis
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
@@ -113,10 +114,12 @@ class Observer:
 
     def may_load(self, value: Any, name: str) -> bool:
         """Whether code may load this value, and call it if it can be called."""
+        name = getattr(value, "__name__", name) if callable(value) else name  # not that of an import
         if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
             owner = value.__self__
             if isinstance(owner, types.ModuleType):
-                return name in _BUILTINS if owner is builtins else _is_harmless(name)
+                is_allowed = owner.__name__ not in ("_operator", "_ctypes", "gc") and _is_harmless(name)
+                return name in _BUILTINS if owner is builtins else is_allowed
             if name not in _READS:
                 self.changed.append(owner)
                 self.assigned.add((id(owner), None))
@@ -237,7 +240,7 @@ class Walk:
         return getattr(first, "__name__", "") in _RETURN_NONE
 
     def _self_name(self) -> str | None:
-        return None if self.owner is _UNKNOWN else self.code.co_varnames[0]
+        return self.code.co_varnames[0] if self.owner is not _UNKNOWN and self.code.co_argcount else None
 
     def _is_update(self, number: int) -> bool:
         step = self.steps[number]
@@ -251,11 +254,7 @@ class Walk:
             value = self.owner if name == self._self_name() else _UNKNOWN
         elif step.opname == "LOAD_DEREF":
             cell = self.cells.get(name)
-            try:
-                value = _UNKNOWN if cell is None else cell.cell_contents
-            except ValueError:
-                return False
-            place = id(cell), None
+            value, place = _content(cell), (id(cell), None)
         else:
             found = self.namespace.get(name, getattr(builtins, name, _UNKNOWN))
             if found is _UNKNOWN:
@@ -277,7 +276,7 @@ class Walk:
         self.observer.relied_on.add(place)
         value = inspect.getattr_static(owner, name, _UNKNOWN)
         if isinstance(value, types.FunctionType) and not isinstance(owner, (type, types.ModuleType)):
-            value = types.MethodType(value, owner) if name not in vars(owner) else value
+            value = types.MethodType(value, owner) if name not in getattr(owner, "__dict__", ()) else value
         elif isinstance(value, (staticmethod, classmethod)):
             value = getattr(owner, name)
         elif isinstance(value, types.MethodDescriptorType) and not isinstance(owner, type):
@@ -292,12 +291,14 @@ class Walk:
     def _is_callable_known(self, number: int) -> bool:
         """Whether what this instruction prepares to call is a name whose value is checked when it is loaded."""
         after = self.steps[number + 1]
-        if after.opname not in ("LOAD_DEREF", "LOAD_GLOBAL"):
+        if sys.version_info >= (3, 13):  # the function is loaded before
             return _is_function(self._ended(number - 1).value)
+        if after.opname not in ("LOAD_DEREF", "LOAD_GLOBAL"):
+            return False
         if "NULL" in after.argrepr:  # of `f(x)(y)`
             return False
         cell = self.cells.get(after.argval)
-        return self._is_called(number + 1, self.namespace.get(after.argval) if cell is None else cell.cell_contents)
+        return self._is_called(number + 1, self.namespace.get(after.argval) if cell is None else _content(cell))
 
     def _is_called(self, number: int, value: Any) -> bool:
         """Whether the function that is loaded here, or of a module, is called itself, not something of it."""
@@ -361,8 +362,15 @@ def _is_function(value: Any) -> bool:
     return is_function or (callable(value) and type(value).__module__.startswith("numpy"))
 
 
+def _content(cell: types.CellType | None) -> Any:
+    try:
+        return _UNKNOWN if cell is None else cell.cell_contents
+    except ValueError:  # empty
+        return _UNKNOWN
+
+
 def _home(function: Any) -> str:
-    return function.__globals__.get("__name__", "")
+    return getattr(function, "__globals__", {}).get("__name__", "")
 
 
 def _is_wrapper_of_torch(function: types.FunctionType) -> bool:
@@ -373,7 +381,7 @@ def _is_wrapper_of_torch(function: types.FunctionType) -> bool:
 def _contents(target: Any, name: Any) -> list[Any]:
     """What `+=` would change: the value of a cell, an attribute, a global, or any item of a container."""
     if isinstance(target, types.CellType):
-        return [target.cell_contents]
+        return [_content(target)]
     if name is None:
         return [*target.values()] if isinstance(target, dict) else [*target] if isinstance(target, list) else [target]
     return [target.get(name)] if isinstance(target, dict) else [getattr(target, name, None)]

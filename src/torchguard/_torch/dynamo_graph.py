@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from torchguard._torch.dispatch import DispatchMode
 from torchguard._torch.nodes import hint
 
 RUN = object()
@@ -21,6 +22,11 @@ RUN = object()
 
 class Intercept(Protocol):
     """What is done with the nodes of a graph that is run."""
+
+    @property
+    def mode(self) -> DispatchMode:
+        """Is active while nodes run, and at no other time: it would see, and slow down, what is done about them."""
+        ...
 
     def __call__(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a node, or `RUN` to have it run."""
@@ -60,8 +66,10 @@ class TracedGraph:
         return self._modules[name]
 
     def enables_gradients(self) -> bool:
-        """Whether gradients are enabled now, or in a part of the graph."""
-        set_modes = [node for node in self.graph.nodes if _name_of(node.target) == "_set_grad_enabled"]
+        """Whether gradients are enabled now, or in a part of the graph or of one that it calls."""
+        called = [one for module in self._modules.values() if isinstance(module, nn.Module) for one in module.modules()]
+        graphs = [self.graph, *(module.graph for module in called if isinstance(module, fx.GraphModule))]
+        set_modes = [node for graph in graphs for node in graph.nodes if _name_of(node.target) == "_set_grad_enabled"]
         return torch.is_grad_enabled() or any(node.args[0] for node in set_modes)
 
     def stores_tensors(self, ours: str) -> bool:
@@ -114,7 +122,8 @@ def _run(
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            values[node] = given(node)
+            with intercept.mode:
+                values[node] = given(node)
             continue
         if node.op == "get_attr":
             values[node] = _attribute(attribute, node.target)
@@ -124,7 +133,8 @@ def _run(
             return args[0]
         steps = intercept.steps(node)
         if steps is not None:
-            values |= _inlined(node, steps, args, kwargs, values, intercept)
+            with intercept.mode:
+                values |= _inlined(node, steps, args, kwargs, values, intercept)
             continue
         result = intercept(node, args, kwargs)
         if result is RUN:
@@ -202,6 +212,20 @@ def _call(
     autocasts: list[Any],
 ) -> Any:
     target: Any = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _call_graph(target.name(), args, intercept, autocasts)
+    with intercept.mode:
+        return _call_node(node, args, kwargs, attribute, autocasts)
+
+
+def _call_node(
+    node: fx.Node,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    attribute: Callable[[str], Any],
+    autocasts: list[Any],
+) -> Any:
+    target: Any = node.target
     if node.op == "call_method" and target == "item":
         return _known_value(node)
     if node.op == "call_method":
@@ -218,8 +242,6 @@ def _call(
     if name == "_exit_autocast":
         autocasts.remove(args[0])
         return target(*args)
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return _call_graph(target.name(), args, intercept, autocasts)
     return target(*args, **kwargs)
 
 

@@ -35,6 +35,11 @@ class Guards:
         """Whether one of the guards at the root, which have no source, is of that type."""
         return any(leaf.type == type for leaf in leaves_of(self.root))
 
+    @property
+    def is_audited(self) -> bool:
+        """Whether torchguard's own guard is among them, which can fail a call when a dropped guard does not hold."""
+        return any(_SHADOW_GUARD in one.verbose_code_parts() for one in self.root.get_epilogue_lambda_guards())
+
     def check(self, f_locals: dict[str, Any]) -> bool:
         """Whether a call with these locals satisfies all guards."""
         return self.root.check(f_locals)

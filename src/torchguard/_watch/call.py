@@ -12,13 +12,13 @@ from torchguard._operators import use_operators
 from torchguard._torch.tensors import is_distributed, map_nested
 from torchguard._torch.tracing import can_read, in_transform, is_in_vmap, outside_transforms, outside_vmap
 from torchguard._watch.batch import FOR_ALL, MIXED, Batch, row_code
-from torchguard._watch.detect import INF, NAN, call_row_status, is_finite, only_fault, row_status
+from torchguard._watch.detect import INF, NAN, REVISION, ROW_STATUS, is_finite, only_fault, row_status
 from torchguard._watch.finite_gradients import record_faults_in
 from torchguard._watch.graph_plan import mark_samples
 from torchguard._watch.origins import BY_SIZE, RowStatuses
 from torchguard._watch.parameter_uses import Protection
 from torchguard._watch.plan import FollowedCall, PlannedCall
-from torchguard._watch.replace import call_replace_nonfinite, replace_nonfinite
+from torchguard._watch.replace import REPLACE_NONFINITE, replace_nonfinite
 from torchguard._watch.select import Checks
 from torchguard._watch.summarize import CallSummary, first_warnings, summarize
 from torchguard.checks import can_be_checked
@@ -69,6 +69,9 @@ class CallRecord:
         self._calls_operators = (
             use_operators() and batch is not None and batch.dim == 0 and (quarantine or self.only_fault is None)
         )
+        # What `check` needs in a graph, where reading a global takes Dynamo longer than reading an attribute.
+        self._by_size, self._strided, self._revision = BY_SIZE, torch.strided, REVISION
+        self._samples = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
         self.locations: list[int] = []
         self.statuses: list[Tensor] = []
         self.rows: list[int] = []
@@ -114,35 +117,26 @@ class CallRecord:
         if self.in_graph and not self.in_transform and in_transform():
             self.is_lost = True
             return z
-        # Dynamo traces this method once per check, and each Python call in it slowly. So operators do most of the work.
+        # Dynamo traces this method once per check: slowly each Python call in it, each global and each attribute of an
+        # object that existed before. So operators do most of the work.
         if (
             self._calls_operators
             and (self.quarantine or not is_argument)
             and rows is None
             and z.is_floating_point()
-            and z.layout == torch.strided
+            and z.layout == self._strided
             and not z.is_nested
         ):
             if not self.checks_values:
                 return z
             self.locations.append(self._number(location) if is_argument else location)
-            self.rows.append(BY_SIZE)
+            self.rows.append(self._by_size)
             if self.quarantine:
                 probes, location = self._probes_at(location) if self.region else (self.probes, location)
-                z, status = call_replace_nonfinite(
-                    z,
-                    self.batch,
-                    probes,
-                    location,
-                    None,
-                    mask_gradient,
-                    num_squares,
-                    is_argument,
-                    in_place,
-                    keep_neg_inf,
-                )
+                how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
+                z, status = REPLACE_NONFINITE(z, probes, location, *self._samples, None, *how, False, self._revision)
             else:
-                status = call_row_status(z, location in self.ends, keep_neg_inf)
+                status = ROW_STATUS(z, location in self.ends, keep_neg_inf, self._revision)
             self.statuses.append(status)
             return z
         return self._check(z, location, mask_gradient, is_argument, num_squares, rows, in_place, keep_neg_inf)
@@ -290,7 +284,8 @@ class CallRecord:
 
     def set_rows(self, codes: Sequence[int]) -> None:
         """Set the row codes of all statuses, which are known only at the end of a traced call."""
-        odd = [self.locations[i] for i, code in enumerate(codes) if code != row_code(0)]
+        usual = row_code(0)
+        odd = [self.locations[i] for i, code in enumerate(codes) if code != usual]
         self.rows = [*codes]
         # Warnings were computed by sizes. Where these do not show the sample of a row, they are for all samples.
         self.warnings = [

@@ -91,7 +91,7 @@ def without_neg_inf(z: Tensor) -> Tensor:
 
 def call_row_status(z: Tensor, alone: bool, keep_neg_inf: bool) -> Tensor:
     """Call the operator `row_status`."""
-    return _ROW_STATUS(z, alone, keep_neg_inf, REVISION)
+    return ROW_STATUS(z, alone, keep_neg_inf, REVISION)
 
 
 def _row_status_op(z: Tensor, alone: bool, keep_neg_inf: bool, revision: int) -> Tensor:
@@ -125,7 +125,7 @@ def is_small(z: Tensor) -> bool:
     return all(isinstance(size, int) for size in z.shape) and 0 < z.numel() <= _MAX_SMALL
 
 
-_ROW_STATUS = define("row_status(Tensor z, bool alone, bool keep_neg_inf, int revision) -> Tensor", _row_status_op)
+ROW_STATUS = define("row_status(Tensor z, bool alone, bool keep_neg_inf, int revision) -> Tensor", _row_status_op)
 
 
 def deferred_scan(status: Tensor) -> DeferredScan | None:

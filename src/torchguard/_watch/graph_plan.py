@@ -74,10 +74,9 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
         is_lost: whether the model calls modules under a transform.
     """
     traced = TracedGraph()
-    finder = _Finder(traced.has_symbols())
+    finder = _Finder(traced.has_symbols(), traced.enables_gradients())
     try:
-        with finder.mode:
-            run(traced.graph, traced.attribute, finder)
+        run(traced.graph, traced.attribute, finder)
         problem = finder.mode.problem if finder.has_arguments else "the graph breaks inside the model"
         if is_lost:
             problem = "a module is called under a transform of torch.func"
@@ -111,10 +110,15 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
 
 
 class _Finder:
-    """Follows owners while a graph runs on fake tensors, and collects row codes."""
+    """Follows owners while a graph runs on fake tensors, and collects row codes.
 
-    def __init__(self, has_symbols: bool) -> None:
-        self.mode, self.has_symbols = OwnerMode(), has_symbols
+    Args:
+        has_symbols: whether sizes of the graph vary.
+        has_gradients: whether gradients may be enabled in a part of it, so that uses of parameters are followed, too.
+    """
+
+    def __init__(self, has_symbols: bool, has_gradients: bool) -> None:
+        self.mode, self.has_symbols, self._has_gradients = OwnerMode(), has_symbols, has_gradients
         self.codes: dict[str, list[int]] = {}
         self.has_arguments = self.failed = False
         self._size = 1
@@ -149,7 +153,7 @@ class _Finder:
         return steps_of(node.target) if is_attention else None
 
     def ran(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if self.has_arguments:
+        if self.has_arguments and self._has_gradients:
             with self.mode.paused():
                 self.uses.ran(node, args, kwargs, result)
 

@@ -60,7 +60,7 @@ class ModuleHooks:
                 return None
         if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
-        if self.is_layer and not call_record.in_graph:
+        if not call_record.in_graph and self.is_layer:
             call_record.is_within_layer = True
         if call_record.has_distributed:
             require_of_module(self.watch, module)
@@ -82,11 +82,12 @@ class ModuleHooks:
             call_record = self.watch.record_for_recompute()
             if call_record is None:
                 return None
-        if self.is_layer and not call_record.in_graph:
-            call_record.is_within_layer = False
-        if is_in_part(call_record):
-            check_output_in_part(module, output, self.address)
-            return None
+        if not call_record.in_graph:  # in a graph, Dynamo is slow to trace each call and each attribute of a hook
+            if self.is_layer:
+                call_record.is_within_layer = False
+            if is_in_part(call_record):
+                check_output_in_part(module, output, self.address)
+                return None
         if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
         # The weights of a recurrent layer cannot be kept from a fault inside of it.

@@ -285,7 +285,7 @@ def call_replace_nonfinite(
     """
     size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
     how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
-    return _REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, False, REVISION)
+    return REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, False, REVISION)
 
 
 def _replace_nonfinite_op(
@@ -337,7 +337,7 @@ def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool) -> tuple[Tensor, T
     return same, status
 
 
-_REPLACE_NONFINITE = define(
+REPLACE_NONFINITE = define(
     "replace_nonfinite(Tensor z, Tensor? probes, int location, SymInt size, SymInt[] lengths, int? along, int? rows, "
     "bool mask_gradient, int num_squares, bool is_argument, bool in_place, bool keep_neg_inf, bool only_checks, "
     "int revision) -> (Tensor, Tensor)",

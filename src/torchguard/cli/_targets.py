@@ -142,6 +142,7 @@ class Target:
 
         The callable may have compiled and called the model already: after the reset it compiles again, observed.
         """
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would log that it starts and stops
         import torch
 
         if not self.is_compiled:

@@ -29,6 +29,7 @@ _EXPLAINED = re.compile(r"^(\S.*)\n  Explanation: (.*(?:\n    .*)*)", re.MULTILI
 _HINT = re.compile(r"^  Hint: (.*(?:\n    .*)*)", re.MULTILINE)
 # Seconds by which the start of a compilation, in Dynamo's metrics, may differ from the clock here.
 _CLOCK_TOLERANCE = 1.0
+_DROPPED = GuardFailure(Guard("", "AUDIT", "a dropped guard no longer holds: the report of the audit has it", ""), "")
 _OTHER_BACKEND = GuardFailure(Guard("", "BACKEND_MATCH", "it was compiled with another backend", ""), "")
 
 
@@ -215,6 +216,8 @@ class _InspectionRecorder:
         else:
             with audits_paused():
                 failures = failures_of(missed.guards, missed.f_locals)
+            if not failures and missed.guards.is_audited:
+                failures = [_DROPPED]
         where = dynamo.function_name(missed.code, missed.f_locals)
         _, entries = self._failed.setdefault(missed.new_compile_id, (where, []))
         entries.append(FailedEntry(missed.compile_id, tuple(failures)))

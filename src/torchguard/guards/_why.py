@@ -122,6 +122,8 @@ def advice_for(failure: GuardFailure) -> str:
         return f"{source} existed when this was compiled: keep it, or give it a default."
     if guard.type == "TENSOR_MATCH":
         return _advice_for_tensor(source, failure.why)
+    if guard.type == "AUDIT":
+        return "This is what action='recompile' is for. Keep that guard if it fails often."
     if guard.type == "GLOBAL_STATE":
         return "Grad mode, autocast, default dtype or number of threads changed: set them before the first call."
     if guard.type == "TORCH_FUNCTION_MODE_STACK":
