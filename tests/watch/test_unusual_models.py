@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import flex_attention
 
 from torchguard import err, flags
 from torchguard._watch import unwatch, watch
@@ -389,5 +390,22 @@ def test_a_model_with_torch_cond_is_declared_and_not_compiled():
         x[1] = float("nan")
         assert not guarded(x).any()
         assert err.is_err(guarded.flags).all()
-        with pytest.raises(RuntimeError, match=r"torch\.cond, after which Dynamo loses.*eager mode"):
+        with pytest.raises(RuntimeError, match=r"cond, after which Dynamo loses.*eager mode"):
             torch.compile(guarded, backend="aot_eager")(x)
+
+
+class Flexible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x):
+        q = self.first(x).unsqueeze(1)
+        return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + 1).squeeze(1)
+
+
+@torch.no_grad()
+def test_a_model_with_flex_attention_is_not_compiled():
+    guarded = watch(Flexible(), quarantine=True, returns="output")
+    with pytest.raises(RuntimeError, match=r"flex_attention, after which Dynamo loses.*eager mode"):
+        torch.compile(guarded, backend="aot_eager")(torch.randn(3, 4, 16))

@@ -39,7 +39,7 @@ from torchguard.exceptions import WatchError
 # Positions among the arguments of `replace_nonfinite`, and of `row_status`.
 _ROWS, _KEEP_NEG_INF, _ONLY_CHECKS = 6, {"replace_nonfinite": 11, "row_status": 2}, 12
 
-_BRANCHES = ("cond", "while_loop", "scan", "map_impl")
+_BRANCHES = ("cond", "while_loop", "scan", "map_impl", "flex_attention")
 
 
 def mark_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> None:
@@ -118,7 +118,7 @@ def _refuse_branches(graph: fx.Graph) -> None:
     found = [str(node.target) for node in graph.nodes if node.op == "call_function" and str(node.target) in _BRANCHES]
     if found:
         raise WatchError(
-            f"watch: the model calls torch.{found[0]}, after which Dynamo loses what is written to attributes, such as "
+            f"watch: the model calls {found[0]}, after which Dynamo loses what is written to attributes, such as "
             "the flags of the call. Call the watched model in eager mode."
         )
 
