@@ -264,8 +264,7 @@ class OwnerMode(PathMode):
         if self.is_paused:
             return
         with self.paused():
-            owners = self.owners_of(tensor)
-            if owners is None:
+            if (owners := self.owners_of(tensor)) is None:
                 return
             if _key(tensor) in self._of_floats or self._is_float_of_samples(tensor):
                 self.lose(f"Tensor.{how} hands values of a sample to Python")
