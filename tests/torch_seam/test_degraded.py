@@ -138,6 +138,18 @@ class TestTracing:
         asked(x)
         assert found == [True, False]
 
+    def test_without_the_stack_of_transforms_none_counts_as_one_of_gradients(self, monkeypatch):
+        found = []
+
+        def function(x):
+            found.append(tracing.in_gradients_alone())
+            return x.sum()
+
+        torch.func.grad(function)(torch.ones(2))
+        monkeypatch.delattr(torch._C._functorch, "get_interpreter_stack")
+        torch.func.grad(function)(torch.ones(2))
+        assert found == [True, False]
+
 
 class TestTensors:
     def test_autocast_is_asked_for_cuda_alone(self, monkeypatch):
