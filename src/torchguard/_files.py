@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,20 +13,21 @@ def write_whole(path: str | os.PathLike[str], text: str) -> Path:
     if not path.is_file() and path.exists():  # a device or a pipe, which cannot be replaced
         path.write_text(text, encoding="utf-8")
         return path
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replaced_whole(path) as new:
+        new.write_text(text, encoding="utf-8")
     return path
 
 
 @contextlib.contextmanager
-def removed_on_failure(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Remove the file if the block that writes it raises or is interrupted: half a file looks like one."""
-    try:
-        yield
-    except BaseException:
-        Path(path).unlink(missing_ok=True)
-        raise
+def replaced_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path for the new content of a file, which gets it when the block ends. If that fails, the file stays as it is.
+
+    The path has the file's name, in a folder of its own: what the block writes beside it (the weights of a large ONNX
+    model) takes its place beside the file.
+    """
+    path = Path(path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".partial") as folder:
+        new = Path(folder, path.name)
+        yield new
+        for one in sorted(Path(folder).iterdir(), key=lambda one: one == new):  # the file itself last
+            one.replace(path.with_name(one.name))

@@ -61,7 +61,7 @@ class Copies:
     def save(self) -> None:
         """Copy the values. The tensors have to fit."""
         for kind, indices in self._groups.items():
-            torch.cat(self._sources(indices), out=self._joined[kind])
+            torch.cat(self._sources(indices), out=self._joined[kind])  # noqa: TG123 (one copy a step, in the same memory)
 
     def value(self, index: int) -> Tensor:
         """The value that the tensor at this index had, of the shape of `elements_of(tensor)`."""

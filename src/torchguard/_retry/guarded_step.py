@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchguard._retry.retry import Retry
 
 Gradients = dict[str, Tensor]
-UNKNOWN = torch.zeros(())
+UNKNOWN = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 class GuardedStep:

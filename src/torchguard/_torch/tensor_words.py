@@ -76,6 +76,6 @@ def _tensors_are_as_expected() -> bool:
         return False
     flags = [read_word(autograd + _REQUIRES_GRAD)]
     flags.append(read_word(one.requires_grad_(False) is one and autograd + _REQUIRES_GRAD))
-    one.data = one.data.double()
+    one.data = one.data.double()  # noqa: TG221 (this is what a user may do, and what has to be seen)
     is_same_object = one._cdata == impl and read_word(impl + _AUTOGRAD) == autograd  # pyright: ignore[reportAttributeAccessIssue]
     return is_same_object and [flag & 1 for flag in flags] == [1, 0] and read_word(impl + _DTYPE) != dtype

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._extras import require_extra
-from torchguard._files import removed_on_failure
+from torchguard._files import replaced_whole
 from torchguard._progress import progress_line
 from torchguard._pytrees import tensors_in
 from torchguard.exceptions import ExportError
@@ -70,11 +70,11 @@ def to_onnx(
         names = [one.name or "" for one in graph.inputs]
         written = signature(model, names, [one.name or "" for one in graph.outputs], batch)
         made.model.metadata_props[KEY] = written.to_json()
-        with removed_on_failure(path):
-            made.save(os.fspath(path))
-        if verify:
-            show("to_onnx: comparing the file with the model")
-            _verify(traced, model, path, inputs, batch)
+        with replaced_whole(path) as new:
+            made.save(os.fspath(new))
+            if verify:
+                show("to_onnx: comparing the file with the model")
+                _verify(traced, model, new, inputs, batch)
     return written
 
 

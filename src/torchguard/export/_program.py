@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from torchguard._channel.config import CARRIERS
-from torchguard._files import removed_on_failure
+from torchguard._files import replaced_whole
 from torchguard._progress import progress_line
 from torchguard._pytrees import children
 from torchguard._torch.inductor import compile_package, load_package
@@ -55,8 +55,8 @@ def to_program(
             verify_outputs(traced.example, model, lambda args, kwargs: program(*args, **kwargs), batch, "the program")
         if path is not None:
             extra: Any = {ENTRY.split("/")[-1]: traced.signature.to_json()}
-            with removed_on_failure(path):
-                torch.export.save(traced.program, path, extra_files=extra)
+            with replaced_whole(path) as new:
+                torch.export.save(traced.program, new, extra_files=extra)
     return traced.program
 
 
@@ -85,13 +85,14 @@ def to_package(
         show(f"to_package: exporting {type(model).__name__}")
         traced = trace(model, example, batch, dims or {})
         show("to_package: compiling")
-        with removed_on_failure(path):
-            compile_package(traced.program, os.fspath(path))
-            write_entry(path, traced.signature.to_json())
-        if verify:
-            show("to_package: comparing the package with the model")
-            package = load_package(os.fspath(path))
-            verify_outputs(traced.example, model, lambda args, kwargs: package(*args, **kwargs), batch, "the package")
+        with replaced_whole(path) as new:
+            compile_package(traced.program, os.fspath(new))
+            write_entry(new, traced.signature.to_json())
+            if verify:
+                show("to_package: comparing the package with the model")
+                package = load_package(os.fspath(new))
+                run = lambda args, kwargs: package(*args, **kwargs)  # noqa: E731
+                verify_outputs(traced.example, model, run, batch, "the package")
 
 
 @dataclass(frozen=True)
