@@ -26,25 +26,7 @@ def checked(x):
 guarded = watch(Net(), returns="output")
 """
 
-
-def write(activation: str, seconds: int) -> None:
-    """Write the module, with a time of change that autoreload sees."""
-    file = Path("mymodel.py")
-    file.write_text(SOURCE.replace("ACTIVATION", activation))
-    os.utime(file, (time.time() + seconds,) * 2)
-
-
-shell = InteractiveShell.instance()
-
-
-def cell(source: str) -> None:
-    shell.run_cell(source, store_history=False).raise_error()
-
-
-sys.path.insert(0, os.getcwd())
-write("relu", 0)
-cell("%load_ext autoreload\n%autoreload 2")
-cell("""
+FIRST = """
 import sys, torch, mymodel
 from mymodel import Net, checked, guarded
 from torchguard import flags, guards, watch
@@ -54,9 +36,9 @@ x = torch.randn(6, 4)
 x[2] = float("nan")
 compiled(x), mine(x), checked(x)
 modules = {name: id(one) for name, one in sys.modules.items() if name.startswith("torchguard")}
-""")
-write("tanh", 10)
-cell("""
+"""
+
+AFTER_THE_EDIT = """
 good = x[:2]
 want = mine.b(mine.a(good).tanh())
 found = {
@@ -66,7 +48,34 @@ found = {
     "reloaded": [name for name, one in modules.items() if id(sys.modules[name]) != one],
 }
 compiled(x)
-""")
-cell("shown = {type(one).__name__: get_ipython().display_formatter.format(one)[0] for one in (mine.run_report(),)}")
-names = shell.user_ns
-sys.stdout.write(json.dumps({**names["found"], "html": "text/html" in names["shown"]["RunReport"]}) + "\n")
+"""
+
+SHOWN = "shown = {type(one).__name__: get_ipython().display_formatter.format(one)[0] for one in (mine.run_report(),)}"
+
+
+def write(activation: str, seconds: int) -> None:
+    """Write the module, with a time of change that autoreload sees."""
+    file = Path("mymodel.py")
+    file.write_text(SOURCE.replace("ACTIVATION", activation))
+    os.utime(file, (time.time() + seconds,) * 2)
+
+
+def main() -> None:
+    shell = InteractiveShell.instance()
+
+    def run(cell: str) -> None:
+        shell.run_cell(cell, store_history=False).raise_error()
+
+    sys.path.insert(0, os.getcwd())
+    write("relu", 0)
+    run("%load_ext autoreload\n%autoreload 2")
+    run(FIRST)
+    write("tanh", 10)
+    run(AFTER_THE_EDIT)
+    run(SHOWN)
+    names = shell.user_ns
+    sys.stdout.write(json.dumps({**names["found"], "html": "text/html" in names["shown"]["RunReport"]}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
