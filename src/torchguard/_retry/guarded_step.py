@@ -33,13 +33,13 @@ UNKNOWN = torch.zeros((), dtype=torch.float32, device="cpu")
 class GuardedStep:
     """One guarded step, from saving what it may change to its gradients."""
 
-    def __init__(self, guard: "Retry", scope: Scope, closure: Closure, batches: list[Batch], scaler: Any) -> None:
-        self.guard, self.scope, self.parameters, self.trained = guard, scope, scope.parameters, scope.trained
+    def __init__(self, retry: "Retry", scope: Scope, closure: Closure, batches: list[Batch], scaler: Any) -> None:
+        self.retry, self.scope, self.parameters, self.trained = retry, scope, scope.parameters, scope.trained
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        aside = functools.partial(_aside, scope, guard.tensors)  # no method of this object, which would keep it alive
-        self.closure = BatchedClosure(closure, batches, scope.ranks, scope.wrappers, aside, guard.keep_shapes)
+        aside = functools.partial(_aside, scope, retry.tensors)  # no method of this object, which would keep it alive
+        self.closure = BatchedClosure(closure, batches, scope.ranks, scope.wrappers, aside, retry.keep_shapes)
         self.ranks = scope.ranks
-        self.number = guard.next_number()
+        self.number = retry.next_number()
         self.runs = 0
         self.last: tuple[Rows, int, bool] | None = None  # of the last run: samples, random stream, whether it is final
         self.results: dict[Rows, list[Losses | None]] = {}
@@ -62,9 +62,9 @@ class GuardedStep:
                 )
             status = self._status(self._numbers_of(result, replaced=()))
             if isinstance(status, Tensor):
-                self.guard.tensors.restore_where(status[2] != 0)
+                self.retry.tensors.restore_where(status[2] != 0)
             elif status[2]:
-                self.guard.tensors.restore()
+                self.retry.tensors.restore()
         except BaseException:
             self._undo()
             raise
@@ -76,7 +76,7 @@ class GuardedStep:
         self.runs += 1
         result = self.closure.first_run(self._scale)
         self._correct(result)
-        self._refuse_change(self.guard.tensors.changed_trained())
+        self._refuse_change(self.retry.tensors.changed_trained())
         if inputs != [batch.versions() for batch in self.closure.batches]:
             raise RetryError(
                 "Retry: the closure changes a tensor of the batch in place, so it cannot be run again. Change "
@@ -85,7 +85,7 @@ class GuardedStep:
         return result
 
     def _save(self) -> None:
-        self.guard.tensors.save(self.scope.buffers, self.scope.others, self.trained)
+        self.retry.tensors.save(self.scope.buffers, self.scope.others, self.trained)
         self.random = self.scope.random_state()
         self.first_hook = next_hook()
         if self.scope.wrappers.replicated:
@@ -119,7 +119,7 @@ class GuardedStep:
     def _restore(self, stream: int = 0) -> None:
         """Everything as before the step, but the gradients that were accumulated before are still set aside."""
         self.scope.wrappers.reset()
-        self.guard.tensors.restore()
+        self.retry.tensors.restore()
         self.scope.python.restore()
         remove_new_hooks(self.scope.reached.modules, self.first_hook, self.scope.wrappers.own_hooks)
         self.random.restore(stream)
@@ -177,7 +177,7 @@ class GuardedStep:
             not math.isnan(loss)  # an infinite one may be an overflow of a sum
             and result.is_finite()
             and all_finite(self._gradients())
-            and not self.guard.tensors.newly_non_finite()
+            and not self.retry.tensors.newly_non_finite()
             and not any(bool(one.has_fault()) for one in self.scope.python.replaced())
         )
         if is_finite and norm == float("inf"):
@@ -205,7 +205,7 @@ class GuardedStep:
         weight = () if result.weight is None else (result.weight,)
         replaced = self.scope.python.replaced() if replaced is None else replaced
         faults = [torch.where(one.has_fault(), torch.inf, 0.0) for one in replaced]
-        return [loss, norm, *weight, *self.guard.tensors.finiteness(), *faults]
+        return [loss, norm, *weight, *self.retry.tensors.finiteness(), *faults]
 
     def _status(self, values: Sequence[Tensor]) -> Status:
         """The loss, the norm of the gradients, and whether anything may be non-finite on any rank."""

@@ -34,7 +34,7 @@ class RecoverableStep(GuardedStep):
         self._save()
         try:
             result = self._first_run()
-            self.update = make_update() if self.guard.tensors.is_settled else None
+            self.update = make_update() if self.retry.tensors.is_settled else None
             if self.update is None:
                 loss, norm, is_finite = self._read(result, is_scaled=True)
             else:
@@ -44,7 +44,7 @@ class RecoverableStep(GuardedStep):
                 if is_skipped:
                     loss, norm, is_finite = self._exactly(result, loss, norm)
             if is_finite:
-                self._refuse_change(self.guard.tensors.learn())
+                self._refuse_change(self.retry.tensors.learn())
                 self._accumulate()
                 return RetryReport(self.number, 1, loss, norm)
             return self._recovered(result)
@@ -64,7 +64,7 @@ class RecoverableStep(GuardedStep):
             self._undo()
             note = f"not finite before the step: {', '.join(bad)}. No sample is to blame: load an earlier checkpoint"
             return self._skipped(note, parameters=bad)
-        if lost := self.ranks.union(self.guard.tensors.lost()):
+        if lost := self.ranks.union(self.retry.tensors.lost()):
             raise RetryError(
                 f"Retry: the first step changed {', '.join(lost)} and was not finite. Trained parameters are not "
                 "copied, nor tensors of this size before they were seen to change, so they cannot be restored. Change "
@@ -75,7 +75,7 @@ class RecoverableStep(GuardedStep):
             self._undo()
             return self._skipped("all samples are bad", bad=inputs, inputs=inputs, shown=shown)
         scaled = None if self.scaler is None or shown else self._gradients_by_name()
-        constants, unsaved = self.guard.tensors.constants(), self.scope.unsaved()
+        constants, unsaved = self.retry.tensors.constants(), self.scope.unsaved()
         both = [row for row in shown if row in set(inputs)]
         rows = tuple(range(self.closure.size))
         stages = [stage for stage in (both, shown, inputs) if 0 < len(stage) < self.closure.size]
@@ -85,20 +85,20 @@ class RecoverableStep(GuardedStep):
             rows,
             stages=stages,
             shown=shown if len(shown) < self.closure.size else (),
-            is_steady=self.guard.is_steady is True,
+            is_steady=self.retry.is_steady is True,
             is_moved=lambda: self._shown(self.results[rows]) != shown,
             certain=lambda: () if self.is_random and len(shown) == self.closure.size else both,
             is_random=lambda: self.is_random,
             is_coupled=lambda good: not {*range(self.closure.size)} - {*good} <= {*shown} or self._is_coupled(good),
-            min_batch=self.guard.min_batch,
+            min_batch=self.retry.min_batch,
         )
         with self._calling_again():
             finding = search.find()
             if finding.reason in (*COMES_AND_GOES, Unexplained.MOVED) and scaled is None:
-                self.guard.is_steady = False
-            elif self.guard.is_steady is None and search.is_steady:
-                self.guard.is_steady = True
-            if changed := self.ranks.union(self.guard.tensors.changed_constants(constants)):
+                self.retry.is_steady = False
+            elif self.retry.is_steady is None and search.is_steady:
+                self.retry.is_steady = True
+            if changed := self.ranks.union(self.retry.tensors.changed_constants(constants)):
                 raise RetryError(
                     f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
                     "before this step is lost. From now on it is saved."
@@ -151,9 +151,9 @@ class RecoverableStep(GuardedStep):
         """Have the closure called so that nothing that is compiled for the healthy step changes."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.scope.wrappers.retrying())
-            if self.guard.retries == "compiled" and not self.guard.keep_shapes:
+            if self.retry.retries == "compiled" and not self.retry.keep_shapes:
                 self.closure.call_again = compiled_apart(self.closure.function)
-            elif not self.guard.keep_shapes:
+            elif not self.retry.keep_shapes:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
@@ -182,7 +182,7 @@ class RecoverableStep(GuardedStep):
         return Outcome.FINITE if is_finite else Outcome.NON_FINITE
 
     def _run_again(self, rows: Rows, stream: int, is_final: bool, is_scaled: bool, is_filled: bool) -> RunResult | None:
-        if self.runs >= self.guard.max_runs - (not is_final):  # the last one is for the good samples
+        if self.runs >= self.retry.max_runs - (not is_final):  # the last one is for the good samples
             raise RunLimitError
         self._restore(stream)
         self.scope.wrappers.copy_buffers()
@@ -208,7 +208,7 @@ class RecoverableStep(GuardedStep):
             (rank, number)
             for rank, parts in enumerate(self.closure.split(rows))
             for number, part in enumerate(parts)
-            if part and len(part) < min(self.closure.sizes[rank][number], self.guard.min_batch)
+            if part and len(part) < min(self.closure.sizes[rank][number], self.retry.min_batch)
         }
 
     def _is_coupled(self, good: Rows) -> bool:
@@ -235,9 +235,9 @@ class RecoverableStep(GuardedStep):
             note = finding.reason.value
         elif finding.reason is not None:
             is_all = finding.reason is Unexplained.ALL and len(shown) == count and not self.closure.is_scalar
-            is_all = is_all and self.guard.is_steady is not False and search.stays_non_finite()
+            is_all = is_all and self.retry.is_steady is not False and search.stays_non_finite()
             self._undo()
-            others = self.guard.tensors.non_finite()
+            others = self.retry.tensors.non_finite()
             note = ". NaN before the step: ".join([finding.reason.value, *([", ".join(others)] if others else [])])
             return self._skipped(note, bad=[*range(count)] if is_all and not others else [], inputs=inputs, shown=shown)
         else:
@@ -284,7 +284,7 @@ class RecoverableStep(GuardedStep):
         return RetryReport(self.number, self.runs, self.loss, self.norm, note=note)
 
     def _too_many(self, bad: int, count: int) -> str:
-        most = self.guard.max_bad
+        most = self.retry.max_bad
         if most is None:
             return ""
         limit = most * count if isinstance(most, float) else most
@@ -314,7 +314,7 @@ class RecoverableStep(GuardedStep):
         if self.ranks.size > 1:
             report.rank, report.global_bad = self.ranks.rank, [*bad]
         report.elsewhere = {rank: rows for rank, rows in enumerate(of_ranks) if rows and rank != self.ranks.rank}
-        names = [batch.ids(self.guard.ids) for batch in self.closure.batches]
+        names = [batch.ids(self.retry.ids) for batch in self.closure.batches]
         if own and all(one is not None for one in names):
             joined = [name for one in names if one is not None for name in one]
             report.ids = [joined[row] for row in own]

@@ -262,8 +262,8 @@ class Retry(Shown):
 class Pending:
     """A step whose outcome is on its way to the host."""
 
-    def __init__(self, guard: Retry, step: RecoverableStep, update: DeviceStep, arguments: tuple[Any, ...]) -> None:
-        self.guard, self.step, self.update, self.arguments = guard, step, update, arguments
+    def __init__(self, retry: Retry, step: RecoverableStep, update: DeviceStep, arguments: tuple[Any, ...]) -> None:
+        self.retry, self.step, self.update, self.arguments = retry, step, update, arguments
         self.report = PendingReport(self._resolved)
         self._found: RetryReport | None = None
 
@@ -275,7 +275,7 @@ class Pending:
             if not is_skipped:
                 self._found = RetryReport(number, 1, loss, norm)
             else:
-                self._found = self.guard._step(*self.arguments, late=number)
+                self._found = self.retry._step(*self.arguments, late=number)
             del self.step, self.update, self.arguments
         return self._found
 
@@ -284,8 +284,8 @@ class Pending:
             raise RetryError(
                 "Retry: the outcome of this step is not known yet. Call guard.finish() on every rank first."
             )
-        if self.guard._pending is self:
-            self.guard._pending = None
+        if self.retry._pending is self:
+            self.retry._pending = None
         return self.resolve()
 
 
