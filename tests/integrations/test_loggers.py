@@ -76,8 +76,11 @@ def test_the_rate_of_bad_samples_is_a_metric():
     metric = BadSampleRate()
     for bad in (0, 2):
         metric.update(err.push(err.new_t(4), err.NAN, 1, where=torch.arange(4) < bad))
-    metric.update(err.push(err.new_t(4), err.ZERO_OUTPUT, 1))  # warnings do not count
-    assert metric.compute().item() == pytest.approx(2 / 12)
+    assert metric.compute().item() == pytest.approx(2 / 8)
+    warned = err.push(err.new_t(4), err.ZERO_OUTPUT, 1, where=torch.arange(4) < 1)  # the same samples as for loggers
+    metric.reset()
+    metric.update(warned)
+    assert metric.compute().item() == flags_values(warned)["torchguard/bad_sample_rate"] == 0.25
     metric.reset()
     metric.update(err.new_t(0))
     assert metric.compute() == 0

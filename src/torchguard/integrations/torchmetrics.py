@@ -13,10 +13,7 @@ __all__ = ["BadSampleRate"]
 
 
 class BadSampleRate(Metric):
-    """The share of samples that have an error in their flags, over all batches and ranks.
-
-    Args:
-        warnings: whether errors of severity WARN count as well.
+    """The share of samples that have an error in their flags (`err.is_err`), over all batches and ranks.
 
     >>> from torchguard.integrations.torchmetrics import BadSampleRate
     >>> metric = BadSampleRate()
@@ -31,15 +28,14 @@ class BadSampleRate(Metric):
     bad: Tensor
     total: Tensor
 
-    def __init__(self, warnings: bool = False, **kwargs: object) -> None:
+    def __init__(self, **kwargs: object) -> None:
         super().__init__(**kwargs)  # pyright: ignore[reportArgumentType]
-        self.warnings = warnings
         self.add_state("bad", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("total", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, f: Tensor) -> None:
         """Count the samples of a batch. Waits for nothing."""
-        is_bad = err.is_err(f) if self.warnings else err.max_severity(f) > 1
+        is_bad = err.is_err(f)
         self.bad += is_bad.sum()
         self.total += len(is_bad)
 
