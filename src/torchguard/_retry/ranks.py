@@ -3,9 +3,13 @@
 The samples of all ranks form one batch: rank 0's first. A run of some of them is a run of each rank on those it has. A
 rank that has none of them still takes part, or the others would wait for its gradients: it runs the part of another
 rank, and multiplies its loss by zero.
+
+With tensor parallelism several ranks have the same samples, and each has another part of the gradients. A fault that
+only one of them sees is decided on by all: they would wait for each other in the next collective otherwise.
 """
 
 import pickle
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +20,17 @@ from torchguard.exceptions import RetryError
 
 
 class Alone:
-    """One process."""
+    """One process, or one with each of its samples alone.
+
+    Args:
+        device: of the numbers that are sent.
+        deciding: groups over which decisions are made.
+    """
 
     rank, size = 0, 1
+
+    def __init__(self, device: torch.device, deciding: Sequence[dist.ProcessGroup] = ()) -> None:
+        self.device, self.deciding = device, deciding
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over all ranks."""
@@ -36,7 +48,13 @@ class Alone:
         return value
 
     def largest(self, number: int) -> int:
-        return number
+        """The largest number of all ranks, those with the same samples included."""
+        if not self.deciding:
+            return number
+        found = torch.tensor(number, device=self.device)
+        for group in self.deciding:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return int(found)
 
     def any(self, flag: bool) -> bool:
         return self.largest(int(flag)) > 0
@@ -49,8 +67,11 @@ class Alone:
 class Ranks(Alone):
     """The processes of a group, each of which calls the same methods in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, with_same_samples: Sequence[dist.ProcessGroup]
+    ) -> None:
+        super().__init__(device, (group, *with_same_samples))
+        self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def total(self, value: Tensor) -> Tensor:
@@ -81,13 +102,23 @@ class Ranks(Alone):
             )
         return pickle.loads(box[0])
 
-    def largest(self, number: int) -> int:
-        found = torch.tensor(number, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return int(found)
 
+def ranks_of(group: dist.ProcessGroup | None, device: torch.device, meshes: Iterable[Any]) -> Alone:
+    """The ranks of a step.
 
-def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Alone:
+    Args:
+        group: the ranks with different samples; None for this process alone.
+        device: of the numbers that are sent.
+        meshes: those of DTensors. Ranks of them that are not in `group` have the same samples.
+    """
+    others = _groups_beside(group, meshes)
     if group is None or dist.get_world_size(group) == 1:
-        return Alone()
-    return Ranks(group, device)
+        return Alone(device, others)
+    return Ranks(group, device, others)
+
+
+def _groups_beside(group: dist.ProcessGroup | None, meshes: Iterable[Any]) -> list[dist.ProcessGroup]:
+    known = set() if group is None else {*dist.get_process_group_ranks(group)}
+    groups = {mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)}
+    beside = {(*dist.get_process_group_ranks(one),): one for one in groups}
+    return [one for ranks, one in sorted(beside.items()) if not {*ranks} <= known]

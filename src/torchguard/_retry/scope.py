@@ -58,7 +58,7 @@ class Scope:
         self._refuse()
         self.devices = {one.device for one in self.parameters.values()}
         device = next(iter(self.devices), torch.device("cpu"))
-        self.ranks: Alone = ranks_of(group or self.wrappers.group(), device)
+        self.ranks: Alone = ranks_of(group or self.wrappers.group(), device, self.wrappers.meshes)
         buffers, others = tensors_of(self.reached, self.parameters.values())
         self.buffers, self.others = shards_of(buffers), shards_of(others)
         gets_gradient = {*map(id, self.parameters.values())}

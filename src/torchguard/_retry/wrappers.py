@@ -32,7 +32,7 @@ class Wrappers:
         fsdp = sys.modules.get("torch.distributed.fsdp")  # who uses it has imported it, which takes long
         self._replicated: Modules = []
         self._sharded: list[tuple[str, Any]] = []
-        self._meshes: dict[Any, str] = {}  # of DTensors, with the name of one
+        self.meshes: dict[Any, str] = {}  # of DTensors, with the name of one
         for path, module in modules:
             if isinstance(module, DistributedDataParallel):
                 self._replicated.append((path, module))
@@ -48,7 +48,7 @@ class Wrappers:
         for path, module in modules:
             for name, parameter in module.named_parameters(recurse=False):
                 if (mesh := getattr(parameter, "device_mesh", None)) is not None:
-                    self._meshes[mesh] = f"{path}.{name}"
+                    self.meshes[mesh] = f"{path}.{name}"
         self.own_hooks: set[int] = set()  # ids of hooks that are registered here
         self._passes = [0, 0]  # forward passes of FSDP2 modules in this call of the closure: begun, finished
         self._expected: int | None = None  # forward passes in a call that did not raise
@@ -56,12 +56,12 @@ class Wrappers:
     def group(self) -> dist.ProcessGroup | None:
         """The ranks with different samples; None for one process."""
         groups = {one.process_group for one in self.replicated}
-        if self._meshes and (not self._sharded or len(self._meshes) > 1 or next(iter(self._meshes)).ndim > 1):
+        if self.meshes and (not self._sharded or len(self.meshes) > 1 or next(iter(self.meshes)).ndim > 1):
             raise RetryError(
-                f"Retry: {', '.join(self._meshes.values())}: distributed in another way than by fully_shard over one "
+                f"Retry: {', '.join(self.meshes.values())}: distributed in another way than by fully_shard over one "
                 "mesh of one dim. Give process_group=, the ranks that have different samples."
             )
-        groups |= {mesh.get_group() for mesh in self._meshes}
+        groups |= {mesh.get_group() for mesh in self.meshes}
         if len(groups) > 1:
             raise RetryError(
                 "Retry: the models are distributed over different process groups. Give process_group=, the ranks that "
