@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 Show = Callable[[str], None]
 _PAUSE = 0.1  # seconds between two texts that are drawn at once; the others appear four times a second
@@ -21,7 +22,7 @@ def progress_line(wanted: bool | None = None) -> Iterator[Show]:
     text has a line of its own.
     """
     stream, outer = sys.stderr, getattr(_shown, "show", None)
-    is_terminal = stream is not None and stream.isatty()
+    is_terminal = _is_terminal(stream)
     if outer is not None:
         yield outer
     elif wanted is False or not (is_terminal or wanted):
@@ -35,6 +36,13 @@ def progress_line(wanted: bool | None = None) -> Iterator[Show]:
                 yield show
             finally:
                 _shown.show = None
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # a program may have set it to None or another object, or closed it
+        return False
 
 
 @contextlib.contextmanager

@@ -471,6 +471,7 @@ def test_a_module_that_a_block_is_handed(backend):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the probes of a call
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.CompileOnceWarning")  # with quarantine they run uncompiled
 @pytest.mark.long
 def test_blocks_that_are_compiled_one_by_one():
     created = []
