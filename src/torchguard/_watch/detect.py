@@ -51,7 +51,7 @@ _INF_BITS = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF000
 _SOURCE = "_torchguard_source"
 # A GPU holds a piece of this many numbers in registers, and need not read it again to replace it.
 _LONGEST_PIECE, _SHORTEST_PIECE = 1_024, 256
-# So many vectors occupy a GPU, however long they are.
+# From this number on, vectors occupy a GPU however long they are.
 _MANY_VECTORS = 1_024
 # Tensors of up to this many numbers are scanned together at the end of a call on a GPU. Until then their memory is
 # kept: at most 1 MiB each in float32.

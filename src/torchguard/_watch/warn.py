@@ -39,32 +39,26 @@ def warn_of_recurrent_layer(model: str) -> None:
 
 def warn_of_compiled_parts(model: str) -> None:
     """Say, once for each class of models, that parts which are compiled on their own run uncompiled."""
-    if (model, "parts") in _WARNED:
-        return
-    _WARNED.add((model, "parts"))
-    warnings.warn(
+    _warn_once(
+        (model, "parts"),
         f"watch: parts of {model} are compiled on their own. With quarantine they run uncompiled, because a graph of a "
         "part does not show which samples a fault affects. Compile the watched model instead: guarded.compile(), with "
         "compile_once=True for equal blocks.",
         CompileOnceWarning,
-        stacklevel=2,
     )
 
 
 @constant_in_graphs
 def warn_of_unfollowed(model: str) -> None:
     """Say, once for each class of models, that a call is not followed."""
-    if (model, "unfollowed") in _WARNED:
-        return
-    _WARNED.add((model, "unfollowed"))
-    warnings.warn(
+    _warn_once(
+        (model, "unfollowed"),
         f"watch: {model} is called in a compiled transform of torch.func, in an export or under another dispatch mode, "
         "where operations are not followed. It is not known which samples a bad one affects: all samples of the call "
         "are flagged, and zero in the output. Gradients of parameters that the model's own code uses, and those under "
         "a compiled vmap or forward mode, may not be finite. In eager mode, transforms are followed; torchguard.export "
         "follows before it exports. torchguard.Retry is exact on any model.",
         MixedRowsWarning,
-        stacklevel=2,
     )
 
 
@@ -74,12 +68,15 @@ def warn_of_float16(model: str) -> None:
 
     Float16 gradients are masked for samples that were bad going forward, which are not known inside a region.
     """
-    if (model, "float16") in _WARNED:
-        return
-    _WARNED.add((model, "float16"))
-    warnings.warn(
+    _warn_once(
+        (model, "float16"),
         f"watch: the blocks of {model} compute in float16. With quarantine, compile_once is not used there: each block "
         "is compiled on its own, which takes longer. Compute in bfloat16, or leave compile_once out.",
         CompileOnceWarning,
-        stacklevel=2,
     )
+
+
+def _warn_once(key: tuple[str, str], text: str, category: type[Warning]) -> None:
+    if key not in _WARNED:
+        _WARNED.add(key)
+        warnings.warn(text, category, stacklevel=3)
