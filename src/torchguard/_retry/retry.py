@@ -98,7 +98,8 @@ class Retry(Shown):
         self.tensors = TensorState()
         # Whether faults stay when they are run again: None until one was, False once one was not reproduced.
         self.is_steady: bool | None = None
-        self._steps = 0
+        self._steps = 0  # begun
+        self._ended = self._bad_steps = self._bad_samples = self._skipped = 0  # whose outcome is known
         self._pending: Pending | None = None
         self._scope: Scope | None = None
 
@@ -184,6 +185,18 @@ class Retry(Shown):
             scaler.step(optimizer)
         scaler.update()
 
+    def __repr__(self) -> str:
+        """What it guards and what it has found so far. Waits for nothing."""
+        guarded = ", ".join(type(one).__name__ for one in (*self.models, *self.optimizers))
+        if not self._ended:
+            return f"Retry({guarded}): no steps yet"
+        found = "all finite"
+        if self._bad_steps:
+            found = f"{self._bad_steps:,} not finite ({_counted(self._bad_samples, 'bad sample')}"
+            found += f", {_counted(self._skipped, 'step')} skipped)" if self._skipped else ")"
+        pending = "" if self._pending is None else "; one more is not read yet"
+        return f"Retry({guarded}): {_counted(self._ended, 'step')}, {found}{pending}"
+
     def section(self) -> Section:
         """The steps in `history` as a section of a report. Waits for the last one."""
         self.finish()
@@ -229,6 +242,10 @@ class Retry(Shown):
     def _conclude(self, report: RetryReport, is_late: bool = False) -> None:
         if not is_late:  # a late one is in the history since its step
             self.history.append(report)
+        self._ended += 1
+        self._bad_steps += not report.ok
+        self._bad_samples += len(report.bad)
+        self._skipped += report.skipped
         for observe in OBSERVERS:
             observe(report)
         if self.on_bad is not None and not report.ok:
@@ -274,6 +291,7 @@ class Pending:
             number = self.step.number
             if not is_skipped:
                 self._found = RetryReport(number, 1, loss, norm)
+                self.retry._ended += 1
             else:
                 self._found = self.retry._step(*self.arguments, late=number)
             del self.step, self.update, self.arguments
@@ -292,3 +310,7 @@ class Pending:
 def runs_ahead(devices: Collection[torch.device]) -> bool:
     """Whether the host gives work to the device before it is needed: then the optimizers are launched ahead."""
     return len(devices) == 1 and all(device.type == "cuda" for device in devices)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
