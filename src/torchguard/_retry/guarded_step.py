@@ -5,22 +5,21 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchguard._health import all_finite, total_norm, wide_norm
 from torchguard._retry.batch import Batch
 from torchguard._retry.closure import BatchedClosure, Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep, Status
-from torchguard._retry.hooks import remove_new_hooks
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.scope import Scope
 from torchguard._retry.search import Rows
 from torchguard._retry.tensor_state import Replaced, TensorState
-from torchguard._torch.training import add_all, multiply_all, next_hook
+from torchguard._torch.training import add_all, multiply_all, next_hook, remove_hooks
 from torchguard.exceptions import RetryError
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class GuardedStep:
         self.scope.wrappers.reset()
         self.retry.tensors.restore()
         self.scope.python.restore()
-        remove_new_hooks(self.scope.reached.modules, self.first_hook, self.scope.wrappers.own_hooks)
+        _remove_new_hooks(self.scope.reached.modules, self.first_hook, self.scope.wrappers.own_hooks)
         self.random.restore(stream)
         self._clear()
         for tensor, grad in self.inputs:
@@ -264,5 +263,15 @@ def _aside(scope: Scope, tensors: TensorState) -> Iterator[None]:
     with tensors.aside():
         yield
     python.restore()
-    remove_new_hooks(scope.reached.modules, first_hook, scope.wrappers.own_hooks)
+    _remove_new_hooks(scope.reached.modules, first_hook, scope.wrappers.own_hooks)
     random.restore()
+
+
+def _remove_new_hooks(modules: Iterable[tuple[str, nn.Module]], first: int, but: Collection[int]) -> None:
+    """Remove hooks that were registered in a run. Some models do so in their first call, and note it as an attribute.
+
+    Restoring that attribute alone would have them register the hooks once more.
+    """
+    if next_hook() != first:
+        for _, module in modules:
+            remove_hooks(module, first, but=but)
