@@ -45,6 +45,7 @@ class GuardedStep:
         self.candidates: set[Rows] = set()  # parts that may turn out to be the good samples
         self.is_random = False
         self.loss = self.norm = float("nan")
+        self.is_all_trained = False  # whether the optimizers train all that got a gradient in the last run
         self.device_norm: Tensor = UNKNOWN  # of the gradients of the last run, those that are scaled included
 
     # The step.
@@ -120,6 +121,7 @@ class GuardedStep:
         self.scope.wrappers.reset()
         self.retry.tensors.restore()
         self.scope.python.restore()
+        self.scope.freeze_as_before()
         _remove_new_hooks(self.scope.reached.modules, self.first_hook, self.scope.wrappers.own_hooks)
         self.random.restore(stream)
         self._clear()
@@ -197,7 +199,10 @@ class GuardedStep:
         """
         loss = result.loss
         gradients = self._gradients()
-        norm = total_norm(gradients, self.scope.has_plain_gradients) if gradients else torch.zeros_like(loss)
+        is_same = self.scope.has_same_leaves()
+        self.is_all_trained = is_same and self.scope.is_all_trained
+        is_plain = is_same and self.scope.has_plain_gradients
+        norm = total_norm(gradients, is_plain) if gradients else torch.zeros_like(loss)
         self.device_norm = norm
         if self.scaler is not None and is_scaled:
             norm = norm / self._scale(torch.ones((), dtype=norm.dtype, device=norm.device))
@@ -222,12 +227,12 @@ class GuardedStep:
 
     def _norm_to_clip_by(self) -> Tensor:
         """The norm of the gradients of the last run that the optimizers see."""
-        if self.scope.is_all_trained:
+        if self.is_all_trained:
             return self.device_norm
         gradients = [
             grad
             for one, grad in zip(self.scope.leaves, map(_gradient_of, self.scope.leaves), strict=True)
-            if grad is not None and id(one) in self.trained
+            if grad is not None and id(one) in self.scope.stepped
         ]
         return total_norm(gradients) if gradients else torch.zeros_like(self.device_norm)
 

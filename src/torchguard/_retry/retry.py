@@ -12,6 +12,7 @@ from torch import nn
 from torchguard._retry.batch import Batch, Select, micro_batches
 from torchguard._retry.closure import Closure
 from torchguard._retry.device_step import DeviceStep, clear_gradients, has_state, update, why_not
+from torchguard._retry.packages import Followed
 from torchguard._retry.recoverable_step import RecoverableStep
 from torchguard._retry.report import OBSERVERS, PendingReport, RetryReport, retry_section
 from torchguard._retry.scope import Scope
@@ -25,7 +26,7 @@ _NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, defau
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-class Retry(Shown):
+class Retry(Shown, Followed):
     """Guards training steps: one bad sample costs one sample, whatever the model does with its rows.
 
     A step whose losses and gradients are finite costs one check of what it computed anyway. A step that is not is
@@ -174,7 +175,7 @@ class Retry(Shown):
 
     def _update(self, step: RecoverableStep, clip: float | None, scaler: Any) -> None:
         if scaler is None:
-            is_known = step.scope.is_all_trained and not step.scope.wrappers.is_sharded
+            is_known = step.is_all_trained and not step.scope.wrappers.is_sharded
             update(self.optimizers, clip, step.device_norm if is_known else None)
             return
         for optimizer in self.optimizers:
