@@ -77,6 +77,16 @@ def test_generate_isolates_a_poisoned_request(how):
         bad_requests(guarded, 7)
 
 
+def test_one_watched_model_takes_every_kind_of_cache():
+    """An empty cache does not show its kind in tensors, and the model takes another way with each."""
+    model, ids = llama(), torch.tensor(PROMPTS)
+    guarded = watch(model, quarantine=True, returns="output")
+    for how in ({}, {"cache_implementation": "static"}, {"cache_implementation": "static", "max_new_tokens": 9}):
+        before = guarded.run_report().calls
+        guarded.generate(ids, **how)
+        assert {*bad_requests(guarded, 3, since=before)} == {1}
+
+
 def test_generate_of_a_model_whose_cache_has_no_length():
     torch.manual_seed(0)
     model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=64, state_size=4)).eval()
