@@ -64,6 +64,9 @@ class RecoverableStep(GuardedStep):
             self._undo()
             note = f"not finite before the step: {', '.join(bad)}. No sample is to blame: load an earlier checkpoint"
             return self._skipped(note, parameters=bad)
+        if not self.closure.size:
+            self._undo()
+            return self._skipped("the batch of every rank is empty")
         if lost := self.ranks.union(self.retry.tensors.lost()):
             raise RetryError(
                 f"Retry: the first step changed {', '.join(lost)} and was not finite. Trained parameters are not "
