@@ -20,7 +20,7 @@ from torchguard._watch.parameter_uses import Protection
 from torchguard._watch.plan import FollowedCall, PlannedCall
 from torchguard._watch.replace import REPLACE_NONFINITE, replace_nonfinite
 from torchguard._watch.select import Checks
-from torchguard._watch.summarize import CallSummary, first_warnings, summarize
+from torchguard._watch.summarize import CallSummary, FaultHandling, first_warnings, summarize
 from torchguard.checks import can_be_checked
 
 NOTHING_SAID: Mapping[int, int] = {}
@@ -326,9 +326,7 @@ class CallRecord:
             first_warnings(self.warnings),
             location_ids,
             self.batch,
-            self.quarantine,
-            self.replaces,
-            mixes,
+            FaultHandling(self.quarantine, self.replaces, mixes),
             get_config(),
             self.probes,
         )
