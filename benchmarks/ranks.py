@@ -48,7 +48,7 @@ def measured_locally(ranks: int) -> dict[str, Any]:
         dist.all_reduce = lambda x, **options: sent.append(x.nbytes)
         distributed.digest(flags(32), step=0)
         dist.all_reduce = reduce
-        times = {batch: _fastest(lambda f=flags(batch): distributed.digest(f, step=0)) for batch in BATCHES}
+        times = {batch: _fastest(lambda f: distributed.digest(f, step=0), flags(batch)) for batch in BATCHES}
     finally:
         dist.destroy_process_group()
     (size,) = sent
@@ -59,27 +59,22 @@ def measured_on_gloo(size: int) -> dict[str, float]:
     """Microseconds of reductions by their bytes, and of calls of ours with 32 samples, on local gloo ranks."""
 
     def measure() -> dict[str, float]:
-        f = flags(32)
-        calls: dict[str, Any] = {
-            f"{count} bytes": lambda x=torch.zeros(count // 8, dtype=torch.float64): dist.all_reduce(x)
-            for count in MESSAGES
-        }
-        calls["agree"] = lambda: distributed.agree(f)
-        calls["digest"] = lambda: distributed.digest(f)
-        calls["gather_flags"] = lambda: distributed.gather_flags(f)
-        return {name: _fastest(call) for name, call in calls.items()}
+        sent = [torch.zeros(count // 8, dtype=torch.float64) for count in MESSAGES]
+        found = {f"{x.nbytes} bytes": _fastest(dist.all_reduce, x) for x in sent}
+        calls = (distributed.agree, distributed.digest, distributed.gather_flags)
+        return found | {call.__name__: _fastest(call, flags(32)) for call in calls}
 
     found = run_ranks(measure, size=size, timeout=300)
     return {name: round(float(np.median([one[name] for one in found]))) for name in found[0]}
 
 
-def _fastest(call: Any, rounds: int = 300, repeat: int = 2) -> float:
+def _fastest(call: Any, x: torch.Tensor, rounds: int = 300, repeat: int = 2) -> float:
     """Microseconds of a call, in the fastest of some rounds."""
     found = []
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(repeat):
-            call()
+            call(x)
         found.append((time.perf_counter() - start) / repeat * 1e6)
     return min(found)
 

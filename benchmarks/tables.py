@@ -126,8 +126,12 @@ def _duration(us: float) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{"costs": costs, "host": host, "certificates": certificates, "retry": retry},
-    **{"ranks": ranks, "gloo": gloo},
+    "costs": costs,
+    "host": host,
+    "certificates": certificates,
+    "retry": retry,
+    "ranks": ranks,
+    "gloo": gloo,
 }
 
 
