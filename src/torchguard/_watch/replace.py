@@ -267,7 +267,7 @@ def call_replace_nonfinite(
     """
     size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
     how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
-    return REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, False, REVISION)
+    return REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, False, (), REVISION)
 
 
 def _replace_nonfinite_op(
@@ -284,6 +284,7 @@ def _replace_nonfinite_op(
     in_place: bool,
     keep_neg_inf: bool,
     only_checks: bool,
+    norm_widths: Sequence[int],
     revision: int,
 ) -> tuple[Tensor, Tensor]:
     if is_shape_only(z):
@@ -292,7 +293,7 @@ def _replace_nonfinite_op(
     if is_argument and batch is not None and batch.is_unbatched(z.shape, rows):
         return z.view_as(z), skipped_status(empty_status(z))
     if only_checks:
-        return _checked(z, num_squares, keep_neg_inf)
+        return _checked(z, num_squares, keep_neg_inf, norm_widths)
     replaced, status = _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
     if status is not None:
         return replaced, status
@@ -303,7 +304,7 @@ def _replace_nonfinite_op(
     return same, skipped_status(before)
 
 
-def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool) -> tuple[Tensor, Tensor]:
+def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool, norm_widths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """`z` itself, and its status; a skipped one if it was checked just before."""
     limit, same = _limit(z.dtype, num_squares), z.view_as(z)
     before = _status_before(z, mask_gradient=False)
@@ -313,7 +314,7 @@ def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool) -> tuple[Tensor, T
     if before is not None and deferred_scan(before) is None:
         status = inf_from(before, limit, z.dtype)
     else:
-        status = deferrable_status(z, False, keep_neg_inf, limit)
+        status = deferrable_status(z, False, keep_neg_inf, norm_widths, limit)
     if not keep_neg_inf:
         _remember(same, False, status)
     return same, status
@@ -322,6 +323,6 @@ def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool) -> tuple[Tensor, T
 REPLACE_NONFINITE = define(
     "replace_nonfinite(Tensor z, Tensor? probes, int location, SymInt size, SymInt[] lengths, int? along, int? rows, "
     "bool mask_gradient, int num_squares, bool is_argument, bool in_place, bool keep_neg_inf, bool only_checks, "
-    "int revision) -> (Tensor, Tensor)",
+    "int[] norm_widths, int revision) -> (Tensor, Tensor)",
     _replace_nonfinite_op,
 )
