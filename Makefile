@@ -37,11 +37,11 @@ unit: $(VENV)/.dev
 	@echo "unit: pytest"
 	@$(PYTEST) -m "not long"
 
-all-tests: $(VENV)/.dev chromium
+all-tests: $(VENV)/.dev $(VENV)/.loggers chromium
 	@echo "all tests: pytest"
 	@$(PYTEST)
 
-test-long: $(VENV)/.dev docs chromium
+test-long: $(VENV)/.dev $(VENV)/.loggers docs chromium
 	@echo "long: pytest"
 	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile=thorough
 	@echo "long: pytest, shapes in signatures checked"
@@ -91,6 +91,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "setup: tools for testing"
 	@$(PIP) --group dev
+	@touch $@
+
+$(VENV)/.loggers: $(VENV)/.demo
+	@echo "setup: loggers for testing"
+	@$(PIP) --group loggers
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.demo

@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchguard import compiled, export, guards, watch
+from torchguard import compiled, device, export, guards, testing, watch
 from torchguard._progress import progress_line
 
 
@@ -70,10 +71,30 @@ def exported():
     export.to_program(watch(nn.Linear(4, 2)).eval(), torch.randn(3, 4), verify=False)
 
 
+def compiled_function():
+    compiled.compile_out(torch.sin, torch.randn(3), backend="eager").jvp(torch.randn(3), torch.randn(3))
+
+
+def checked_on_device():
+    graph = make_fx(torch.sin, tracing_mode="fake")(torch.randn(3))
+    device.check(graph, device=device.Device(name="small"))
+
+
+def checked_for_export():
+    testing.check_exportable(nn.Linear(4, 2), torch.randn(3, 4))
+
+
 @pytest.mark.parametrize(
     ("work", "text"),
-    [(certified, "typed layer"), (certified_filter, "change"), (exported, "to_program: exporting")],
-    ids=["certificate", "filter", "export"],
+    [
+        (certified, "typed layer"),
+        (certified_filter, "change"),
+        (exported, "to_program: exporting"),
+        (compiled_function, "compiling jvp with eager"),
+        (checked_on_device, "on the inference graph"),
+        (checked_for_export, "comparing for a batch of 2"),
+    ],
+    ids=["certificate", "filter", "export", "compiled function", "device", "exportable"],
 )
 def test_long_functions_show_their_progress_on_a_terminal_and_nothing_in_a_pipe(stderr, work, text):
     stream = stderr()

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo  # before processes are forked, not in each of them
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchguard import Retry, distributed, watch
 
 RANKS = 4
-POINTS = ("forward", "backward", "decision", "optimizer")
+POINTS = ("forward", "decision", "backward", "optimizer")
+POLICIES = ("any", "majority", 0.5, 1.0, "never")
 
 
 def network() -> nn.Module:
@@ -59,9 +61,11 @@ class Schedule:
                 for row in rows:
                     x[row, choose.randrange(3)] = choose.choice([float("nan"), float("inf"), float("-inf")])
             steps.append(Step(batches, bad, choose.randrange(-RANKS, RANKS)))
-        return cls(choose.choice(["any", "majority", 0.5, 1.0, "never"]), steps)
+        return cls(POLICIES[seed % len(POLICIES)], steps)
 
     def is_skipped(self, step: Step) -> bool:
+        if self.policy == "without good samples":
+            return not len(step.good())
         votes = sum(map(bool, step.bad))
         needed = {"any": 1, "majority": 3, 0.5: 2, 1.0: 4, "never": 5}[self.policy]
         return votes >= needed
@@ -89,35 +93,52 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in model.parameters()]
 
 
+def same(found: list[Tensor], want: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(found, want, strict=True))
+
+
+def parallel(kind: str, model: nn.Module) -> nn.Module:
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    mesh = dist.init_device_mesh("cpu", (RANKS,))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 class Trainer:
-    """A watched model under DDP or FSDP2 that starts anew for each schedule."""
+    """A model under DDP or FSDP2 that starts anew for each schedule."""
 
-    def __init__(self, kind: str) -> None:
-        watched = watch(network(), quarantine=True)
-        if kind == "ddp":
-            self.model: nn.Module = DistributedDataParallel(watched)
-        else:
-            mesh = dist.init_device_mesh("cpu", (RANKS,))
-            fully_shard(watched[0], mesh=mesh)
-            self.model = fully_shard(watched, mesh=mesh)
+    def __init__(self, kind: str, model: nn.Module) -> None:
+        self.model = parallel(kind, model)
         self.start = [p.detach().clone() for p in self.model.parameters()]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
-    def run(self, schedule: Schedule) -> tuple[list[bool], list[Tensor]]:
-        """The decision of each step, and the weights after the last."""
+    def run(self, schedule: Schedule) -> tuple[list[object], list[Tensor]]:
+        """What each step returns, and the weights after the last."""
+        self.optimizer.state.clear()
         with torch.no_grad():
             for p, value in zip(self.model.parameters(), self.start, strict=True):
                 p.copy_(value)
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        decisions = [self.step(step, schedule.policy, optimizer) for step in schedule.steps]
-        return decisions, weights(self.model)
+        return [self.step(step, schedule.policy) for step in schedule.steps], weights(self.model)
 
-    def step(self, step: Step, policy: str | float, optimizer: torch.optim.Optimizer, die: str = "") -> bool:
-        rank = dist.get_rank()
-        if step.slow == rank:
-            time.sleep(0.002)
-        optimizer.zero_grad()
+    def step(self, step: Step, policy: str | float, die: str = "") -> object:
+        raise NotImplementedError
+
+
+class Watching(Trainer):
+    """A watched model in quarantine: a step is skipped if the ranks agree on it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind, watch(network(), quarantine=True))
+
+    def explains(self, decisions: list[object], schedule: Schedule) -> bool:
+        return decisions == [schedule.is_skipped(step) for step in schedule.steps]
+
+    def step(self, step: Step, policy: str | float, die: str = "") -> bool:
+        wait_if_slow(step)
+        self.optimizer.zero_grad()
         die_at(die, "forward")
-        out, f = self.model(step.batches[rank])
+        out, f = self.model(step.batches[dist.get_rank()])
         die_at(die, "decision")
         is_skipped = policy != "never" and bool(distributed.agree(f, policy))
         if not is_skipped:
@@ -126,10 +147,45 @@ class Trainer:
                 out.register_hook(lambda _: die_at(die, "backward"))
             loss.backward()
             die_at(die, "optimizer")
-            optimizer.step()
+            self.optimizer.step()
         elif hasattr(self.model, "reshard"):  # FSDP2 keeps the parameters of the last module gathered for backward
             self.model.reshard()
         return is_skipped
+
+
+class Retrying(Trainer):
+    """A step is run again without its bad samples, and skipped if there are no others."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind, network())
+        self.guard = Retry(self.model, self.optimizer)
+
+    def explains(self, decisions: list[tuple[list[int], bool]], schedule: Schedule) -> bool:
+        """Where all samples are bad and not each loss shows it, nobody is accused: the cause may be the model."""
+        return all(
+            is_skipped == (not len(step.good())) and (bad == step.bad[dist.get_rank()] or (is_skipped and not bad))
+            for (bad, is_skipped), step in zip(decisions, schedule.steps, strict=True)
+        )
+
+    def step(self, step: Step, policy: str | float, die: str = "") -> tuple[list[int], bool]:
+        wait_if_slow(step)
+
+        def losses(x: Tensor) -> Tensor:
+            die_at(die, "forward")
+            out = self.model(x)
+            die_at(die, "decision")
+            if die == "backward":
+                out.register_hook(lambda _: die_at(die, "backward"))
+            return loss_of(out)
+
+        report = self.guard.step(losses, step.batches[dist.get_rank()])
+        die_at(die, "optimizer")
+        return report.bad, report.skipped
+
+
+def wait_if_slow(step: Step) -> None:
+    if step.slow == dist.get_rank():
+        time.sleep(0.002)
 
 
 def die_at(chosen: str, point: str) -> None:
@@ -137,58 +193,52 @@ def die_at(chosen: str, point: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_many(kind: str, seeds: range) -> list[tuple[int, str]]:
+TRAINERS = {"watch": Watching, "Retry": Retrying}
+
+
+def run_many(how: str, kind: str, seeds: range) -> list[tuple[int, str]]:
     """Run schedules one after the other; returns those that went wrong."""
-    trainer, wrong = Trainer(kind), []
+    trainer, wrong = TRAINERS[how](kind), []
     for seed in seeds:
         # An empty batch leaves FSDP2's and DDP's collectives in place, too.
         schedule = Schedule.of(seed, smallest=seed % 2)
+        if how == "Retry":
+            schedule.policy = "without good samples"
         decisions, found = trainer.run(schedule)
-        if decisions != [schedule.is_skipped(step) for step in schedule.steps]:
+        if not trainer.explains(decisions, schedule):
             wrong.append((seed, f"decided {decisions}"))
-        if seed % RANKS == dist.get_rank():  # one rank compares: all have the same weights
-            want = wanted(schedule)
-            if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(found, want, strict=True)):
-                wrong.append((seed, "weights differ"))
+        # One rank compares: all have the same weights.
+        if seed % RANKS == dist.get_rank() and not same(found, wanted(schedule)):
+            wrong.append((seed, "weights differ"))
     return wrong
 
 
-def run_retry(seeds: range) -> list[tuple[int, str]]:
-    """The same with `Retry`, which runs a step again without its bad samples, under DDP."""
-    model = DistributedDataParallel(network())
-    start, wrong = weights(model), []
-    for seed in seeds:
-        schedule = Schedule.of(seed, smallest=1)
-        with torch.no_grad():
-            for p, value in zip(model.parameters(), start, strict=True):
-                p.copy_(value)
-        guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        schedule.policy = "never"
-        steps = [step for step in schedule.steps if len(step.good())]
-        for step in steps:
-            report = guard.step(lambda x: loss_of(model(x)), step.batches[dist.get_rank()])
-            if report.bad != step.bad[dist.get_rank()]:
-                wrong.append((seed, str(report)))
-        if seed % RANKS == dist.get_rank():
-            want = wanted(Schedule("never", steps))
-            if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(weights(model), want, strict=True)):
-                wrong.append((seed, "weights differ"))
-    return wrong
+@dataclass
+class Death:
+    """Which rank dies, in which step, at which point of it."""
+
+    rank: int
+    step: int
+    point: str
+
+    @classmethod
+    def of(cls, seed: int, schedule: Schedule) -> "Death":
+        choose = random.Random(seed)
+        rank, step, point = choose.randrange(RANKS), choose.randrange(3), choose.choice(POINTS)
+        is_skipped = schedule.is_skipped(schedule.steps[step % len(schedule.steps)])
+        return cls(rank, step, "decision" if is_skipped and point in ("backward", "optimizer") else point)
 
 
-def run_with_a_death(kind: str, seed: int) -> list[int]:
+def run_with_a_death(how: str, kind: str, seed: int) -> list[int]:
     """Steps in which one rank is killed: returns the ranks that the error of this one names."""
-    choose = random.Random(seed)
-    dead, point, at = choose.randrange(RANKS), choose.choice(POINTS), choose.randrange(3)
-    trainer = Trainer(kind)
-    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     schedule = Schedule.of(seed, smallest=1)
+    death, trainer = Death.of(seed, schedule), TRAINERS[how](kind)
     try:
         with distributed.name_failures(interval=1.0):
             for number in range(6):
                 step = schedule.steps[number % len(schedule.steps)]
-                is_last = dist.get_rank() == dead and number == at
-                trainer.step(step, "never", optimizer, point if is_last else "")
+                is_last = dist.get_rank() == death.rank and number == death.step
+                trainer.step(step, schedule.policy, death.point if is_last else "")
     except distributed.RankFailedError as error:
         return [*error.ranks]
     return []

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchguard import distributed
+from torchguard.distributed import _failures
 from torchguard.testing import run_ranks
 from torchguard.testing._processes import outcomes
 
@@ -44,6 +46,57 @@ def test_a_rank_that_is_killed(bad):
         ranks, message = found[rank][1]
         assert ranks == [bad], message
         assert f"rank {bad} died" in message
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_rank_that_is_killed_where_rank_0_hosts_the_store(bad):
+    """If it is rank 0, the store is gone with it. If it is another, rank 0 ends as well once it has the error."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{one.getsockname()[1]}"
+
+    def run():
+        found = step(kill, bad)
+        if dist.get_rank() == 0:
+            os._exit(0)  # at once, and the store with it
+        return found
+
+    found = outcomes(run, size=4, timeout=20, init_method=address)
+    text = "has ended: it hosts the store" if bad == 0 else "died: its process has ended"
+    for rank in {1, 2, 3} - {bad}:
+        ranks, message = found[rank][1]
+        assert ranks == [bad], message
+        assert message.startswith(f"rank {bad} {text}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("machine", ["the same", "another"])
+def test_a_rank_that_is_stopped(machine, monkeypatch):
+    """Of its own machine a rank sees the process; of others, that signs of life are missing."""
+    if machine == "another":
+        monkeypatch.setattr(_failures, "_own_process", lambda: f"machine{dist.get_rank()} 0 0")
+    found = outcomes(step, lambda: os.kill(os.getpid(), signal.SIGSTOP), 1, size=3, timeout=4)
+    assert found[1][0] == "hangs"
+    text = {"the same": "rank 1 is stopped", "another": "rank 1 died or is stopped: no sign of life for 0.3 s"}[machine]
+    for rank in (0, 2):
+        ranks, message = found[rank][1]
+        assert (ranks, message[: len(text)]) == ([1], text)
+
+
+def test_a_rank_that_leaves_the_block_early():
+    """As one does whose loader has fewer batches."""
+
+    def run():
+        try:
+            with distributed.name_failures(interval=0.1):
+                for _ in range(3 - dist.get_rank()):
+                    dist.all_reduce(torch.ones(1))
+        except distributed.RankFailedError as error:
+            return str(error)
+
+    first, second = run_ranks(run)
+    assert first.startswith("rank 1 left the block, and takes part in no more collectives")
+    assert second is None
 
 
 def test_a_rank_that_raises():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.distributed.cases import flags_with
 
 from torchguard import ErrorConfig, ErrorLocation, distributed, err, flags
-from torchguard.distributed import _digest, _group
+from torchguard.distributed import _digest
 from torchguard.exceptions import BatchMismatchError, DistributedError, NotFlagsError, OutOfRangeError
 from torchguard.testing import run_ranks
 
@@ -259,23 +259,6 @@ class TestDigest:
 
         start = "digest: the ranks are at different steps. This one is at"
         assert run_ranks(digest) == [f"{start} 7.", f"{start} 8."]
-
-    def test_it_is_one_collective(self):
-        def count():
-            calls = []
-
-            def counted(call):
-                return lambda *args, **kwargs: (calls.append(call.__name__), call(*args, **kwargs))[1]
-
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(dist, "all_reduce", counted(dist.all_reduce))
-                patched.setattr(_group, "all_gather_single", counted(_group.all_gather_single))
-                distributed.digest(own_flags(), step=3)
-                distributed.any_err(own_flags())
-                distributed.agree(own_flags())
-            return calls
-
-        assert run_ranks(count) == [["all_reduce"] * 3] * 2
 
     @given(st.data())
     def test_the_first_of_many_ranks(self, data):

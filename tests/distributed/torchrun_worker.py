@@ -37,26 +37,26 @@ def step(rank: int) -> dict:
 
 def die_in_the_middle(rank: int) -> dict:
     try:
-        with distributed.name_failures(interval=0.1):
+        with distributed.name_failures(interval=0.2):
             dist.all_reduce(torch.ones(1))
-            if rank == 1:
+            if rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.ones(1))
     except distributed.RankFailedError as error:
-        return {"failed": [*error.ranks]}
+        return {"failed": [*error.ranks], "message": str(error)}
     return {"failed": []}
 
 
-def main(folder: str, dies: bool) -> None:
+def main(folder: str, what: str) -> None:
     # torchrun ends the other ranks as soon as one has died. They have to say first what they saw.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found = die_in_the_middle(rank) if dies else step(rank)
+    found = die_in_the_middle(rank) if what == "dies" else step(rank)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    if not dies:
+    if what != "dies":
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], dies=sys.argv[2] == "dies")
+    main(*sys.argv[1:])

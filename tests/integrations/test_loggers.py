@@ -1,8 +1,13 @@
 """What goes bad, in TensorBoard and other loggers, and as a metric."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from torchguard import Retry, err, flag_nan, watch
 from torchguard.integrations.loggers import LayerHealth, TensorBoard, flags_values, retry_values, run_values
@@ -84,3 +89,122 @@ def test_the_rate_of_bad_samples_is_a_metric():
     metric.reset()
     metric.update(err.new_t(0))
     assert metric.compute() == 0
+
+
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    """MLflow, with its runs in a folder."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its databases take SQLAlchemy
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    import mlflow
+
+    mlflow.set_tracking_uri(f"file:{tmp_path}/runs")
+    return mlflow
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """W&B without its server."""
+    for name, value in {"MODE": "offline", "SILENT": "true", "DIR": str(tmp_path), "ERROR_REPORTING": "false"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    import wandb
+
+    return wandb
+
+
+def log_three_steps(logger):
+    """Log three steps, the second of which has a bad sample. What is logged, step by step."""
+    model, logged = net(), []
+    health = LayerHealth(model)
+    guarded = watch(model)
+    for step in range(3):
+        x = torch.randn(4, 4)
+        x[2, 0] = torch.nan if step == 1 else 0.0
+        guarded(x)
+        logged.append({**run_values(guarded), **health.values()})
+        logger.log(logged[-1], step)
+    return logged
+
+
+@pytest.mark.long
+def test_mlflow_has_every_number(mlflow):
+    class MLflow:  # as in the docs
+        def log(self, values, step):
+            mlflow.log_metrics({k: v for k, v in values.items() if not isinstance(v, str)}, step=step)
+
+    with mlflow.start_run() as run:
+        logged = log_three_steps(MLflow())
+    client = mlflow.MlflowClient()
+    names = client.get_run(run.info.run_id).data.metrics
+    found = {name: {one.step: one.value for one in client.get_metric_history(run.info.run_id, name)} for name in names}
+    want = {}
+    for step, values in enumerate(logged):
+        for name, value in values.items():
+            if not isinstance(value, str):
+                want.setdefault(name, {})[step] = value
+    assert {*found} == {*want}
+    for name, by_step in want.items():
+        assert found[name] == pytest.approx(by_step, nan_ok=True), name
+    assert found["torchguard/bad_sample_rate"] == {0: 0.0, 1: 0.25, 2: 0.0}
+    assert found["torchguard/errors/input/NAN"] == {1: 1.0}
+    assert math.isnan(found["health/0/rms"][1])
+
+
+@pytest.mark.long
+def test_wandb_has_every_number_and_text(wandb):
+    class Wandb:  # as in the docs
+        def log(self, values, step):
+            wandb.log(values, step=step)
+
+    run = wandb.init(project="torchguard")
+    logged = log_three_steps(Wandb())
+    wandb.finish()
+    (file,) = Path(run.dir).parent.glob("*.wandb")
+    found = [{name: one for name, one in values.items() if name[0] != "_"} for values in history_of(file)]
+    assert len(found) == 3
+    for got, want in zip(found, logged, strict=True):
+        assert {*got} == {*want}
+        for name, value in want.items():
+            assert got[name] == (value if isinstance(value, str) else pytest.approx(value, nan_ok=True)), name
+    assert [one["torchguard/bad_sample_rate"] for one in found] == [0.0, 0.25, 0.0]
+    assert "NAN at input: 1 sample in step 1" in found[1]["torchguard/origins"]
+
+
+def history_of(file):
+    """What W&B wrote to the file of a run, step by step: a log of LevelDB, of which one block is enough here."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, steps = file.read_bytes(), 7, []
+    assert len(data) < 2**15
+    while at < len(data):
+        length = int.from_bytes(data[at + 4 : at + 6], "little")
+        record = Record.FromString(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            steps.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [({"log_freq": 1}, "data-dependent"), ({"log_freq": 1000}, "recompile limit|fullgraph=True")],
+    ids=["each call logs", "few calls log"],
+)
+def test_only_health_from_inside_leaves_the_graph_whole(how, error, wandb):
+    """The hooks of `wandb.watch` read parameters on the host, and count the calls."""
+    model = net()
+    LayerHealth(model)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def run_ten_times():
+        for _ in range(10):
+            run(torch.randn(3, 4))
+
+    run_ten_times()
+    with wandb.init(project="torchguard"):
+        wandb.watch(model, log="parameters", **how)
+        torch._dynamo.reset()
+        with pytest.raises((TorchDynamoException, FailOnRecompileLimitHit), match=error):
+            run_ten_times()

@@ -1,6 +1,9 @@
 """Many files: settings, `# noqa`, the cache, processes, and files that cannot be checked."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -264,3 +267,17 @@ def test_losses_without_tests_are_found_in_the_whole_project(project, test, miss
     assert messages == (
         [f"focal_loss: no test for {missing}. Add them to a test_*.py that names it."] if missing else []
     )
+
+
+def test_an_interrupt_ends_all_processes_and_the_next_run_finds_the_same(project, tmp_path):
+    long = "# a comment\n" * 4_000  # more than a pipe between two processes holds
+    project(**{f"m{i}": f"{FAULTY}y = {i}\n{long}" for i in range(3 * _files._FEW)})
+    script = (
+        "import os, signal; from torchguard.lint import check_paths; "
+        "check_paths(['.'], jobs=2, cache='cache', progress=lambda done, total: done and os.killpg(0, signal.SIGINT))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], start_new_session=True, capture_output=True, timeout=60)
+    assert ran.returncode == -signal.SIGINT
+    after = check_paths(["."], cache="cache")
+    assert 0 < after.cached < len(after.files)
+    assert after.findings == check_paths(["."]).findings

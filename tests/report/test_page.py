@@ -4,7 +4,7 @@ import pytest
 from tests.report.browser import Opened, browser
 from tests.report.hostile import EVIL, hostile_report
 
-from torchguard.report import HeatMap, Report, Section, Table
+from torchguard.report import Code, HeatMap, Pane, Report, Section, Table
 
 pytestmark = pytest.mark.long
 
@@ -129,10 +129,29 @@ def test_the_theme_can_be_chosen_and_print_is_light_with_everything_open(chromiu
     opened.page.locator("#theme").click()
     opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert opened.page.locator("#incident").evaluate("one => one.open")
-    assert opened.page.locator("figure.chart canvas").count() >= 5
+    charts = opened.page.locator("figure.chart").count()
+    assert opened.page.locator("figure.chart canvas.printed").count() == charts >= 5  # one image each
     opened.page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert opened.page.locator("canvas.printed").count() == 0
     assert opened.page.evaluate(ground) == dark
     assert opened.messages == []
+
+
+def test_print_has_the_heat_map_all_rows_and_only_listings_that_are_open(chromium, tmp_path):
+    rows = Table(("a",), tuple((f"row {i}",) for i in range(700)), total=900)
+    cells = HeatMap("Where", "module", "step", ("layer",), 1, ((0, 0, 1),), "samples")
+    listing = Section("Graph", (Code("c", (Pane("p", ("x = 1",)),)),), collapsed=True)
+    opened = Opened(chromium, Report("r", (Section("s", (cells, rows)), listing)).save(tmp_path / "r.html"))
+    more = opened.page.locator(".table.long > .more").last
+    opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    image = opened.page.locator("figure.heatmap canvas.printed")
+    assert image.evaluate("one => one.getContext('2d').getImageData(900, 20, 1, 1).data[0]") > 150  # the cell is red
+    assert opened.page.locator(".table.long tbody tr").last.text_content() == "row 499"
+    assert more.text_content() == "… and 400 more rows, which are not printed."
+    assert not opened.page.locator("details.section").evaluate("one => one.open")
+    opened.page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert opened.page.locator(".table.long tbody tr").last.text_content() == "row 49"
+    assert more.text_content() == "… and 200 more rows, which are not in this page."
 
 
 def test_a_page_reads_without_scripts(chromium, tmp_path):

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from torchguard import distributed
 from torchguard._health import check_grads, check_params, local
 from torchguard._retry import Retry, RetryError, RetryReport
 
@@ -160,15 +161,22 @@ def compare(
     start: int = 3,
     clip: float | None = None,
     wrap: dict[str, Any] | None = None,
+    empty: int | None = None,
     **options: Any,
 ) -> list[RetryReport]:
-    """Guard some steps, the first with bad samples, and do the same in one process without the bad samples."""
+    """Guard some steps, the first with bad samples, and do the same in one process without the bad samples.
+
+    Args:
+        empty: a rank whose batches have no samples.
+    """
     model, single = wrapped(kind, make(), **(wrap or {})), make()
     guard, optimizer = Retry(model, sgd(model), **options), sgd(single)
     reports = []
     for number in range(steps):
         now = bad if number == 0 else {}
         of_ranks = batches(now, count, start, fault, seed=number)
+        if empty is not None:
+            of_ranks[empty] = [one[:0] for one in of_ranks[empty]]
         own = of_ranks[rank()]
         report = guard.step(lambda x: loss(model, x), own if count > 1 else own[0], clip=clip, window=count > 1)
         check_report(report, now)
@@ -207,6 +215,47 @@ def bad_samples_on_every_rank(kind: str) -> None:
 def a_rank_without_good_samples(kind: str) -> None:
     compare(kind, {0: [0, 1, 2]})
     compare(kind, {size() - 1: [*range(size() + 2)], 0: [1]}, fault=HIDDEN)
+
+
+@case
+def an_empty_batch(kind: str) -> None:
+    for loss in (per_sample, weighted, scalar):
+        compare(kind, {1: [2]}, loss, empty=0)
+    compare(kind, {0: [1]}, weighted, fault=HIDDEN, empty=1, count=2)
+
+
+@case
+def empty_batches_on_all_ranks(kind: str) -> None:
+    for loss in (per_sample, weighted, scalar):
+        model = wrapped(kind, mlp())
+        guard, before = Retry(model, sgd(model)), values(model.parameters())
+        report = guard.step(lambda x, model=model, loss=loss: loss(model, x), torch.zeros(0, 4, dtype=torch.float64))
+        assert report.skipped, report
+        assert "the batch of every rank is empty" in str(report), report
+        equal(values(model.parameters()), before)
+
+
+@case
+def loaders_of_different_lengths(kind: str) -> None:
+    """A rank that has no batch left gives an empty one, for as long as another has one."""
+    model, single = wrapped(kind, mlp()), mlp()
+    guard, optimizer = Retry(model, sgd(model)), sgd(single)
+    lengths = [3 + number % 2 for number in range(size())]
+    of_steps = [batches({1: [2]} if number == 3 else {}, seed=number) for number in range(max(lengths))]
+    loader = iter([of_ranks[rank()][0] for of_ranks in of_steps[: lengths[rank()]]])
+    x, steps = torch.empty(0, 4, dtype=torch.float64), 0
+    while distributed.agree((batch := next(loader, None)) is not None):
+        x = x[:0] if batch is None else batch
+        report = guard.step(lambda x: per_sample(model, x), x)
+        assert not report.skipped, report
+        steps += 1
+    assert steps == len(of_steps)
+    for number, of_ranks in enumerate(of_steps):
+        parts = good_parts(of_ranks, {1: [2]} if number == 3 else {})
+        optimizer.zero_grad()
+        joined(single, per_sample, [part[0] for part, n in zip(parts, lengths, strict=True) if number < n]).backward()
+        optimizer.step()
+    equal(values(model.parameters()), values(single.parameters()))
 
 
 @case

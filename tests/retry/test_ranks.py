@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from torchguard import Retry
+from torchguard.exceptions import RetryError
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 
@@ -18,6 +22,7 @@ FEW = [
     "hooks_with_state:ddp",
     "a_sample_that_shows:fsdp2",
     "a_rank_without_good_samples:fsdp2",
+    "an_empty_batch:ddp",
 ]
 OF_FOUR = [
     "a_sample_that_shows_only_in_the_gradient",
@@ -28,6 +33,9 @@ OF_FOUR = [
     "without_waiting",
 ]
 FOR_BOTH = [
+    "an_empty_batch",
+    "empty_batches_on_all_ranks",
+    "loaders_of_different_lengths",
     "a_sample_that_shows",
     "a_sample_that_shows_only_in_the_gradient",
     "bad_samples_on_every_rank",
@@ -93,6 +101,12 @@ def run(cases: list[str], size: int, folder: Path, timeout: int) -> None:
 
 def test_two_ranks(tmp_path):
     run(FEW, 2, tmp_path, timeout=120)
+
+
+def test_an_empty_batch_in_one_process():
+    model = torch.nn.Linear(4, 1)
+    with pytest.raises(RetryError, match=r"the batch \(Tensor\) has no samples"):
+        Retry(model).backward(lambda x: model(x).squeeze(1), torch.zeros(0, 4))
 
 
 @pytest.mark.long

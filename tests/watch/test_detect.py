@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from torchguard._watch.detect import (
     INF,
@@ -20,6 +21,7 @@ from torchguard._watch.detect import (
     row_status,
     scan,
 )
+from torchguard._watch.select import norm_widths
 
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -2.5, 6e4, -1e-7, math.inf, -math.inf, math.nan])
 
@@ -66,7 +68,24 @@ def test_all_are_finite_or_not(dtype, data):
     assert all_finite(z) is bool(z.isfinite().all())
 
 
-@pytest.mark.parametrize(("vectors", "replaces", "pieces"), [(2048, True, 4), (2048, False, 1), (16, False, 4)])
-def test_many_long_vectors_are_scanned_whole_on_a_gpu_where_nothing_is_replaced(vectors, replaces, pieces):
+@pytest.mark.parametrize(
+    ("vectors", "widths", "pieces"), [(2048, (), 4), (2048, (64, 4096), 1), (2048, (1024,), 4), (16, (4096,), 4)]
+)
+def test_many_long_vectors_of_the_width_of_a_norm_are_scanned_whole_on_a_gpu(vectors, widths, pieces):
     z = torch.empty(vectors, 4096, dtype=torch.bfloat16, device="meta")
-    assert scan(z, replaces).shape == (vectors, pieces)
+    assert scan(z, widths).shape == (vectors, pieces)
+
+
+def test_the_widths_of_norms():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(48))
+
+    class OwnRMSNorm(Scale):
+        pass
+
+    model = nn.Sequential(
+        nn.LayerNorm(64), nn.Linear(64, 32), OwnRMSNorm(), Scale(), nn.LazyBatchNorm1d(), nn.LayerNorm((2, 3))
+    )
+    assert norm_widths(model) == (48, 64)

@@ -249,6 +249,19 @@ def test_a_gradient_is_masked_whatever_is_bad_in_it_and_wherever(kind, per_sampl
     assert not table[1].any()
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 2, 1), (1, 0, 2, 3), (3, 1, 2, 0)])
+def test_a_gradient_is_masked_however_it_lies_in_memory(order):
+    shape = (6, 4, 5, 8)
+    grad = torch.randn([shape[dim] for dim in order], device="cuda").permute([order.index(dim) for dim in range(4)])
+    grad[1, 3, 2, 7], grad[4, 0, 0, 0] = NAN, float("inf")
+    want = grad.clone()
+    want[[1, 4]] = 0
+    table = torch.zeros(2, 1, 6, device="cuda")
+    torch.ops.torchguard.mask_gradient_(grad, table, 0, 6)
+    torch.testing.assert_close(grad, want, rtol=0, atol=0)
+    assert table[0, 0].nonzero().flatten().tolist() == [1, 4]
+
+
 def test_a_gradient_mask_in_a_graph_is_that_of_eager_mode():
     def step(grad, location):
         table, masked = torch.zeros(2, 3, 6, device="cuda"), grad.clone()

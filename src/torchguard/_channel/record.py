@@ -23,8 +23,8 @@ Mask = Bool[Tensor, "batch *rest"]
 Record = tuple[int, int, Mask] | tuple[int, int, Mask, int]
 
 
-# Up to this many rows that several flags have errors in are merged one by one.
-_FEW_ROWS = 4
+# Up to this many samples with errors are merged one by one.
+_FEW_ROWS = 16
 
 
 @renamed(reference="x")
@@ -146,6 +146,10 @@ def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
         if f.dtype != first.dtype:
             raise NotFlagsError(f"err.merge: cannot merge {f.dtype} flags into {first.dtype} flags. Use one carrier.")
     may_read = can_read(first)
+    if may_read and len(flags) == 2:
+        merged = _merged_by_row(first, flags[1], config)
+        if merged is not None:
+            return merged
     holders = ((f, _has_errors(f)) for f in flags[1:])
     later = [(f, theirs) for f, theirs in holders if not may_read or theirs.any()]
     if not later:
@@ -154,10 +158,6 @@ def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
     ranked = None
     if not may_read or shared.any():
         held, policy, room = unpack(first), config.accumulation, capacity(first, config)
-        if may_read and len(later) == 1 and leaves_others_alone(held.shape[1], room, policy):
-            merged = _merged_by_row(first, *later[0], shared, policy)
-            if merged is not None:
-                return merged
         columns = _used_columns if may_read else _all_columns
         arrived = [column for f, _ in later for column in columns(f, policy)]
         ranked = pack(add(held, arrived, room, policy), first)
@@ -170,22 +170,32 @@ def merge(*flags: Flags, config: ErrorConfig | None = None) -> Flags:
     return merged if ranked is None else torch.where(shared.unsqueeze(-1), ranked, merged)
 
 
-def _merged_by_row(
-    first: Flags, f: Flags, theirs: Bool[Tensor, " batch"], shared: Bool[Tensor, " batch"], policy: AccumulationConfig
-) -> Flags | None:
-    """Two flags merged under CHRONO-FIRST, in Python for the rows that both have errors in; None if those are many."""
-    index = [i for i, is_shared in enumerate(shared.tolist()) if is_shared]
-    if len(index) > _FEW_ROWS or f.shape != first.shape:
+def _merged_by_row(first: Flags, f: Flags, config: ErrorConfig) -> Flags | None:
+    """Two flags merged under CHRONO-FIRST as numbers, if few samples of `f` have errors; None if that cannot be done.
+
+    An operation of torch takes as long as NumPy takes for a row.
+    """
+    held, new, policy = unpack(first), unpack(f), config.accumulation
+    if not (
+        first.shape == f.shape
+        and can_read(f)
+        and held.dtype == new.dtype == torch.int16
+        and leaves_others_alone(held.shape[1], capacity(first, config), policy)
+    ):
         return None
-    merged = first.clone() if theirs.equal(shared) else torch.where((theirs ^ shared).unsqueeze(-1), f, first)
-    slots, new = unpack(merged), unpack(f)
-    if slots.dtype != torch.int16 or new.dtype != torch.int16:
+    theirs = new.numpy()
+    index = theirs[:, 0].nonzero()[0].tolist()  # slots have no gap between them
+    if not index:
+        return first
+    if len(index) > _FEW_ROWS:
         return None
+    merged = first.clone()
+    rows = unpack(merged).numpy()
     for i in index:
-        held, arrived = slots[i], new[i].tolist()
-        stored = held.tolist()
-        append_to_row(stored, arrived[: arrived.index(0)] if 0 in arrived else arrived, policy.dedupe)
-        held.copy_(torch.tensor(stored, dtype=torch.int16))
+        stored, arrived = rows[i].tolist(), theirs[i].tolist()
+        if stored[0]:
+            append_to_row(stored, arrived[: arrived.index(0)] if 0 in arrived else arrived, policy.dedupe)
+        rows[i] = stored if stored[0] else arrived
     return merged
 
 

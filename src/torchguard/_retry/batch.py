@@ -51,8 +51,6 @@ class Batch:
                 "closure, or give select=, which returns the batch of some samples, and size=, which counts them."
             )
         self.size = _count(value, counted) if size is None else size
-        if not self.size:
-            raise RetryError(f"Retry: the batch ({type(value).__name__}) has no samples.")
         self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
 
     def is_clear(self) -> bool:
@@ -114,7 +112,7 @@ class Batch:
 
     def non_finite_inputs(self) -> list[int]:
         """The samples with NaN or Inf in a tensor. Waits for the device."""
-        if self._select is not None:
+        if self._select is not None or not self.size:
             return []
         found = torch.zeros(self.size, dtype=torch.bool)
         for tensor in tensors_of(self.value, self.shared):

@@ -260,6 +260,8 @@ class BatchedClosure:
                         scaled = own * len(numbers)
                         divisor = scaled if len(numbers) == 1 else torch.where(own == 0, 1, scaled)
                     loss = found.sums.sum() / divisor
+                elif found.is_scalar and not size:  # a mean over no samples is NaN, its gradient zero
+                    loss = found.sums.nan_to_num(0, 0, 0) * (size / samples)
                 elif found.is_scalar:
                     loss = found.sums if isinstance(samples, int) and size == samples else found.sums * (size / samples)
                 elif isinstance(samples, int) and found.sums.numel() == samples:

@@ -38,6 +38,8 @@ class GuardedStep:
         aside = functools.partial(_aside, scope, retry.tensors)  # no method of this object, which would keep it alive
         self.closure = BatchedClosure(closure, batches, scope.ranks, scope.wrappers, aside, retry.keep_shapes)
         self.ranks = scope.ranks
+        if self.ranks.size == 1 and not all(batch.size for batch in batches):
+            raise RetryError(f"Retry: the batch ({type(batches[0].value).__name__}) has no samples.")
         self.number = retry.next_number()
         self.runs = 0
         self.last: tuple[Rows, int, bool] | None = None  # of the last run: samples, random stream, whether it is final

@@ -11,7 +11,7 @@ from torchguard._health import health_of
 from torchguard._retry.closure import Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep
 from torchguard._retry.guarded_step import GuardedStep
-from torchguard._retry.report import RetryReport
+from torchguard._retry.report import SCALE_OVERFLOWS, RetryReport
 from torchguard._retry.search import COMES_AND_GOES, Outcome, Rows, RunLimitError, Search, SearchResult, Unexplained
 from torchguard._torch.training import tracing_errors
 from torchguard.exceptions import RetryError
@@ -64,6 +64,9 @@ class RecoverableStep(GuardedStep):
             self._undo()
             note = f"not finite before the step: {', '.join(bad)}. No sample is to blame: load an earlier checkpoint"
             return self._skipped(note, parameters=bad)
+        if not self.closure.size:
+            self._undo()
+            return self._skipped("the batch of every rank is empty")
         if lost := self.ranks.union(self.retry.tensors.lost()):
             raise RetryError(
                 f"Retry: the first step changed {', '.join(lost)} and was not finite. Trained parameters are not "
@@ -263,6 +266,8 @@ class RecoverableStep(GuardedStep):
                 self._undo()
                 note = "the step without the bad samples is not finite, or raised an exception"
                 return self._skipped(note, bad=[*finding.bad])
+            if outcome is Outcome.NON_FINITE:
+                note = SCALE_OVERFLOWS
         self._accumulate()
         report = self._report([*finding.bad], inputs, shown)
         report.loss, report.grad_norm, report.note = self.loss, self.norm, note
@@ -280,8 +285,7 @@ class RecoverableStep(GuardedStep):
         for name, parameter in self.parameters.items():
             parameter.grad = scaled.get(name)
         self._accumulate()
-        note = "the loss scale overflows: finite at a scale of 1, so the step is left to the GradScaler"
-        return RetryReport(self.number, self.runs, self.loss, self.norm, note=note)
+        return RetryReport(self.number, self.runs, self.loss, self.norm, note=SCALE_OVERFLOWS)
 
     def _too_many(self, bad: int, count: int) -> str:
         most = self.retry.max_bad

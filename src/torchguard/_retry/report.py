@@ -8,6 +8,8 @@ from torchguard.report import Answer, LineChart, Section, Series, Shown, Status,
 
 # Called with the report of each step when it is concluded: `torchguard run` observes them.
 OBSERVERS: list[Callable[["RetryReport"], None]] = []
+# The note of a step that a `GradScaler` skips.
+SCALE_OVERFLOWS = "the loss scale overflows: finite at a scale of 1, so the GradScaler skips the step"
 
 
 @dataclass
@@ -82,8 +84,10 @@ class RetryReport(Shown):
             return "no gradients; model, gradients and random numbers are as before"
         if self.bad or self.elsewhere:
             count = len(self.bad) + sum(map(len, self.elsewhere.values()))
-            return f"trained without {count} bad sample{'s' if count > 1 else ''}, loss {self.loss:.4g}"
-        return f"trained on the whole batch, loss {self.loss:.4g}"
+            samples = f"without {count} bad sample{'s' if count > 1 else ''}"
+        else:
+            samples = "on the whole batch"
+        return f"{'run' if self.note == SCALE_OVERFLOWS else 'trained'} {samples}, loss {self.loss:.4g}"
 
 
 class PendingReport(RetryReport):

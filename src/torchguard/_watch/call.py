@@ -20,7 +20,7 @@ from torchguard._watch.parameter_uses import Protection
 from torchguard._watch.plan import FollowedCall, PlannedCall
 from torchguard._watch.replace import REPLACE_NONFINITE, replace_nonfinite
 from torchguard._watch.select import Checks
-from torchguard._watch.summarize import CallSummary, first_warnings, summarize
+from torchguard._watch.summarize import CallSummary, FaultHandling, first_warnings, summarize
 from torchguard.checks import can_be_checked
 
 NOTHING_SAID: Mapping[int, int] = {}
@@ -45,6 +45,7 @@ class CallRecord:
         probes: the gradient probes of the call, `(locations, MAX_PROBED_BATCH)`, if it has any.
         owners: where the row codes of tensors come from; None if sizes decide, or a graph is traced.
         sample_of: the dim along which the samples lie at some locations, as the user said.
+        norm_widths: the lengths of the vectors that the model normalizes.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class CallRecord:
         probes: Any = None,
         owners: FollowedCall | PlannedCall | None = None,
         sample_of: Mapping[int, int] = NOTHING_SAID,
+        norm_widths: tuple[int, ...] = (),
     ) -> None:
         self.batch: Batch = batch
-        self.sample_of = sample_of
+        self.sample_of, self.norm_widths = sample_of, norm_widths
         self.checks, self.quarantine, self.probes, self.owners = checks, quarantine, probes, owners
         self.checks_values = quarantine or checks.nan or checks.inf
         self.replaces = quarantine  # unless a graph needs no replacement: see `graph_plan.py`
@@ -85,6 +87,7 @@ class CallRecord:
         self.is_within_layer = False  # whether one of torch's own layers is running
         self.is_for_all = False  # whether a fault in what is checked counts for all samples
         self.last_location = 0  # that of the last check
+        self.has_half_regions = False  # whether a block that is compiled once computes in float16
         self.region: range | None = None  # the locations of the region that is being run
         self.region_probes: list[Tensor] = []  # for each region
 
@@ -134,9 +137,11 @@ class CallRecord:
             if self.quarantine:
                 probes, location = self._probes_at(location) if self.region else (self.probes, location)
                 how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
-                z, status = REPLACE_NONFINITE(z, probes, location, *self._samples, None, *how, False, self._revision)
+                z, status = REPLACE_NONFINITE(
+                    z, probes, location, *self._samples, None, *how, False, self.norm_widths, self._revision
+                )
             else:
-                status = ROW_STATUS(z, location in self.ends, keep_neg_inf, self._revision)
+                status = ROW_STATUS(z, location in self.ends, keep_neg_inf, self.norm_widths, self._revision)
             self.statuses.append(status)
             return z
         return self._check(z, location, mask_gradient, is_argument, num_squares, rows, in_place, keep_neg_inf)
@@ -208,7 +213,7 @@ class CallRecord:
         vectors = z.unsqueeze(-1) if self.batch is not None and self.batch.is_last(z.shape, rows) else z
         code, number = BY_SIZE if rows is None else rows, self._number(location) if is_argument else location
         if not self.quarantine:
-            status = self._outside(row_status(vectors, location in self.ends, keep_neg_inf))
+            status = self._outside(row_status(vectors, location in self.ends, keep_neg_inf, self.norm_widths))
             self.record(number, status if self.only_fault is None else only_fault(status, self.only_fault), code)
             return z
         self.last_location = location
@@ -322,9 +327,7 @@ class CallRecord:
             first_warnings(self.warnings),
             location_ids,
             self.batch,
-            self.quarantine,
-            self.replaces,
-            mixes,
+            FaultHandling(self.quarantine, self.replaces, mixes),
             get_config(),
             self.probes,
         )

@@ -28,6 +28,7 @@ Checking must cost next to nothing in compiled code, so this file works around f
 
 import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,15 +74,16 @@ class DeferredScan(NamedTuple):
     limit: float
 
 
-def row_status(z: Tensor, alone: bool = False, keep_neg_inf: bool = False) -> Tensor:
+def row_status(z: Tensor, alone: bool = False, keep_neg_inf: bool = False, norm_widths: Sequence[int] = ()) -> Tensor:
     """The row status of `z`, by a reduction that fuses with what else reads the vectors.
 
     Args:
         alone: whether nothing else reads the vectors in the same pass, so that the scan may be deferred.
         keep_neg_inf: whether -Inf counts as finite.
+        norm_widths: the lengths of the vectors that the model normalizes: see `scan`.
     """
     if use_operators():
-        return call_row_status(z, alone, keep_neg_inf)
+        return call_row_status(z, alone, keep_neg_inf, norm_widths)
     return scan(without_neg_inf(z) if keep_neg_inf else z)
 
 
@@ -89,22 +91,24 @@ def without_neg_inf(z: Tensor) -> Tensor:
     return z if z.is_complex() else torch.where(z.detach() == -math.inf, 0, z.detach())
 
 
-def call_row_status(z: Tensor, alone: bool, keep_neg_inf: bool) -> Tensor:
+def call_row_status(z: Tensor, alone: bool, keep_neg_inf: bool, norm_widths: Sequence[int]) -> Tensor:
     """Call the operator `row_status`."""
-    return ROW_STATUS(z, alone, keep_neg_inf, REVISION)
+    return ROW_STATUS(z, alone, keep_neg_inf, norm_widths, REVISION)
 
 
-def _row_status_op(z: Tensor, alone: bool, keep_neg_inf: bool, revision: int) -> Tensor:
-    return empty_status(z) if is_shape_only(z) else deferrable_status(z, alone, keep_neg_inf)
+def _row_status_op(z: Tensor, alone: bool, keep_neg_inf: bool, norm_widths: Sequence[int], revision: int) -> Tensor:
+    return empty_status(z) if is_shape_only(z) else deferrable_status(z, alone, keep_neg_inf, norm_widths)
 
 
-def deferrable_status(z: Tensor, alone: bool, keep_neg_inf: bool, limit: float = math.inf) -> Tensor:
+def deferrable_status(
+    z: Tensor, alone: bool, keep_neg_inf: bool, norm_widths: Sequence[int], limit: float = math.inf
+) -> Tensor:
     """The row status of `z`, in a graph. The scan is deferred where that is cheaper.
 
     Args:
         limit: magnitudes from here on count as Inf.
     """
-    status = scan(without_neg_inf(z) if keep_neg_inf else z, replaces=False)
+    status = scan(without_neg_inf(z) if keep_neg_inf else z, norm_widths)
     if limit < math.inf:
         status = inf_from(status, limit, z.dtype)
     defers = is_small(z) if compiles_summary(z.device) else alone and limit == math.inf
@@ -125,7 +129,9 @@ def is_small(z: Tensor) -> bool:
     return all(isinstance(size, int) for size in z.shape) and 0 < z.numel() <= _MAX_SMALL
 
 
-ROW_STATUS = define("row_status(Tensor z, bool alone, bool keep_neg_inf, int revision) -> Tensor", _row_status_op)
+ROW_STATUS = define(
+    "row_status(Tensor z, bool alone, bool keep_neg_inf, int[] norm_widths, int revision) -> Tensor", _row_status_op
+)
 
 
 def deferred_scan(status: Tensor) -> DeferredScan | None:
@@ -134,12 +140,13 @@ def deferred_scan(status: Tensor) -> DeferredScan | None:
     return found if found is not None and mutation_count(found.tensor) == found.changes else None
 
 
-def scan(z: Tensor, replaces: bool = True) -> Tensor:
+def scan(z: Tensor, norm_widths: Sequence[int] = ()) -> Tensor:
     """The row status of `z`, by operations that a backend can fuse.
 
     Args:
-        replaces: whether non-finite vectors will be replaced, so that long ones are scanned in pieces. If not, they are
-            scanned whole, as a norm of them is: Inductor fuses reductions of one size alone.
+        norm_widths: the lengths of the vectors that the model normalizes, if values are only checked. Vectors of such
+            a length are scanned whole, as a norm reads them: Inductor fuses reductions of one size alone. Others are
+            scanned in pieces if they are long, which is faster where nothing else reduces them.
     """
     ndim, is_complex = z.ndim, z.is_complex()
     z = floats_of(z) if z.is_cpu or z.dtype not in _BITS else z  # bits need no detach: integers have no gradient
@@ -152,7 +159,7 @@ def scan(z: Tensor, replaces: bool = True) -> Tensor:
     if z.is_cpu:
         return _largest(z.abs())
     pieces = num_pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
-    if not replaces and is_surely(z.numel() >= _MANY_VECTORS * z.shape[-1]):
+    if pieces > 1 and z.shape[-1] in norm_widths and is_surely(z.numel() >= _MANY_VECTORS * z.shape[-1]):
         pieces = 1
     return largest_bits(z.unflatten(-1, (pieces, -1))).squeeze(-1) if pieces > 1 else largest_bits(z)
 

@@ -39,7 +39,7 @@ def masked_gradient(
     if grad.dtype == torch.float16:
         return _masked_float16(grad, batch, rows, None if table is None else table.cell.origins)
     if is_traced(grad) and batch.is_sample_major(grad.shape, rows) and not _needs_traced_mask(grad):
-        finite = grad.clone()  # Inductor leaves the copy out if nothing else reads `grad`
+        finite = grad.clone(memory_format=_format_for_kernel(grad))  # left out if nothing else reads `grad`
         if table is not None and table.device == grad.device:
             _call_mask_gradient_(finite, table.open(), location, batch.size)
             return finite, None
@@ -86,6 +86,18 @@ def _probe_gradient(worst: Tensor) -> Tensor:
     return torch.where(is_nan(worst), PROBE_NAN, torch.where(is_finite(worst), 0.0, PROBE_INF))
 
 
+def _format_for_kernel(grad: Tensor) -> torch.memory_format:
+    """The layout in which a copy of a gradient is masked. Matrix products mostly read it next, or convolutions."""
+    return torch.contiguous_format if grad.is_cuda and grad.ndim < 4 else torch.preserve_format
+
+
+def _in_memory_order(grad: Tensor) -> Tensor:
+    """A view with the dims in the order in which they lie in memory, if samples do not overlap; else `grad`."""
+    if grad.is_contiguous() or grad.stride(0) * grad.shape[0] != grad.numel():
+        return grad
+    return grad.permute(sorted(range(grad.ndim), key=grad.stride, reverse=True))
+
+
 def _call_mask_gradient_(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
     """Call the operator `mask_gradient_`."""
     _MASK_GRADIENT_(grad, table, location, samples)
@@ -93,7 +105,7 @@ def _call_mask_gradient_(grad: Tensor, table: Tensor, location: int, samples: in
 
 def _mask_gradient_op(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
     """In place, for samples of equal size. If all is finite, as usual, one pass reads it and nothing is written."""
-    if has_kernel(grad) and grad.numel() // samples < MAX_SAMPLE_SIZE:
+    if has_kernel(_in_memory_order(grad)) and grad.numel() // samples < MAX_SAMPLE_SIZE:
         from torchguard._watch.kernels import mask_gradient
 
         mask_gradient(grad, table, location, samples)

@@ -10,8 +10,9 @@ from torch.library import wrap_triton
 
 from torchguard._watch.detect import PROBE_INF, PROBE_NAN
 
-# At most this many programs share a sample. Each reads a block of this many numbers at a time, by this many warps.
-_PROGRAMS, _BLOCK, _WARPS = 128, tl.constexpr(4_096), 8
+# About this many programs run, and at most so many share a sample. Each reads a block of this many numbers at a time,
+# by this many warps. (Measured on an H200: more programs of fewer blocks read at half the speed.)
+_PROGRAMS, _PROGRAMS_A_SAMPLE, _BLOCK, _WARPS = 1_024, 128, tl.constexpr(4_096), 8
 # The number of vector pieces that one program of `_zero_nonfinite_kernel` handles.
 _PIECES = tl.constexpr(2)
 _INF, _NAN = tl.constexpr(PROBE_INF), tl.constexpr(PROBE_NAN)
@@ -38,8 +39,9 @@ def _mask_gradient_kernel(grad, table, first, counts_offset, length, programs):
         at = start + within
         numbers = tl.load(grad + sample * length + at, mask=at < length, other=0.0)
         largest = tl.maximum(largest, _magnitude_bits(numbers))
-    inf = _magnitude_bits(tl.full([_BLOCK], float("inf"), dtype=grad.dtype.element_ty))
-    worst = tl.max(tl.where(largest > inf, 2, tl.where(largest == inf, 1, 0)), 0)
+    most = tl.max(largest, 0)
+    inf = tl.max(_magnitude_bits(tl.full([1], float("inf"), dtype=grad.dtype.element_ty)), 0)
+    worst = tl.where(most > inf, 2, tl.where(most == inf, 1, 0))
     # The counter holds how many programs are done, how many saw Inf, and how many saw NaN (10 bits each). The program
     # that is done last therefore knows what all of them saw, and writes.
     probe = table + first + sample
@@ -65,7 +67,8 @@ def mask_gradient(grad: Tensor, table: Tensor, location: int, samples: int) -> N
         table: `(2, locations, samples)`: the gradients of the probes, and counters, which are zero before and after.
     """
     length, counts_offset = grad.numel() // samples, table.shape[1] * table.shape[2]
-    grid = (samples, min(_PROGRAMS, -(-length // _BLOCK.value)), 1)
+    programs = min(max(_PROGRAMS // samples, 1), _PROGRAMS_A_SAMPLE)
+    grid = (samples, min(programs, -(-length // _BLOCK.value)), 1)
     arguments = (grad, table, location * table.shape[2], counts_offset, length, grid[1])
     if length % 16 or grad.data_ptr() % 16 or table.data_ptr() % 16 or torch.version.cuda is None:
         _mask_gradient_kernel[grid](*arguments, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from torchguard._operators import define, use_operators
 from torchguard._torch.tensors import mutation_count
-from torchguard._torch.tracing import in_gradients_alone, in_transform, is_exporting, is_shape_only, is_traced
+from torchguard._torch.tracing import in_transform, is_exporting, is_shape_only, is_traced
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import (
     REVISION,
@@ -48,6 +48,7 @@ from torchguard._watch.detect import (
     skipped_status,
     without_neg_inf,
 )
+from torchguard._watch.finite_derivatives import finite_derivative
 from torchguard._watch.gradient_mask import masked_gradient
 from torchguard._watch.gradient_probes import ProbeTable, call_probes
 from torchguard._watch.zeros import can_zero_in_place, zero_in_place, zero_vectors
@@ -99,24 +100,6 @@ class _Replace(torch.autograd.Function):
         # Where a value was replaced the gradient is zero already: that sample's output was replaced, too.
         grad, probe = _backward(grad, *ctx.how)
         return grad, None, probe, None, None, None, None, None
-
-
-class _MaskInTransform(torch.autograd.Function):
-    """Zeros in every vector of the gradient that is not finite. Dynamo traces no `jvp` of an `autograd.Function`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(z: Tensor) -> Tensor:
-        return z.view_as(z)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        return None
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return zero_vectors(is_finite(row_status(grad)), grad)
 
 
 class _ReplaceInPlace(torch.autograd.Function):
@@ -196,8 +179,7 @@ def replace_nonfinite(
             return zero_vectors(is_finite(status), z), status
         if in_transform():
             finite = zero_vectors(is_finite(status), z)
-            masks = mask_gradient and in_gradients_alone()
-            return _MaskInTransform.apply(finite) if masks else finite, status  # pyright: ignore[reportReturnType]
+            return finite_derivative(finite, False) if mask_gradient else finite, status
         return _Replace.apply(z, status, None, mask_gradient, None, None, None, location), status  # pyright: ignore[reportReturnType]
     return _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
 
@@ -285,7 +267,7 @@ def call_replace_nonfinite(
     """
     size, lengths, along = (0, (), None) if batch is None else (batch.size, batch.lengths, batch.dim)
     how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
-    return REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, False, REVISION)
+    return REPLACE_NONFINITE(z, probes, location, size, lengths, along, rows, *how, False, (), REVISION)
 
 
 def _replace_nonfinite_op(
@@ -302,6 +284,7 @@ def _replace_nonfinite_op(
     in_place: bool,
     keep_neg_inf: bool,
     only_checks: bool,
+    norm_widths: Sequence[int],
     revision: int,
 ) -> tuple[Tensor, Tensor]:
     if is_shape_only(z):
@@ -310,7 +293,7 @@ def _replace_nonfinite_op(
     if is_argument and batch is not None and batch.is_unbatched(z.shape, rows):
         return z.view_as(z), skipped_status(empty_status(z))
     if only_checks:
-        return _checked(z, num_squares, keep_neg_inf)
+        return _checked(z, num_squares, keep_neg_inf, norm_widths)
     replaced, status = _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
     if status is not None:
         return replaced, status
@@ -321,7 +304,7 @@ def _replace_nonfinite_op(
     return same, skipped_status(before)
 
 
-def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool) -> tuple[Tensor, Tensor]:
+def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool, norm_widths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """`z` itself, and its status; a skipped one if it was checked just before."""
     limit, same = _limit(z.dtype, num_squares), z.view_as(z)
     before = _status_before(z, mask_gradient=False)
@@ -331,7 +314,7 @@ def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool) -> tuple[Tensor, T
     if before is not None and deferred_scan(before) is None:
         status = inf_from(before, limit, z.dtype)
     else:
-        status = deferrable_status(z, False, keep_neg_inf, limit)
+        status = deferrable_status(z, False, keep_neg_inf, norm_widths, limit)
     if not keep_neg_inf:
         _remember(same, False, status)
     return same, status
@@ -340,6 +323,6 @@ def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool) -> tuple[Tensor, T
 REPLACE_NONFINITE = define(
     "replace_nonfinite(Tensor z, Tensor? probes, int location, SymInt size, SymInt[] lengths, int? along, int? rows, "
     "bool mask_gradient, int num_squares, bool is_argument, bool in_place, bool keep_neg_inf, bool only_checks, "
-    "int revision) -> (Tensor, Tensor)",
+    "int[] norm_widths, int revision) -> (Tensor, Tensor)",
     _replace_nonfinite_op,
 )

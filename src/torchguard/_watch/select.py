@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchguard._channel.codes import FREE_CODES, ErrorCode, code_named
 from torchguard._torch.modules import mixes_samples
@@ -279,3 +280,10 @@ def argument_names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
 def is_mask(name: str) -> bool:
     """Whether a keyword argument is a mask, by its name."""
     return _MASK.search(name) is not None
+
+
+def norm_widths(model: nn.Module) -> tuple[int, ...]:
+    """The lengths of the vectors that layers named as norms scale, in a graph of the model: see `detect.scan`."""
+    norms = (module for module in model.modules() if "norm" in type(module).__name__.lower())
+    scales = (p for module in norms for p in module.parameters(recurse=False) if not is_lazy(p))
+    return tuple(sorted({p.shape[0] for p in scales if p.ndim == 1}))

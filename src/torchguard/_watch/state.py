@@ -23,7 +23,7 @@ from torchguard._watch.gradient_probes import region_probes
 from torchguard._watch.history import History
 from torchguard._watch.parts import enter_call, leave_call
 from torchguard._watch.plan import Call, OwnerPlan, Plans
-from torchguard._watch.select import Checks, argument_names
+from torchguard._watch.select import Checks, argument_names, norm_widths
 from torchguard._watch.summarize import CallSummary
 from torchguard.exceptions import WatchError
 from torchguard.locations._tracked import LocationTable
@@ -90,14 +90,14 @@ class WatchState:
         self.traced_record: CallRecord | None = None
         self.compiled_call: Any = None  # what `compile()` of the watched model made
         self.generation_call: Any = None  # what its `generate()` made
-        self.regions = regions
+        self.regions, self.norm_widths = regions, norm_widths(model)
         self.was_called = False  # whether the last call was one of the watched model, not of the plain one
         self.summary: CallSummary | None = None
         self.is_summary_lost = self.is_summary_of_graph = False
         self.poll = report.Poll()
         self.plans = Plans()
         self.export_plan: OwnerPlan | None = None  # while `export.py` exports the model
-        self.warned = False  # whether the user knows that the model mixes samples
+        self.warned: set[str] = set()  # what the user was told of the model: see `warn.py`
         self.has_half = False  # whether a call ran in float16
         self.gradient_hooks: dict[int, Any] = {}  # by id of the parameter: see `finite_gradients.py`
         self.allocate(self.device)
@@ -163,7 +163,9 @@ class WatchState:
         probes = self.probes if can_probe and holds(batch.size <= MAX_PROBED_BATCH) else None
         if probes is not None:
             probes = probes.view_as(probes) if probes.device == batch.device else None  # a view for this call alone
-        record = CallRecord(batch, self.checks, self.quarantine, len(self.paths), probes, owners, self.sample_of)
+        record = CallRecord(
+            batch, self.checks, self.quarantine, len(self.paths), probes, owners, self.sample_of, self.norm_widths
+        )
         if self.regions and probes is not None and use_operators():
             record.region_probes = region_probes(probes, batch.size, self.regions)
         return record
@@ -210,7 +212,7 @@ def unrecorded(model: Any) -> Iterator[None]:
     if watch is None:
         yield
         return
-    new = {"returns": "both", "history": History(), "warned": True, "running": Running()}
+    new = {"returns": "both", "history": History(), "warned": {"mixing", *watch.warned}, "running": Running()}
     before = {name: getattr(watch, name) for name in (*new, "summary", "is_summary_lost", "is_summary_of_graph")}
     watch.__dict__.update(new)
     try:

@@ -67,14 +67,26 @@ class CallSummary(NamedTuple):
     is_clean: bool = False
 
 
+class FaultHandling(NamedTuple):
+    """What a call does with faults, as far as its summary depends on it.
+
+    Args:
+        quarantine: whether the output of bad samples is replaced.
+        replaced: whether each fault was replaced when it was met, so that the next is a fault of its own.
+        mixes: whether the model may have mixed samples, so that a fault of one counts for all.
+    """
+
+    quarantine: bool
+    replaced: bool
+    mixes: bool
+
+
 def summarize(
     checked: RowStatuses,
     warnings: Tensor | None,
     location_ids: Tensor,
     batch: Batch,
-    quarantine: bool,
-    replaced: bool,
-    mixes: bool,
+    handling: FaultHandling,
     config: ErrorConfig,
     probes: Tensor | None,
 ) -> CallSummary:
@@ -83,19 +95,13 @@ def summarize(
     Args:
         warnings: see `CallSummary`.
         location_ids: the id of each location, followed by 0.
-        quarantine: whether the output of bad samples is replaced.
-        replaced: whether each fault was replaced when it was met, so that the next is a fault of its own.
-        mixes: whether the model may have mixed samples, so that a fault of one counts for all.
         probes: the gradient probes of the call, if it has any. Their backward pass is given the origins.
     """
     if use_operators():
-        found = _call_summarize(checked, probes, warnings, location_ids, batch, quarantine, replaced, mixes, config)
+        found = _call_summarize(checked, probes, warnings, location_ids, batch, handling, config)
         return CallSummary(*found, warnings)
     is_clean = warnings is None and _all_ok(checked.statuses)
-    if is_clean:
-        found = _clean(batch, config)
-    else:
-        found = _summarize(checked, warnings, location_ids, batch, quarantine, replaced, mixes, config)
+    found = _clean(batch, config) if is_clean else _summarize(checked, warnings, location_ids, batch, handling, config)
     set_origins(probes, found[1])
     return CallSummary(*found, warnings, None, is_clean)
 
@@ -105,20 +111,18 @@ def _summarize(
     warnings: Tensor | None,
     location_ids: Tensor,
     batch: Batch,
-    quarantine: bool,
-    replaced: bool,
-    mixes: bool,
+    handling: FaultHandling,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     """Flags and origins."""
     f = zero_flags(batch.size, batch.device, config.flag_dtype, config)
     room = capacity(f, config)
-    most = max(1, min(room // 2, len(checked.statuses))) if replaced else 1
-    fault, check, position, times = earliest_faults(checked, batch, most, mixes)
+    most = max(1, min(room // 2, len(checked.statuses))) if handling.replaced else 1
+    fault, check, position, times = earliest_faults(checked, batch, most, handling.mixes)
     location = lookup(check, [*checked.locations, -1])
     location_bits = location_ids.to(location.device)[location] << LOCATION_SHIFT
     slots = torch.where(fault == OK, 0, location_bits | lookup(fault, _FAULT_SLOTS))
-    if quarantine:
+    if handling.quarantine:
         slots = torch.stack([slots, torch.where(fault == OK, 0, location_bits | _FALLBACK)], 1).flatten(0, 1)
     if warnings is not None:
         slots = _empty_last(torch.cat([slots, _warning_slots(warnings, location_ids)]))
@@ -196,16 +200,12 @@ def _call_summarize(
     warnings: Tensor | None,
     location_ids: Tensor,
     batch: Batch,
-    quarantine: bool,
-    replaced: bool,
-    mixes: bool,
+    handling: FaultHandling,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     """Call the operator `summarize_call`."""
     samples = (batch.size, batch.lengths, batch.dim, batch.device)
-    return _SUMMARIZE_CALL(
-        *checked, probes, warnings, location_ids, *samples, quarantine, replaced, mixes, *_layout(config), REVISION
-    )
+    return _SUMMARIZE_CALL(*checked, probes, warnings, location_ids, *samples, *handling, *_layout(config), REVISION)
 
 
 def _summarize_call_op(
@@ -229,7 +229,8 @@ def _summarize_call_op(
 ) -> tuple[Flags, Tensor]:
     checked, batch = RowStatuses(statuses, locations, rows), Batch(size, tuple(lengths), dim, device)
     config = _config(dtype, slots, transposes_from)
-    found = _summarize_traced(checked, warnings, location_ids, batch, quarantine, replaced, mixes, config)
+    handling = FaultHandling(quarantine, replaced, mixes)
+    found = _summarize_traced(checked, warnings, location_ids, batch, handling, config)
     set_origins(probes, found[1])
     return found
 
@@ -239,9 +240,7 @@ def _summarize_traced(
     warnings: Tensor | None,
     location_ids: Tensor,
     batch: Batch,
-    quarantine: bool,
-    replaced: bool,
-    mixes: bool,
+    handling: FaultHandling,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     if is_shape_only(checked.statuses[0]):
@@ -249,7 +248,7 @@ def _summarize_traced(
     checked = checked.only([i for i, status in enumerate(checked.statuses) if not is_skipped(status)])
     statuses, locations, rows = checked
     if not statuses or compiles_summary(batch.device) or not is_traced(statuses[0]):
-        return _summarize(checked, warnings, location_ids, batch, quarantine, replaced, mixes, config)
+        return _summarize(checked, warnings, location_ids, batch, handling, config)
     sources = {i: one.tensor for i, one in enumerate(map(deferred_scan, statuses)) if one is not None}
     rest = [i for i in range(len(statuses)) if i not in sources]
     groups, alone = grouped(statuses, rows, batch, rest)
@@ -263,9 +262,7 @@ def _summarize_traced(
         warnings,
         location_ids,
         batch,
-        quarantine,
-        replaced,
-        mixes,
+        handling,
         config,
     )
 
@@ -286,9 +283,7 @@ def _call_summarize_eager(
     warnings: Tensor | None,
     location_ids: Tensor,
     batch: Batch,
-    quarantine: bool,
-    replaced: bool,
-    mixes: bool,
+    handling: FaultHandling,
     config: ErrorConfig,
 ) -> tuple[Flags, Tensor]:
     """Call the operator `summarize_call_eager`.
@@ -303,7 +298,7 @@ def _call_summarize_eager(
     """
     samples = (batch.size, batch.lengths, batch.dim)
     return _SUMMARIZE_CALL_EAGER(
-        groups, alone, sources, numbers, warnings, location_ids, *samples, quarantine, replaced, mixes, *_layout(config)
+        groups, alone, sources, numbers, warnings, location_ids, *samples, *handling, *_layout(config)
     )
 
 
@@ -334,7 +329,8 @@ def _summarize_call_eager_op(
     statuses |= zip(in_sources, map(scan, sources), strict=True)
     order = sorted(statuses)
     checked = RowStatuses([statuses[i] for i in order], [locations[i] for i in order], [rows[i] for i in order])
-    return _summarize(checked, warnings, location_ids, batch, quarantine, replaced, mixes, config)
+    handling = FaultHandling(quarantine, replaced, mixes)
+    return _summarize(checked, warnings, location_ids, batch, handling, config)
 
 
 def _summarize_call_eager_shapes(*arguments: Any) -> tuple[Flags, Tensor]:

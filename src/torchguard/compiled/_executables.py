@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchguard._graphs.op_facts import PRODUCTS
+from torchguard._progress import progress_line
 from torchguard._torch import inductor, tensors, tracing
 from torchguard._torch.fakes import TRACING_LOCK, trace
 from torchguard.compiled._derivatives import decomposed_for, derivative_graph
@@ -62,7 +63,8 @@ class ProgramGraphs:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        with TRACING_LOCK:
+        with TRACING_LOCK, progress_line() as show:
+            show(f"{program.name}: tracing")
             self._forward = forward_graph(program)
         self.forward, self.has_autograd_function = self._forward.graph, self._forward.has_autograd_function
         self.outputs = output_values(self.forward)
@@ -181,7 +183,9 @@ class Executables:
     def _compile(self, kind: str) -> Run:
         with TRACING_LOCK:
             if kind not in self._runs:
-                self._runs[kind] = self.run(self.graphs[kind])
+                with progress_line() as show:
+                    show(f"{self.graphs.program.name}: compiling {kind} with {self.backend}")
+                    self._runs[kind] = self.run(self.graphs[kind])
             return self._runs[kind]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from torchguard._progress import progress_line
 from torchguard._torch import aot, nodes, ops
 from torchguard._torch.support import warn_of_missing
 from torchguard.device._device import Device
@@ -44,6 +45,19 @@ def check(
     modules = {"forward": forward, "backward": backward} if backward is not None else {"inference": forward}
     for name, module in modules.items():
         _require_fake_values(name, module)
+    with progress_line() as show:
+        show(f"check: decomposing for {device.name}")
+        outer = _device_graphs(modules, device, dynamo)
+        reports = []
+        for graph in (one for top in outer for one in (top, *_inner_graphs(top))):
+            show(f"check: the rules of {device.name} on the {graph.name} graph")
+            reports.append(_check_graph(graph, device, strict))
+    return DeviceReport(tuple(reports))
+
+
+def _device_graphs(modules: Mapping[str, fx.GraphModule], device: Device, dynamo: fx.GraphModule | None) -> list[Graph]:
+    """The graphs in the ops of a device, each with its memory plan and the names of its inputs."""
+    backward = modules.get("backward")
     inputs = nodes.inputs_of(dynamo) if dynamo is not None else ()
     table = _decompositions(device, is_training=backward is not None)
     decomposed = {name: _decomposed(module, table) for name, module in modules.items()}
@@ -51,18 +65,15 @@ def check(
     all_names = {node: name for names, _ in labels.values() for node, name in names.items()}
     saved: dict[int, int] = {}
     if backward is not None:
-        saved = saved_between(forward, backward)
+        saved = saved_between(modules["forward"], backward)
         plans = plan_step(decomposed["forward"], decomposed["backward"], saved, names=all_names)
     else:
         plans = (plan_memory(decomposed["inference"], names=all_names),)
     only_saved = {"forward": frozenset(saved.values())}
-    graphs = [
+    return [
         Graph(name, decomposed[name], plan, *labels[name], only_saved.get(name, frozenset()))
         for name, plan in zip(modules, plans, strict=True)
     ]
-    return DeviceReport(
-        tuple(_check_graph(one, device, strict) for graph in graphs for one in (graph, *_inner_graphs(graph)))
-    )
 
 
 def _warn_of_unknown_ops(device: Device) -> None:

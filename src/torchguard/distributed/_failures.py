@@ -2,15 +2,20 @@
 
 If a rank dies, a collective of the others fails with an error of the transport, such as "Connection closed by peer", or
 with a timeout. Neither names the rank. So while `name_failures` is active, a thread of each rank counts up a number in
-the store of the process group. A rank whose number stands still is dead. A rank that leaves the block by an exception
-writes that into the store, so that the others know what they waited for.
+the store of the process group. A rank whose number stands still is dead. Of a rank on the same machine, the system
+tells more, and at once: whether its process is there. A rank that leaves the block by an exception writes that into the
+store, so that the others know what they waited for.
 """
 
 import contextlib
+import json
+import os
+import platform
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -28,8 +33,8 @@ def name_failures(group: Group = None, *, interval: float = 1.0) -> Iterator[Non
     """In the block, an error of a collective names the ranks that caused it: `RankFailedError`.
 
     A rank that waits for another gets its error when the collective fails: at once if the connection is closed, and
-    after the timeout of the process group otherwise. Naming takes up to three intervals more. Put it around the
-    training loop, on every rank of the group.
+    after the timeout of the process group otherwise. Naming takes up to three intervals more, less if all ranks are on
+    one machine. Put it around the training loop, on every rank of the group.
 
     Args:
         group: the ranks that the block waits for; all by default.
@@ -46,6 +51,7 @@ def name_failures(group: Group = None, *, interval: float = 1.0) -> Iterator[Non
         is_transport = _is_of_transport(error)
         board.post("failed" if is_transport else "raised", f"{type(error).__name__}: {error}")
         causes = board.causes() if is_transport else {}
+        board.linger()
         if not causes:
             raise
         listed = "; ".join(f"rank {rank} {text}" for rank, text in causes.items())
@@ -74,7 +80,9 @@ class _Board:
         self._prefix = f"torchguard/{name}/{_entered[name]}"
         self._store = default_store()
         self._is_closed = threading.Event()
+        self._found: dict[int, str] = {}  # by another rank
         self._store.set(self._key("alive", self.rank), "0")
+        self._store.set(self._key("process", self.rank), _own_process())
         self._thread = threading.Thread(target=self._count, args=(default_store(),), daemon=True)
         self._thread.start()
 
@@ -87,6 +95,9 @@ class _Board:
             number += 1
             try:
                 store.set(self._key("alive", self.rank), str(number))
+                if not self._found and store.check([f"{self._prefix}/found"]):
+                    found = json.loads(store.get(f"{self._prefix}/found"))
+                    self._found = {int(rank): text for rank, text in found.items()}
             except dist.DistError:  # the store is gone, which the others notice as well
                 return
 
@@ -102,23 +113,40 @@ class _Board:
     def causes(self) -> dict[int, str]:
         """The ranks that a collective failed for, with what is known of each."""
         try:
-            return self._ended("raised") or self._ended("left") or self._dead() or self._absent()
+            found = self._ended("raised") or self._dead() or self._ended("left") or self._absent()
+            self._store.set(f"{self._prefix}/found", json.dumps(found))
+            return found
         except dist.DistError as error:
-            return {0: f"hosts the store of the process group, which is gone ({error})"} if self.rank else {}
+            if self._found or not _store_of_rank_0(self._store) or not self.rank:
+                return self._found
+            return {0: f"has ended: it hosts the store of the process group, which is gone ({error})"}
+
+    def linger(self) -> None:
+        """Keep the store for the others, if this rank hosts it, until each has read what it was that failed."""
+        if self.rank == 0 and _store_of_rank_0(self._store):
+            time.sleep(2 * self._interval)
 
     def _ended(self, how: str) -> dict[int, str]:
         """The ranks that are no longer in the block, by their own doing."""
         return {rank: text for rank, text in self._read("end").items() if text.startswith(how)}
 
     def _dead(self) -> dict[int, str]:
-        before, end = self._read("alive"), time.monotonic() + 3 * self._interval
-        silent = {*self._others}
+        processes, before = self._read("process"), self._read("alive")
+        end, silent = time.monotonic() + 3 * self._interval, dict.fromkeys(self._others, _RUNS)
         while silent and time.monotonic() < end:
             time.sleep(self._interval / 4)
             now, ended = self._read("alive"), self._read("end")
-            silent = {rank for rank in silent if now.get(rank) == before.get(rank) and rank not in ended}
-        text = f"died or is stopped: no sign of life for {3 * self._interval:g} s"
-        return self._ended("raised") or dict.fromkeys(sorted(silent), text)
+            silent = {
+                rank: _state(processes.get(rank, ""))
+                for rank in silent
+                if now.get(rank) == before.get(rank) and rank not in ended
+            }
+            if _ENDED in silent.values() and "" not in silent.values():  # of all others, the system tells
+                break
+        unknown = f"died or is stopped: no sign of life for {3 * self._interval:g} s"
+        return self._ended("raised") or {
+            rank: state or unknown for rank, state in sorted(silent.items()) if state != _RUNS
+        }
 
     def _absent(self) -> dict[int, str]:
         """Ranks that are alive, and did not fail in a collective as this one did."""
@@ -132,3 +160,43 @@ class _Board:
             if self._store.check([key]):
                 found[rank] = self._store.get(key).decode()
         return found
+
+
+def _store_of_rank_0(store: Any) -> bool:
+    """Whether the store ends with rank 0. That of `torchrun` is in its agent."""
+    while hasattr(store, "underlying_store"):  # of a PrefixStore
+        store = store.underlying_store
+    is_tcp = isinstance(store, dist.TCPStore)  # pyright: ignore[reportPrivateImportUsage]
+    return is_tcp and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+# What the system tells of a process.
+_RUNS, _STOPPED, _ENDED = "runs", "is stopped", "died: its process has ended"
+
+
+def _own_process() -> str:
+    """This process: machine, boot, namespace of ids, id and start. "" where the system does not tell."""
+    try:
+        boot, names = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), Path("/proc/self/ns/pid").readlink()
+        return f"{platform.node()} {boot} {names} {os.getpid()} {_stat(os.getpid())[19]}"
+    except OSError:
+        return ""
+
+
+def _state(process: str) -> str:
+    """What the system tells of a process; "" if it is one of another machine or container."""
+    *machine, pid, start = process.split() or ["", ""]
+    if not machine or machine != _own_process().split()[:-2]:
+        return ""
+    try:
+        found = _stat(int(pid))
+    except OSError:
+        return _ENDED
+    if found[0] in "ZX" or found[19] != start:
+        return _ENDED
+    return _STOPPED if found[0] in "Tt" else _RUNS
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on of a process; the start is the 20th (proc(5))."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -71,7 +71,8 @@ class RetryMixin:
             held: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
             module.__dict__["_held"] = held
             try:
-                losses = _call(wrapper, module, own, part, index)
+                with trainer.precision_plugin.train_step_context():  # autocast, which has ended before `backward`
+                    losses = _call(wrapper, module, own, part, index)
             finally:
                 module.__dict__["_held"] = None
             runs.append((_size(losses), held))
@@ -83,6 +84,19 @@ class RetryMixin:
             report = self.guard.backward(closure, batch, window=False, scaler=scaler)
         if not report.skipped:
             self._log_held(runs, report)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """As that of Lightning; a `GradScaler` is not asked to step where no sample was good, and keeps its scale."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # pyright: ignore[reportAttributeAccessIssue]
+
+        def closure() -> Any:
+            loss = optimizer_closure()
+            groups = optimizer.param_groups
+            # A GradScaler refuses to step without any gradient; None has Lightning's plugin not ask it to.
+            return loss if any(one.grad is not None for group in groups for one in group["params"]) else None
+
+        given = optimizer_closure if scaler is None else closure
+        super().optimizer_step(epoch, batch_idx, optimizer, given)  # pyright: ignore[reportAttributeAccessIssue]
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """As that of Lightning; within a step, held back until it is known which run of the step counts."""

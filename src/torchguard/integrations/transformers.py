@@ -114,6 +114,7 @@ class RetryMixin:
     retry_options: dict[str, Any] = {}  # noqa: RUF012 (a default, replaced by a subclass)
     guard: Retry | None = None
     _is_compared = False
+    _scale: float | None = None  # before a step that was skipped
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, count = super().get_batch_samples(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -136,9 +137,13 @@ class RetryMixin:
             self.guard = Retry(model, trainer.optimizer, **{"on_bad": _warn, **self.retry_options})
         if not self._is_compared:
             self._is_compared = self._compare_losses(model, self._window[0])
-        report = self.guard.backward(self._closure, self._window, window=True, scaler=trainer.accelerator.scaler)
-        self._window = []
-        if report.skipped and trainer.accelerator.scaler is not None:
+        scaler = trainer.accelerator.scaler
+        if self._scale is not None:
+            scaler.update(self._scale)
+        report = self.guard.backward(self._closure, self._window, window=True, scaler=scaler)
+        self._window, self._scale = [], None
+        if report.skipped and scaler is not None:
+            self._scale = scaler.get_scale()
             _have_scaler_skip(model)
         return zero if report.skipped else zero + report.loss
 
@@ -281,6 +286,9 @@ def _problem_type(model: Any) -> str | None:
 
 
 def _have_scaler_skip(model: nn.Module) -> None:
-    """Give one gradient an Inf: a `GradScaler` steps only with gradients, and skips the step if one is not finite."""
+    """Give one gradient an Inf: a `GradScaler` steps only with gradients, and skips the step if one is not finite.
+
+    It takes that for an overflow, and lowers its scale, which is set back before the next step.
+    """
     parameter = next(one for one in model.parameters() if one.requires_grad)
     parameter.grad = torch.full_like(parameter, torch.inf)

@@ -1,14 +1,16 @@
 """Checking many files: find them, read them, check them in several processes, and remember the results."""
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import shutil
+import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -160,30 +162,52 @@ def _check_files(
             sizes += len(content)
             waiting.append((file, content, longest))
     advance()
-    for (file, content, longest), found in zip(waiting, _checked(waiting, jobs), strict=True):
-        checked[file] = found
-        if store is not None:
-            store.put(key_of(content, longest), found)
-        advance()
+    with contextlib.closing(_checked(waiting, jobs)) as results:
+        for (file, content, longest), found in zip(waiting, results, strict=True):
+            checked[file] = found
+            if store is not None:
+                store.put(key_of(content, longest), found)
+            advance()
     return checked
 
 
-def _checked(waiting: list[tuple[str, bytes, int]], jobs: int) -> Iterator[Checked]:
+def _checked(waiting: list[tuple[str, bytes, int]], jobs: int) -> Generator[Checked, None, None]:
     if jobs < 2 or len(waiting) < _FEW:
         yield from (check_bytes(content, longest) for _, content, longest in waiting)
         return
     # Not forked: a process that has loaded torch has threads, and a fork of it may hang.
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
     done = 0
     try:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            contents = [content for _, content, _ in waiting]
-            for found in pool.map(check_bytes, contents, [longest for *_, longest in waiting], chunksize=8):
-                done += 1
-                yield found
+        contents = [content for _, content, _ in waiting]
+        with _interrupts_blocked():
+            results = pool.map(check_bytes, contents, [longest for *_, longest in waiting], chunksize=8)
+        for found in results:
+            done += 1
+            yield found
     except BrokenProcessPool as error:
         raise LintError(
             f"a process that checks files died near {waiting[done][0]}. Try again with --jobs 1."
         ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Have processes that are started in this block ignore Ctrl-C.
+
+    A terminal sends it to all processes, and a pool whose processes died of it may wait for them forever. Without it,
+    they end with the files that they have.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def read(file: str) -> bytes | str:

@@ -102,7 +102,7 @@ def _table_data(table: Table) -> dict[str, Any]:
     raw = [
         [to_data(row[i]) for row in table.rows] if is_number else None for i, is_number in enumerate(_numbers(table))
     ]
-    return {"rows": text, "raw": raw, "links": table.links}
+    return {"rows": text, "raw": raw, "links": table.links, "total": table.total or len(table.rows)}
 
 
 def _chart_data(block: Block) -> dict[str, Any]:

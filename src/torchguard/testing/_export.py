@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchguard._progress import progress_line
 from torchguard._pytrees import map_tensors, tensors_in
 from torchguard.exceptions import ExportCheckError
 
@@ -39,10 +40,12 @@ def check_exportable(model: nn.Module, example: Any, *, dynamic_batch: bool = Tr
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), progress_line() as show:
+            show(f"check_exportable: exporting {type(model).__name__}")
             program = _exported(model, args, kwargs, shapes if dynamic_batch else None)
             sizes = [*dict.fromkeys((batch, batch + 1, 2))] if dynamic_batch else [batch]
             for size in sizes:
+                show(f"check_exportable: comparing for a batch of {size}")
                 _compare(model, program, _resized((args, kwargs), batch, size), size)
     finally:
         for module, mode in modes:

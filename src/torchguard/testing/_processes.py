@@ -48,17 +48,20 @@ def run_ranks(function: Callable[..., Result], *args: Any, size: int = 2, timeou
 Outcome = tuple[str, Any]  # "returned" and a value; "raised" and text; "died" or "hangs" and a note
 
 
-def outcomes(function: Callable[..., Any], *args: Any, size: int, timeout: float) -> list[Outcome]:
-    """What became of each rank that called a function."""
+def outcomes(
+    function: Callable[..., Any], *args: Any, size: int, timeout: float, init_method: str | None = None
+) -> list[Outcome]:
+    """What became of each rank that called a function. They meet in a file, or as `init_method` says."""
     if dist.is_initialized():
         raise RankFailedError("run_ranks: this process belongs to a process group already. Destroy it first.", {})
     context = multiprocessing.get_context("fork")
     ranks = []
     with tempfile.TemporaryDirectory(prefix="torchguard") as folder:
+        meeting = init_method or f"file://{Path(folder, 'store')}"
         try:
             for rank in range(size):
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_run, args=(function, args, rank, size, folder, timeout / 2, sender))
+                process = context.Process(target=_run, args=(function, args, rank, size, meeting, timeout / 2, sender))
                 with warnings.catch_warnings():  # Python 3.12 warns of threads, torch's among them
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
@@ -73,12 +76,12 @@ def outcomes(function: Callable[..., Any], *args: Any, size: int, timeout: float
 
 
 def _run(
-    function: Callable[..., Any], args: Any, rank: int, size: int, folder: str, timeout: float, sender: Any
+    function: Callable[..., Any], args: Any, rank: int, size: int, meeting: str, timeout: float, sender: Any
 ) -> None:
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=timeout)
     try:
-        dist.init_process_group("gloo", f"file://{Path(folder, 'store')}", limit, size, rank)
+        dist.init_process_group("gloo", meeting, limit, size, rank)
         outcome: Outcome = "returned", function(*args)
         sent = pickle.dumps(outcome)
     except BaseException:

@@ -11,7 +11,7 @@
     return made;
   };
   const dataOf = holder => JSON.parse(holder.querySelector(":scope > script.data").textContent);
-  const charts = [];
+  const charts = [], printers = [];  // functions that draw a chart; what to do before and after printing
 
   // Theme: as the system says, or as the reader chooses.
   const themes = ["auto", "light", "dark"];
@@ -19,7 +19,7 @@
   const setTheme = theme => {
     if (theme === "auto") delete root.dataset.theme; else root.dataset.theme = theme;
     button.textContent = `Theme: ${theme}`;
-    charts.forEach(chart => chart.draw && chart.draw());
+    charts.forEach(draw => draw());
   };
   button.hidden = false;
   button.addEventListener("click", () => {
@@ -51,16 +51,16 @@
   byId.forEach((_, id) => { const at = document.getElementById(id); if (at) spy.observe(at); });
 
   // Long tables: a filter over all cells, sorting by a column, pages.
-  const PAGE = 50;
+  const PAGE = 50, PRINTED = 500;
   const startTable = holder => {
     const data = dataOf(holder), body = holder.querySelector("tbody"), heads = [...holder.querySelectorAll("th")];
     const tools = holder.querySelector(".tools"), input = tools.querySelector("input"), count = tools.querySelector(".count");
     const [previous, next] = tools.querySelectorAll("button"), more = holder.querySelector(":scope > .more");
     const numeric = heads.map(head => head.classList.contains("number"));
     const search = data.rows.map(row => row.join("\n").toLowerCase());
-    let shown = data.rows.map((_, i) => i), page = 0;
+    let shown = data.rows.map((_, i) => i), page = 0, size = PAGE;
     const draw = () => {
-      const rows = shown.slice(page * PAGE, (page + 1) * PAGE).map(i => {
+      const rows = shown.slice(page * size, (page + 1) * size).map(i => {
         const row = element("tr");
         data.rows[i].forEach((text, j) => {
           const cell = element("td", undefined, numeric[j] ? "number" : text.length <= 24 ? "short" : "");
@@ -74,7 +74,7 @@
         return row;
       });
       body.replaceChildren(...rows);
-      const last = Math.max(1, Math.ceil(shown.length / PAGE));
+      const last = Math.max(1, Math.ceil(shown.length / size));
       count.textContent = `${shown.length.toLocaleString("en")} of ${data.rows.length.toLocaleString("en")} rows` +
         (last > 1 ? `, page ${page + 1} of ${last}` : "");
       previous.disabled = page === 0;
@@ -116,8 +116,22 @@
     previous.addEventListener("click", () => { page--; draw(); });
     next.addEventListener("click", () => { page++; draw(); });
     tools.hidden = false;
-    if (more && data.rows.length > 50) more.remove();
-    draw();
+    const sayLeftOut = (rows, why) => {
+      more.hidden = rows <= 0;
+      more.textContent = `… and ${rows.toLocaleString("en")} more rows, which ${why}.`;
+    };
+    const restore = () => {
+      [page, size] = [0, PAGE];
+      sayLeftOut(data.total - data.rows.length, "are not in this page");
+      draw();
+    };
+    const print = () => {
+      [page, size] = [0, PRINTED];
+      sayLeftOut(data.total - Math.min(shown.length, PRINTED), "are not printed");
+      draw();
+    };
+    printers.push({ print, restore });
+    restore();
     holder.dataset.ready = "true";
   };
 
@@ -156,6 +170,7 @@
   });
 
   // Charts.
+  const PAPER = 720;  // the width of a page in CSS pixels, without its margins
   const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
   const format = (value, unit) => {
     if (value === null || value === undefined) return "";
@@ -415,9 +430,25 @@
     });
     canvas.addEventListener("blur", () => drawn && drawn.dispatchAction({ type: "hideTip" }));
     draw();
-    charts.push({ draw });
+    // Chromium prints only the top one of several canvases that lie upon each other: a chart is printed as one image.
+    let printed = null;
+    const print = () => {
+      draw();
+      drawn.resize({ width: PAPER, height: canvas.clientHeight });
+      printed = drawn.renderToCanvas({ pixelRatio: 2, backgroundColor: style("--ground") });
+      printed.className = "printed";
+      printed.removeAttribute("style");
+      canvas.after(printed);
+      figure.classList.add("printing");
+    };
+    const restore = () => {
+      if (printed) printed.remove();
+      figure.classList.remove("printing");
+    };
+    charts.push(draw);
+    printers.push({ print, restore });
   };
-  // A chart or a long table is started when it comes near the view; all charts are before the page is printed.
+  // A chart or a long table is started when it comes near the view; all that is visible is before the page is printed.
   const waiting = new Set(document.querySelectorAll("figure.chart, .table.long"));
   const begin = one => { if (waiting.delete(one)) (one.matches(".chart") ? startChart : startTable)(one); };
   const near = new IntersectionObserver(entries => {
@@ -426,15 +457,17 @@
   waiting.forEach(one => near.observe(one));
   let opened = [], chosen;
   addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details.section:not([open])")];
+    // Listings are long: those are printed that the reader has opened.
+    opened = [...document.querySelectorAll("details.section:not([open])")].filter(one => !one.querySelector(".code"));
     opened.forEach(one => { one.open = true; });
     chosen = root.dataset.theme;
     root.dataset.theme = "light";
-    [...waiting].filter(one => one.matches(".chart")).forEach(begin);
-    charts.forEach(chart => chart.draw());
+    [...waiting].filter(one => !one.closest("details:not([open])")).forEach(begin);
+    printers.forEach(one => one.print());
   });
   addEventListener("afterprint", () => {
     opened.forEach(one => { one.open = false; });
+    printers.forEach(one => one.restore());
     setTheme(chosen || "auto");
   });
   reveal();

@@ -18,10 +18,11 @@ from torchguard.compiled.certify.algebra._values import Value
 Weights = list[list[Fraction]]
 
 
-def _average_matrix(n: int, k: int, s: int, p: int, counts_padding: bool, has_partial: bool) -> Weights:
+def _average_matrix(n: int, kernel: int, stride: int, padding: int, counts_padding: bool, has_partial: bool) -> Weights:
     rows = []
-    for i in range(output_size(n, k, s, p, 1, has_partial)):
-        start, end = i * s - p, min(i * s - p + k, n + p)
+    for i in range(output_size(n, kernel, stride, padding, 1, has_partial)):
+        start = i * stride - padding
+        end = min(start + kernel, n + padding)
         inside = range(max(start, 0), min(end, n))
         size = end - start if counts_padding else len(inside)
         rows.append([Fraction(1, size) if j in inside else Fraction(0) for j in range(n)])

@@ -35,8 +35,8 @@ def _windows(inner: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilatio
     """The windows of a kernel over a plane of size `inner`; there are `outer` of them."""
     outside = math.prod(inner)
     flat, is_inside = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
-    for size, k, s, p, d, count in zip(inner, kernel, stride, padding, dilation, outer, strict=True):
-        at = (torch.arange(count) * s - p).unsqueeze(1) + torch.arange(k) * d
+    for size, width, step, pad, spread, count in zip(inner, kernel, stride, padding, dilation, outer, strict=True):
+        at = (torch.arange(count) * step - pad).unsqueeze(1) + torch.arange(width) * spread
         within = (at >= 0) & (at < size)
         flat = (flat[:, None, :, None] * size + at[None, :, None, :]).flatten(0, 1).flatten(1, 2)
         is_inside = (is_inside[:, None, :, None] & within[None, :, None, :]).flatten(0, 1).flatten(1, 2)
@@ -123,18 +123,16 @@ def _convolution_call(
     rank = len(w) - 2
     if len(x) != rank + 2:
         raise UnsupportedError("a convolution without a batch dimension")
-    every = [
-        [sizes[0]] * rank if len(sizes) == 1 else list(sizes) for sizes in (stride, padding, dilation, output_padding)
-    ]
-    stride, padding, dilation, output_padding = every
+    options = (stride, padding, dilation, output_padding)
+    stride, padding, dilation, output_padding = (every_dim(sizes, rank) for sizes in options)
     kernel, plane = list(w[2:]), list(x[2:])
-    each = list(zip(plane, kernel, stride, padding, dilation, output_padding, strict=True))
+    each = zip(plane, kernel, stride, padding, dilation, strict=True)
     if transposed:
-        inner = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in each]
+        inner = [_transposed_size(*sizes) + more for sizes, more in zip(each, output_padding, strict=True)]
         outer = plane
     else:
         inner = plane
-        outer = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in each]
+        outer = [output_size(*sizes, has_partial=False) for sizes in each]
     return _Convolution(_windows(inner, kernel, stride, padding, dilation, outer), groups, transposed)
 
 
@@ -177,10 +175,17 @@ def _convolution_backward(
     )
 
 
-def output_size(n: int, k: int, s: int, p: int, d: int, has_partial: bool) -> int:
-    count = (n + 2 * p - d * (k - 1) - 1 + (s - 1 if has_partial else 0)) // s + 1
+def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int, has_partial: bool) -> int:
+    """How many windows there are along a dim. The last one may be partial."""
+    room = size + 2 * padding - dilation * (kernel - 1) - 1 + (stride - 1 if has_partial else 0)
+    count = room // stride + 1
     # torch drops a window that starts in the padding after the end.
-    return count - 1 if has_partial and (count - 1) * s >= n + p else count
+    return count - 1 if has_partial and (count - 1) * stride >= size + padding else count
+
+
+def _transposed_size(count: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """The smallest size along a dim that has `count` windows."""
+    return (count - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1
 
 
 def every_dim(sizes: Sizes | int, rank: int, default: Sizes = ()) -> list[int]:
@@ -195,7 +200,9 @@ def _max_pool_windows(
     stride, padding, dilation = every_dim(stride, rank, kernel), every_dim(padding, rank), every_dim(dilation, rank)
     plane = x.shape[-rank:]
     each = zip(plane, kernel, stride, padding, dilation, strict=True)
-    return _windows(plane, kernel, stride, padding, dilation, [output_size(*sizes, ceil_mode) for sizes in each])
+    return _windows(
+        plane, kernel, stride, padding, dilation, [output_size(*sizes, has_partial=ceil_mode) for sizes in each]
+    )
 
 
 def _im2col(x: Value, kernel: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes) -> Value:
@@ -211,15 +218,17 @@ def _col2im(x: Value, sizes: Sizes, kernel: Sizes, dilation: Sizes, padding: Siz
 
 def _column_windows(plane: Sizes, kernel: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes) -> Windows:
     each = zip(plane, kernel, stride, padding, dilation, strict=True)
-    return _windows(plane, kernel, stride, padding, dilation, [output_size(*sizes, False) for sizes in each])
+    return _windows(
+        plane, kernel, stride, padding, dilation, [output_size(*sizes, has_partial=False) for sizes in each]
+    )
 
 
 def _adaptive_windows(plane: Sizes, sizes: Sizes) -> Windows:
     """The windows of adaptive pooling, which differ in size: the smaller ones are filled up with padding."""
     outside, rows = math.prod(plane), [[0]]
-    for n, m in zip(plane, sizes, strict=True):
-        spans = [range(i * n // m, -(-(i + 1) * n // m)) for i in range(m)]
-        rows = [[at * n + j for at in row for j in span] for row in rows for span in spans]
+    for size, count in zip(plane, sizes, strict=True):
+        spans = [range(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+        rows = [[at * size + j for at in row for j in span] for row in rows for span in spans]
     longest = max(map(len, rows))
     positions = torch.tensor([row + [outside] * (longest - len(row)) for row in rows])
     return Windows(positions, tuple(plane), tuple(sizes))
