@@ -1,8 +1,8 @@
 """Training steps: many tensors in one kernel, and what a step leaves on parameters, optimizers and DDP.
 
 Everything here is required but `steps_in_backward`, `communication_hooks`, `skips_on_device`, `has_step_hooks`,
-`has_step_of_its_own`, `functions_of_operators`, `names_of_unsaved_buffers` and `reset_sharded`, whose docstrings say
-what happens where torch lacks a name. torch 2.11 to 2.15 have all of the others.
+`has_step_of_its_own`, `functions_of_operators`, `names_of_unsaved_buffers`, `reset_sharded`, and those that read hooks,
+whose docstrings say what happens where torch lacks a name. torch 2.11 to 2.15 have all of the others.
 """
 
 import functools
