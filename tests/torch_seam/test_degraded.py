@@ -138,17 +138,17 @@ class TestTracing:
         asked(x)
         assert found == [True, False]
 
-    def test_without_the_stack_of_transforms_none_counts_as_one_of_gradients(self, monkeypatch):
+    def test_without_the_stack_of_transforms_none_counts_as_forward_mode(self, monkeypatch):
         found = []
 
         def function(x):
-            found.append(tracing.in_gradients_alone())
+            found.append(tracing.forward_depth())
             return x.sum()
 
-        torch.func.grad(function)(torch.ones(2))
+        torch.func.jacfwd(function)(torch.ones(2))
         monkeypatch.delattr(torch._C._functorch, "get_interpreter_stack")
-        torch.func.grad(function)(torch.ones(2))
-        assert found == [True, False]
+        torch.func.jacfwd(function)(torch.ones(2))
+        assert found == [1, 0]
 
 
 class TestTensors:
