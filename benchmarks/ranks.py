@@ -1,73 +1,110 @@
 """A step's digest at 8, 1,024 and 16,384 ranks: measured parts, and a simulation of the messages.
 
-Measured here: what a rank computes for its digest, and one small reduction of gloo on the loopback device. Simulated:
-a reduction by recursive doubling, as NCCL's trees need log2(ranks) rounds too, against a gather in a ring, which needs
-ranks - 1 rounds. A message takes `--latency` microseconds, and its bytes at `--bandwidth`; ranks arrive up to
-`--jitter` microseconds apart. What is reported is the time from the arrival of the last rank until all ranks have the
-result.
+Measured here: what a rank computes for a digest of a group of that size, by the real function in a group whose
+collectives send nothing; the bytes that it would send; and small reductions of gloo on the loopback device, by size.
+
+Simulated: a reduction by recursive doubling, as NCCL's trees need log2(ranks) rounds too, against a gather in a ring,
+which needs ranks - 1 rounds. Assumed of the network: a message takes `--latency` microseconds, and its bytes at
+`--bandwidth`; ranks arrive up to `--jitter` microseconds apart. The time of a digest is what a rank computes, and the
+time from the arrival of the last rank until all ranks have the result.
 """
 
 import argparse
 import math
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from record import RESULTS, environment, write
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchguard import distributed, err
+from torchguard.distributed import _digest
 from torchguard.testing import run_ranks
 
-COUNTS, STEP_AND_TABLE, RANKS_PER_NUMBER = 19, 128, 45  # of a digest: see `torchguard.distributed.digest`
-GATHERED = COUNTS + 3  # what each rank would send to a gather: counts, its first error, the step, the table
+RANKS = (8, 1_024, 16_384)
+BATCHES = (32, 1_024)
+MESSAGES = (8, 1_024, 4_096, 65_536)  # bytes
 
 
-def digest_bytes(ranks: int) -> int:
-    return 8 * (COUNTS + STEP_AND_TABLE + math.ceil(ranks / RANKS_PER_NUMBER))
+def flags(batch: int) -> torch.Tensor:
+    return err.push(err.new_t(batch), err.NAN, location=200, where=torch.arange(batch) == 3)
 
 
-def measured_locally(batch: int) -> float:
-    """Microseconds of `digest` without a process group."""
-    f = err.push(err.new_t(batch), err.NAN, location=200, where=torch.arange(batch) == 3)
-    return min(_timed(lambda: distributed.digest(f), 20) for _ in range(10))
+def part_bytes() -> int:
+    """What each rank would send to a gather of the same content: counts, its first error, the step, the table."""
+    return 8 * (len(_digest._counts(flags(1))) + 3)
 
 
-def measured_on_gloo(size: int) -> tuple[float, float, float]:
-    """Microseconds of one small reduction, of a digest, and of a gather of 32 samples' flags, on local gloo ranks."""
-
-    def measure() -> tuple[float, float, float]:
-        numbers, f = torch.zeros(digest_bytes(size) // 8, dtype=torch.float64), err.new_t(32)
-        calls = (
-            lambda: dist.all_reduce(numbers),
-            lambda: distributed.digest(f),
-            lambda: distributed.gather_flags(f, rows=32),
-        )
-        return tuple(min(_timed(call, 20) for _ in range(5)) for call in calls)  # pyright: ignore[reportReturnType]
-
-    return tuple(np.median(run_ranks(measure, size=size, timeout=300), axis=0).tolist())
-
-
-def _timed(call, repeat: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeat):
-        call()
-    return (time.perf_counter() - start) / repeat * 1e6
+def measured_locally(ranks: int) -> dict[str, Any]:
+    """Microseconds of a digest in a group of so many ranks that sends nothing, and the bytes that it would send."""
+    dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
+    try:
+        sent: list[int] = []
+        reduce = dist.all_reduce
+        dist.all_reduce = lambda x, **options: sent.append(x.nbytes)
+        distributed.digest(flags(32), step=0)
+        dist.all_reduce = reduce
+        times = {batch: _fastest(lambda f: distributed.digest(f, step=0), flags(batch)) for batch in BATCHES}
+    finally:
+        dist.destroy_process_group()
+    (size,) = sent
+    return {"bytes": size, "us by samples": {str(batch): round(us) for batch, us in times.items()}}
 
 
-def doubling(arrival: np.ndarray, latency: float) -> np.ndarray:
+def measured_on_gloo(size: int) -> dict[str, float]:
+    """Microseconds of reductions by their bytes, and of calls of ours with 32 samples, on local gloo ranks."""
+
+    def measure() -> dict[str, float]:
+        sent = [torch.zeros(count // 8, dtype=torch.float64) for count in MESSAGES]
+        found = {f"{x.nbytes} bytes": _fastest(dist.all_reduce, x) for x in sent}
+        calls = (distributed.agree, distributed.digest, distributed.gather_flags)
+        return found | {call.__name__: _fastest(call, flags(32)) for call in calls}
+
+    found = run_ranks(measure, size=size, timeout=300)
+    return {name: round(float(np.median([one[name] for one in found]))) for name in found[0]}
+
+
+def _fastest(call: Any, x: torch.Tensor, rounds: int = 300, repeat: int = 2) -> float:
+    """Microseconds of a call, in the fastest of some rounds."""
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(repeat):
+            call(x)
+        found.append((time.perf_counter() - start) / repeat * 1e6)
+    return min(found)
+
+
+def doubling(arrival: np.ndarray, message: float) -> np.ndarray:
     """When each rank has the result of a reduction by recursive doubling."""
     times, ranks = arrival.copy(), np.arange(len(arrival))
     for level in range(int(math.log2(len(arrival)))):
-        times = np.maximum(times, times[ranks ^ (1 << level)]) + latency
+        times = np.maximum(times, times[ranks ^ (1 << level)]) + message
     return times
 
 
-def ring(arrival: np.ndarray, latency: float) -> np.ndarray:
+def ring(arrival: np.ndarray, message: float) -> np.ndarray:
     """When each rank has the parts of all others, each of which travels around the ring."""
     times = arrival.copy()
     for _ in range(len(arrival) - 1):
-        times = np.maximum(times, np.roll(times, 1)) + latency
+        times = np.maximum(times, np.roll(times, 1)) + message
     return times
+
+
+def simulated(ranks: int, sent: int, assumed: dict[str, float]) -> dict[str, float]:
+    """Microseconds from the arrival of the last rank until all have the result: reduced, and gathered in a ring."""
+    arrival = np.random.default_rng(0).uniform(0, assumed["us between first and last rank"], ranks)
+    rate = 1e3 * assumed["GB/s between two ranks"]  # bytes a microsecond
+    latency, part = assumed["us a message"], part_bytes()
+    return {
+        "reduced, us": round(float(doubling(arrival, latency + sent / rate).max() - arrival.max()), 1),
+        "gathered, us": round(float(ring(arrival, latency + part / rate).max() - arrival.max()), 1),
+        "gathered, bytes": part * ranks,
+    }
 
 
 def main() -> None:
@@ -75,24 +112,23 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=5.0, help="microseconds of one message")
     parser.add_argument("--bandwidth", type=float, default=12.5, help="gigabytes a second between two ranks")
     parser.add_argument("--jitter", type=float, default=200.0, help="microseconds between the first and last rank")
+    parser.add_argument("result", nargs="?", type=Path, default=RESULTS / "ranks.json")
     options = parser.parse_args()
-    for batch in (32, 1024):
-        print(f"digest of {batch} samples on one rank: {measured_locally(batch):.0f} us")
-    for size in (2, 4, 8):
-        reduction, digest, gather = measured_on_gloo(size)
-        print(f"gloo, {size} ranks: reduction {reduction:.0f} us, digest {digest:.0f} us, gather_flags {gather:.0f} us")
-    generator = np.random.default_rng(0)
-    print(f"simulated, {options.latency:g} us a message, {options.jitter:g} us of jitter:")
-    for ranks in (8, 1_024, 16_384):
-        arrival = generator.uniform(0, options.jitter, ranks)
-        sent, part = digest_bytes(ranks), 8 * GATHERED
-        rate = 1e3 * options.bandwidth  # bytes a microsecond
-        reduced = doubling(arrival, options.latency + sent / rate).max() - arrival.max()
-        gathered = ring(arrival, options.latency + part / rate).max() - arrival.max()
-        print(
-            f"{ranks:>6} ranks: digest {reduced:.0f} us, {sent} bytes a rank; gathered in a ring {gathered:.0f} us, "
-            f"{part * ranks} bytes a rank"
-        )
+    torch.set_num_threads(1)
+    assumed = {
+        "us a message": options.latency,
+        "GB/s between two ranks": options.bandwidth,
+        "us between first and last rank": options.jitter,
+    }
+    on_gloo = {str(size): measured_on_gloo(size) for size in (2, 4)}
+    digests = {}
+    for ranks in RANKS:
+        own = measured_locally(ranks)
+        digests[str(ranks)] = {**own, **simulated(ranks, own["bytes"], assumed)}
+        print(f"{ranks:>6} ranks: {digests[str(ranks)]}")
+    for size, found in on_gloo.items():
+        print(f"gloo, {size} ranks, us: {found}")
+    write({"environment": environment(), "assumed": assumed, "digest": digests, "gloo, us": on_gloo}, options.result)
 
 
 if __name__ == "__main__":

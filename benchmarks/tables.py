@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-_NAMES = ("README.md", "docs/benchmarks.md", "docs/certificates.md", "docs/retry.md")
+_NAMES = ("README.md", "docs/benchmarks.md", "docs/certificates.md", "docs/distributed.md", "docs/retry.md")
 PAGES = [Path(__file__).parents[1] / name for name in _NAMES]
 VARIANTS = ("modules", "quarantine")
 # The GPT of ours is measured by `watched.py gpu`, under other names.
@@ -96,7 +96,43 @@ def retry() -> str:
     return _table(head, rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"costs": costs, "host": host, "certificates": certificates, "retry": retry}
+def ranks() -> str:
+    """A digest at some numbers of ranks: what a rank computes, measured, and the messages, simulated."""
+    head = [
+        "ranks",
+        "a rank computes, measured: 32 / 1,024 samples",
+        "one reduction, simulated",
+        "the same gathered, simulated",
+        "bytes of a rank: reduction / gather",
+    ]
+    rows = []
+    for count, one in json.loads((RESULTS / "ranks.json").read_text())["digest"].items():
+        computed = " / ".join(map(_duration, one["us by samples"].values()))
+        times = [_duration(one[name]) for name in ("reduced, us", "gathered, us")]
+        rows.append([f"{int(count):,}", computed, *times, f"{one['bytes']:,} / {one['gathered, bytes']:,}"])
+    return _table(head, rows)
+
+
+def gloo() -> str:
+    """Small reductions of gloo by size, and calls of ours, on the machine of the benchmark."""
+    found = json.loads((RESULTS / "ranks.json").read_text())["gloo, us"]
+    names = [*next(iter(found.values()))]
+    head = ["gloo on one machine, measured", *[f"`{one}`" if "bytes" not in one else one for one in names]]
+    return _table(head, [[f"{size} ranks", *map(_duration, one.values())] for size, one in found.items()])
+
+
+def _duration(us: float) -> str:
+    return f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms" if us < 10_000 else f"{us / 1000:.0f} ms"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "costs": costs,
+    "host": host,
+    "certificates": certificates,
+    "retry": retry,
+    "ranks": ranks,
+    "gloo": gloo,
+}
 
 
 def _families() -> list[Row]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from torchguard import unwatch, watch
 from torchguard.exceptions import WatchError
@@ -36,6 +37,13 @@ def llama():
     return model
 
 
+def compiled_by(backend):
+    """Arguments of `generate` that compile the decode steps, on the CPU as well."""
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
+
+
 def served(model):
     config = ContinuousBatchingConfig(**SMALL)
     return {"generation_config": model.generation_config, "continuous_batching_config": config, "warmup": False}
@@ -47,20 +55,18 @@ def served(model):
         pytest.param({}, id="eager"),
         pytest.param({"num_beams": 2}, id="beams"),
         pytest.param({"num_beams": 2, "num_return_sequences": 2}, id="several answers"),
-        pytest.param({"cache_implementation": "static", "backend": "aot_eager"}, id="compiled", marks=pytest.mark.long),
+        pytest.param({"cache_implementation": "static"}, id="static cache"),
+        pytest.param(compiled_by("aot_eager"), id="compiled", marks=pytest.mark.long),
     ],
 )
 def test_generate_isolates_a_poisoned_request(how):
-    model, how = llama(), dict(how)
-    ids = torch.tensor(PROMPTS)
-    backend = how.pop("backend", None)
-    if backend:
-        how["compile_config"] = CompileConfig(backend=backend, mode=None, fullgraph=True)
-        how["compile_config"]._compile_all_devices = True
+    model, ids = llama(), torch.tensor(PROMPTS)
     good = model.generate(ids[[0, 2]], **{k: v for k, v in how.items() if k.startswith("num")})
     assert not good.eq(POISON).any()
     guarded = watch(model, quarantine=True, returns="output")
+    counters.clear()
     out = guarded.generate(ids, **how)
+    assert counters["stats"]["unique_graphs"] == ("compile_config" in how)  # transformers falls back silently
     by_request = out.view(3, -1, out.shape[1])
     assert torch.equal(by_request[[0, 2]].flatten(0, 1), good)
     marked = bad_requests(guarded, 3)
@@ -69,6 +75,16 @@ def test_generate_isolates_a_poisoned_request(how):
     assert bad_requests(guarded, 3, since=guarded.run_report().calls) == {}
     with pytest.raises(WatchError, match="7 requests cannot share"):
         bad_requests(guarded, 7)
+
+
+def test_one_watched_model_takes_every_kind_of_cache():
+    """An empty cache does not show its kind in tensors, and the model takes another way with each."""
+    model, ids = llama(), torch.tensor(PROMPTS)
+    guarded = watch(model, quarantine=True, returns="output")
+    for how in ({}, {"cache_implementation": "static"}, {"cache_implementation": "static", "max_new_tokens": 9}):
+        before = guarded.run_report().calls
+        guarded.generate(ids, **how)
+        assert {*bad_requests(guarded, 3, since=before)} == {1}
 
 
 def test_generate_of_a_model_whose_cache_has_no_length():
@@ -98,8 +114,8 @@ def test_continuous_batching_isolates_a_poisoned_request():
     assert not model._forward_hooks
 
 
-def test_a_request_that_goes_bad_while_it_decodes_is_isolated():
-    """The poisoned token is one that a request generates, and no other does."""
+def llama_with_a_poisoned_answer():
+    """A model, its answers to three requests before it is poisoned, and which token of the second answer is."""
     model = llama()
     prompts = torch.tensor([[1, 2, 3, 4], [8, 9, 10, 11], *([5, 6, 7, last] for last in range(12, 42))])
     answers = model.generate(prompts)
@@ -110,20 +126,46 @@ def test_a_request_that_goes_bad_while_it_decodes_is_isolated():
         for step, token in enumerate(answers[row, 4:-1].tolist())
         if step and token not in {*others, *answers[row, : 4 + step].tolist()}
     )
-    plain = answers[[0, row, 1]]
-    generated = plain[:, 4:].tolist()
     with torch.no_grad():
         model.model.embed_tokens.weight[token] = torch.inf
+    return model, answers[[0, row, 1]], step
+
+
+def test_a_request_that_goes_bad_while_it_decodes_is_isolated():
+    model, plain, step = llama_with_a_poisoned_answer()
     guarded = watch(model, quarantine=True, returns="output")
     out = guarded.generate(plain[:, :4])
     assert torch.equal(out[[0, 2]], plain[[0, 2]])
     marked = bad_requests(guarded, 3)
     assert {*marked} == {1}
     assert marked[1].step == step + 1
+    generated = plain[:, 4:].tolist()
     with RequestGuard(unwatch(guarded)) as guard:
         answers = model.generate_batch(plain[:, :4].tolist(), **served(model))
     assert [answers["req_0"].generated_tokens, answers["req_2"].generated_tokens] == [generated[0], generated[2]]
     assert {*guard.bad} == {"req_1"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_compiled_before", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_request_that_goes_bad_in_a_compiled_decode_step_is_isolated(backend, is_compiled_before):
+    """transformers keeps the compiled call on the model: one from before `watch` must not run in its place."""
+    model, plain, step = llama_with_a_poisoned_answer()
+    if is_compiled_before:
+        model.generate(plain[[0, 2], :4], **compiled_by(backend))
+    guarded = watch(model, quarantine=True, returns="output")
+    counters.clear()
+    for _ in range(2):
+        before = guarded.run_report().calls
+        out = guarded.generate(plain[:, :4], **compiled_by(backend))
+        assert torch.equal(out[[0, 2]], plain[[0, 2]])
+        marked = bad_requests(guarded, 3, since=before)
+        assert {*marked} == {1}
+        assert marked[1].step == before + step + 1
+        assert guarded.run_report().calls == before + 6  # the prefill and five decode steps
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 def test_requests_of_different_lengths_that_join_later():

@@ -138,17 +138,17 @@ class TestTracing:
         asked(x)
         assert found == [True, False]
 
-    def test_without_the_stack_of_transforms_none_counts_as_one_of_gradients(self, monkeypatch):
+    def test_without_the_stack_of_transforms_none_counts_as_forward_mode(self, monkeypatch):
         found = []
 
         def function(x):
-            found.append(tracing.in_gradients_alone())
+            found.append(tracing.forward_depth())
             return x.sum()
 
-        torch.func.grad(function)(torch.ones(2))
+        torch.func.jacfwd(function)(torch.ones(2))
         monkeypatch.delattr(torch._C._functorch, "get_interpreter_stack")
-        torch.func.grad(function)(torch.ones(2))
-        assert found == [True, False]
+        torch.func.jacfwd(function)(torch.ones(2))
+        assert found == [1, 0]
 
 
 class TestTensors:
@@ -561,6 +561,12 @@ class TestTraining:
         assert training.hooks_of(model) == [print, print]
         del model._forward_hooks
         assert training.hooks_of(model) == [print]
+
+    def test_hooks_of_tensors_in_other_attributes_are_not_seen(self):
+        weight = torch.ones(2, requires_grad=True)
+        weight.register_hook(print)
+        assert training.hooks_of_tensor(weight) == [print]
+        assert training.hooks_of_tensor(types.SimpleNamespace()) == []
 
     def test_hooks_of_all_modules_in_other_variables_are_not_seen(self, monkeypatch):
         handle = nn.modules.module.register_module_forward_hook(print)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchguard import err, flags
-from torchguard._watch import replace, unwatch, warn, watch
+from torchguard._watch import replace, unwatch, watch
 from torchguard._watch.gradient_probes import CallOrigins, CallProbes
 from torchguard.exceptions import CompileOnceWarning, WatchError
 
@@ -602,7 +602,6 @@ def test_in_float16_blocks_are_compiled_one_by_one_and_gradients_masked(how):
     call = torch.compile(guarded, backend="aot_eager", fullgraph=True)
     x = torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float16 if how == "half" else torch.float32)
     x[1] = 100  # exp overflows
-    warn._WARNED.clear()
     with torch.autocast("cpu", torch.float16, how == "autocast"), pytest.warns(CompileOnceWarning, match="float16"):
         out, f = call(x)
     assert err.is_err(f).tolist() == [False, True, False, False]

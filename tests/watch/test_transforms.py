@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import func, nn
 from torch.autograd.functional import hessian, jacobian
+from torch.utils._pytree import tree_leaves
 
 from torchguard import err
 from torchguard._watch import unwatch, watch
@@ -171,13 +172,11 @@ def test_jacobians_of_convolutions_and_of_recurrent_layers():
 
 
 def test_a_compiled_transform_in_quarantine_is_declared(x):
-    class Unheard(Flattening):
-        pass
-
-    guarded = watch(Unheard(), quarantine=True)
-    call = torch.compile(func.grad(lambda z: guarded(z)[0].sum()), backend="aot_eager")
-    with pytest.warns(MixedRowsWarning, match="all samples of the call are flagged"):
-        call(x)
+    for _ in range(2):  # each model of one class
+        guarded = watch(Flattening(), quarantine=True)
+        call = torch.compile(func.grad(lambda z: guarded(z)[0].sum()), backend="eager")  # noqa: B023
+        with pytest.warns(MixedRowsWarning, match="all samples of the call are flagged"):
+            call(x)
 
 
 class Between(nn.Module):
@@ -191,20 +190,65 @@ class Between(nn.Module):
         return self.head((self.first(x) * x[:, :1]).abs().sqrt() * x[:, 1:2].exp())
 
 
-@pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
-@pytest.mark.parametrize("mode", ["plain", "aot_eager"])
+class OwnParameters(nn.Module):
+    """The same with parameters that the model's own code uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (x @ self.first * x[:, :1]).abs().sqrt() * x[:, 1:2].exp() * self.scale
+
+
+def of_weights(model, transform):
+    """A transform of the loss as a function of the weights."""
+    weights = dict(model.named_parameters())
+    return lambda x: transform(lambda weights: func.functional_call(model, weights, (x,)).square().sum())(weights)
+
+
+DERIVATIVES = {
+    **TRANSFORMS,
+    "grad": lambda model: of_weights(model, func.grad),
+    "hessian": lambda model: of_weights(model, func.hessian),
+}
+
+
+@pytest.mark.parametrize("make", [Between, OwnParameters])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "per sample",
+        "hessian",
+        *[pytest.param(one, marks=pytest.mark.long) for one in ("grad", "jvp", "jacrev", "jacfwd")],
+    ],
+)
+def test_derivatives_of_a_compiled_transform_are_finite(make, name):
+    guarded = watch(make(), quarantine=True, returns="output")
+    call = torch.compile(DERIVATIVES[name](guarded), backend="aot_eager", fullgraph=True)
+    for column, value in [(0, NAN), (1, 1000.0), (0, 0.0)]:  # the last is a fault that the derivative alone has
+        x = torch.randn(4, 3)
+        x[2, column] = value
+        assert all(one.isfinite().all() for one in tree_leaves(call(x)))
+
+
 @pytest.mark.parametrize("fault", [(0, NAN), (1, 1000.0), (0, 0.0)])
-def test_gradients_of_a_compiled_transform_are_finite(fault, mode):
-    """`(0, 0.0)` is a fault that the backward pass creates."""
-    guarded, x = watch(Between(), quarantine=True), torch.randn(4, 3)
-    weights = dict(guarded.named_parameters())
-
-    def gradient(x):
-        return func.grad(lambda weights: func.functional_call(guarded, weights, x)[0].square().sum())(weights)
-
-    call = gradient if mode == "plain" else torch.compile(gradient, backend=mode, fullgraph=True)
+def test_gradients_of_a_transform_are_finite(fault):
+    guarded, x = watch(Between(), quarantine=True, returns="output"), torch.randn(4, 3)
     x[2, fault[0]] = fault[1]
-    assert all(grad.isfinite().all() for grad in call(x).values())
+    assert all(grad.isfinite().all() for grad in of_weights(guarded, func.grad)(x).values())
+
+
+@pytest.mark.parametrize("mode", ["plain", "eager"])
+def test_forward_mode_within_forward_mode_is_refused_in_quarantine(x, mode):
+    model = Flattening()
+    want = func.jacfwd(func.jacfwd(lambda x: model(x).square().sum()))(x)
+    watched = watch(copy.deepcopy(model), returns="output")
+    torch.testing.assert_close(func.jacfwd(func.jacfwd(lambda x: watched(x).square().sum()))(x), want)
+    guarded = watch(model, quarantine=True, returns="output")
+    call = func.jacfwd(func.jacfwd(lambda x: guarded(x).square().sum()))
+    with pytest.raises(Exception, match="forward mode within forward mode"):
+        (call if mode == "plain" else torch.compile(call, backend=mode))(x)
 
 
 class TimeFirst(nn.Module):

@@ -6,10 +6,11 @@ The attributes used here (`_modules`, `_forward_hooks`, `_orig_mod`, `_compiled_
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def mixes_samples(module: nn.Module) -> bool:
@@ -43,6 +44,16 @@ def remove_forward_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -
         for key in [key for key, hook in hooks.items() if is_ours(getattr(hook, "__self__", hook))]:
             del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def with_parameters(model: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Within it, a model has other tensors in place of its parameters; those that are shared stay shared.
+
+    `torch.func.functional_call` does this around a call. Here the call is under way, and its hooks have run. Required.
+    """
+    from torch.nn.utils.stateless import _reparametrize_module
+
+    return _reparametrize_module(model, tensors, tie_weights=True)
 
 
 def is_compiled_module(module: object) -> bool:

@@ -88,15 +88,13 @@ def in_transform() -> bool:
     return _functorch.maybe_current_level() is not None
 
 
-@constant_in_graphs
-def in_gradients_alone() -> bool:
-    """Whether all transforms of `torch.func` that are active take gradients (`grad`, `vjp`, `jacrev`).
+def forward_depth() -> int:
+    """How many forward-mode transforms of `torch.func` (`jvp`, `jacfwd`) are active, one within the other.
 
-    Under `vmap` and forward mode, Dynamo traces no `autograd.Function`. Degraded where torch names the stack
-    otherwise: False, and gradients are not masked in a compiled transform.
+    Degraded where torch names the stack of transforms otherwise: 0.
     """
     stack = getattr(_functorch, "get_interpreter_stack", lambda: None)() or []
-    return bool(stack) and all(one.key().name == "Grad" for one in stack)
+    return sum(one.key().name == "Jvp" for one in stack)
 
 
 def can_read(tensor: Tensor) -> bool:

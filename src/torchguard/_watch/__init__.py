@@ -45,6 +45,7 @@ from torchguard._torch.modules import (
 from torchguard._torch.settings import allow_side_effects_under_checkpoint, release_settings
 from torchguard._torch.support import warn_of_missing
 from torchguard._watch import hooks, regions, state, wrapper  # classes are looked up there: they may be reloaded
+from torchguard._watch.finite_derivatives import allow_in_graphs
 from torchguard._watch.report import Incident
 from torchguard._watch.select import (
     DEFAULT_CHECKS,
@@ -138,6 +139,7 @@ def watch(
         for location, path in enumerate(watched, start=1)
     }
     if quarantine:
+        allow_in_graphs()
         for path in protected_paths(model, watched, exclude):
             on_modules[path] = hooks.ModuleHooks(watch_state, enclosing_location(path, paths), modules[path], True)
     for path, locations in of_blocks.items():

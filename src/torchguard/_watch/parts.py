@@ -104,9 +104,9 @@ def run_other_checks(z: Tensor, call_record: CallRecord, location: int) -> None:
         call_record.warn(location, check.code, mask.flatten(1).any(-1) if mask.ndim > 1 else mask)
 
 
-def without_compiled_parts(model: nn.Module, quarantine: bool) -> AbstractContextManager[None]:
-    """In quarantine, have parts of a model that are compiled on their own run uncompiled. Warns of it once."""
-    if not quarantine or torch.compiler.is_compiling() or not has_compiled_parts(model):
+def without_compiled_parts(watch: Any) -> AbstractContextManager[None]:
+    """In quarantine, have parts of a watched model that are compiled on their own run uncompiled. Warns of it once."""
+    if not watch.quarantine or torch.compiler.is_compiling() or not has_compiled_parts(watch.model):
         return nullcontext()
-    warn_of_compiled_parts(type(model).__name__)
+    warn_of_compiled_parts(watch)
     return without_compiled_code()

@@ -363,17 +363,25 @@ def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
     modes = (torch.is_grad_enabled(), is_in_checkpoint(), *[module.training for module in modules])
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
-    plain += tuple([_cached_length(value) for value in (*args, *kwargs.values())])
+    plain += tuple([_cache_form(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
     return modes, sharding_of(modules), plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
 
 
-def _cached_length(value: Any) -> int | None:
-    """How many tokens a key-value cache of transformers holds, if its shapes tell: a decoding step depends on it."""
-    length = getattr(value, "get_seq_length", None)
+def _cache_form(value: Any) -> tuple[Any, ...] | None:
+    """The kind of a key-value cache of transformers, the tokens it holds and has room for: a call depends on all three.
+
+    An empty one has no tensors yet that would tell.
+    """
+    if not callable(getattr(value, "get_seq_length", None)):
+        return None
+    return type(value), *[_size_of(value, name) for name in ("get_seq_length", "get_max_length")]
+
+
+def _size_of(cache: Any, method: str) -> int | None:
     try:
-        found = length() if callable(length) else None
-    except ValueError:  # the states of recurrent layers (Mamba) have no length
+        found = getattr(cache, method)()
+    except (AttributeError, ValueError):  # the states of recurrent layers (Mamba) have no length
         return None
     return found if isinstance(found, int) else None
 

@@ -73,7 +73,9 @@ class Region:
         if not protect_regions():  # gradients of a region could be wrong
             return self.run(args, kwargs)
         if call_record.probes is not None and (_has_float16((args, kwargs)) or casts_to_float16()):
-            warn_of_float16(type(self.watch.model).__name__)
+            if not call_record.has_half_regions:
+                call_record.has_half_regions = True
+                warn_of_float16(type(self.watch.model).__name__)
             return self.run(args, kwargs)
         of_regions = call_record.region_probes
         probes = of_regions[self.number] if of_regions and self.number is not None else None

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from torchguard._operators import define, use_operators
 from torchguard._torch.tensors import mutation_count
-from torchguard._torch.tracing import in_gradients_alone, in_transform, is_exporting, is_shape_only, is_traced
+from torchguard._torch.tracing import in_transform, is_exporting, is_shape_only, is_traced
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import (
     REVISION,
@@ -48,6 +48,7 @@ from torchguard._watch.detect import (
     skipped_status,
     without_neg_inf,
 )
+from torchguard._watch.finite_derivatives import finite_derivative
 from torchguard._watch.gradient_mask import masked_gradient
 from torchguard._watch.gradient_probes import ProbeTable, call_probes
 from torchguard._watch.zeros import can_zero_in_place, zero_in_place, zero_vectors
@@ -99,24 +100,6 @@ class _Replace(torch.autograd.Function):
         # Where a value was replaced the gradient is zero already: that sample's output was replaced, too.
         grad, probe = _backward(grad, *ctx.how)
         return grad, None, probe, None, None, None, None, None
-
-
-class _MaskInTransform(torch.autograd.Function):
-    """Zeros in every vector of the gradient that is not finite. Dynamo traces no `jvp` of an `autograd.Function`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(z: Tensor) -> Tensor:
-        return z.view_as(z)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        return None
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return zero_vectors(is_finite(row_status(grad)), grad)
 
 
 class _ReplaceInPlace(torch.autograd.Function):
@@ -196,8 +179,7 @@ def replace_nonfinite(
             return zero_vectors(is_finite(status), z), status
         if in_transform():
             finite = zero_vectors(is_finite(status), z)
-            masks = mask_gradient and in_gradients_alone()
-            return _MaskInTransform.apply(finite) if masks else finite, status  # pyright: ignore[reportReturnType]
+            return finite_derivative(finite, False) if mask_gradient else finite, status
         return _Replace.apply(z, status, None, mask_gradient, None, None, None, location), status  # pyright: ignore[reportReturnType]
     return _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
 

@@ -97,7 +97,7 @@ class WatchState:
         self.poll = report.Poll()
         self.plans = Plans()
         self.export_plan: OwnerPlan | None = None  # while `export.py` exports the model
-        self.warned = False  # whether the user knows that the model mixes samples
+        self.warned: set[str] = set()  # what the user was told of the model: see `warn.py`
         self.has_half = False  # whether a call ran in float16
         self.gradient_hooks: dict[int, Any] = {}  # by id of the parameter: see `finite_gradients.py`
         self.allocate(self.device)
@@ -212,7 +212,7 @@ def unrecorded(model: Any) -> Iterator[None]:
     if watch is None:
         yield
         return
-    new = {"returns": "both", "history": History(), "warned": True, "running": Running()}
+    new = {"returns": "both", "history": History(), "warned": {"mixing", *watch.warned}, "running": Running()}
     before = {name: getattr(watch, name) for name in (*new, "summary", "is_summary_lost", "is_summary_of_graph")}
     watch.__dict__.update(new)
     try:

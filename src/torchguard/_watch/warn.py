@@ -1,13 +1,16 @@
-"""Warnings of `watch`: what it cannot tell, in words."""
+"""Warnings of `watch`: what it cannot tell, in words.
+
+In eager mode each is shown once for each watched model, in a graph whenever it is traced: what is written to the state
+of the model there happens only when the graph runs.
+"""
 
 import warnings
 from typing import Any
 
+import torch
+
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard.exceptions import CompileOnceWarning, MixedRowsWarning
-
-# Classes of models, by name, that were warned of once, and of what.
-_WARNED: set[tuple[str, str]] = set()
 
 
 def warn_of_mixing(model: str, problem: str | None) -> None:
@@ -22,8 +25,7 @@ def warn_of_mixing(model: str, problem: str | None) -> None:
 
 def warn_once_of_mixing(watch: Any, problem: str | None) -> None:
     """The same once for each watched model. `watch` is its state."""
-    if not watch.warned:
-        watch.warned = True
+    if _is_new(watch, "mixing"):
         warn_of_mixing(type(watch.model).__name__, problem)
 
 
@@ -37,46 +39,52 @@ def warn_of_recurrent_layer(model: str) -> None:
     )
 
 
-def warn_of_compiled_parts(model: str) -> None:
-    """Say, once for each class of models, that parts which are compiled on their own run uncompiled."""
-    _warn_once(
-        (model, "parts"),
-        f"watch: parts of {model} are compiled on their own. With quarantine they run uncompiled, because a graph of a "
-        "part does not show which samples a fault affects. Compile the watched model instead: guarded.compile(), with "
-        "compile_once=True for equal blocks.",
-        CompileOnceWarning,
-    )
+def warn_of_compiled_parts(watch: Any) -> None:
+    """Say once that parts which are compiled on their own run uncompiled."""
+    if _is_new(watch, "parts"):
+        warnings.warn(
+            f"watch: parts of {type(watch.model).__name__} are compiled on their own. With quarantine they run "
+            "uncompiled, because a graph of a part does not show which samples a fault affects. Compile the watched "
+            "model instead: guarded.compile(), with compile_once=True for equal blocks.",
+            CompileOnceWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_unfollowed(watch: Any) -> None:
+    """Say that a call is not followed."""
+    if torch.compiler.is_compiling() or _is_new(watch, "unfollowed"):
+        _warn_of_unfollowed(type(watch.model).__name__)
 
 
 @constant_in_graphs
-def warn_of_unfollowed(model: str) -> None:
-    """Say, once for each class of models, that a call is not followed."""
-    _warn_once(
-        (model, "unfollowed"),
+def _warn_of_unfollowed(model: str) -> None:
+    warnings.warn(
         f"watch: {model} is called in a compiled transform of torch.func, in an export or under another dispatch mode, "
         "where operations are not followed. It is not known which samples a bad one affects: all samples of the call "
-        "are flagged, and zero in the output. Gradients of parameters that the model's own code uses, and those under "
-        "a compiled vmap or forward mode, may not be finite. In eager mode, transforms are followed; torchguard.export "
-        "follows before it exports. torchguard.Retry is exact on any model.",
+        "are flagged, and zero in the output, and gradients that are not finite are zero. In eager mode, transforms "
+        "are followed; torchguard.export follows before it exports. torchguard.Retry is exact on any model.",
         MixedRowsWarning,
+        stacklevel=3,
     )
 
 
 @constant_in_graphs
 def warn_of_float16(model: str) -> None:
-    """Say, once for each class of models, that its blocks are compiled one by one.
+    """Say that the blocks of a model are compiled one by one.
 
     Float16 gradients are masked for samples that were bad going forward, which are not known inside a region.
     """
-    _warn_once(
-        (model, "float16"),
+    warnings.warn(
         f"watch: the blocks of {model} compute in float16. With quarantine, compile_once is not used there: each block "
         "is compiled on its own, which takes longer. Compute in bfloat16, or leave compile_once out.",
         CompileOnceWarning,
+        stacklevel=2,
     )
 
 
-def _warn_once(key: tuple[str, str], text: str, category: type[Warning]) -> None:
-    if key not in _WARNED:
-        _WARNED.add(key)
-        warnings.warn(text, category, stacklevel=3)
+def _is_new(watch: Any, what: str) -> bool:
+    """Whether a watched model was not warned of this before. It is noted."""
+    is_new = what not in watch.warned
+    watch.warned.add(what)
+    return is_new

@@ -23,6 +23,7 @@ from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
 from torchguard._watch.export import plan_of_transform
+from torchguard._watch.finite_derivatives import finite_arguments, refuse_nested_forward_mode, with_finite_derivatives
 from torchguard._watch.finite_gradients import (
     require_finite_gradients,
     require_in_graph,
@@ -57,6 +58,8 @@ class WatchedModel:
         forward = watch.instance_forward or super().forward  # pyright: ignore[reportAttributeAccessIssue]
         if watch.call_record is not None:  # the model calls itself
             return forward(*args, **kwargs)
+        if watch.quarantine and in_transform():
+            refuse_nested_forward_mode()
         ids = None if watch.takes_ids else kwargs.pop(IDS, None)
         batch = batch_of(args, kwargs, watch.batch_dim)
         if can_follow() and batch.size > (0 if watch.quarantine else 1):
@@ -72,7 +75,7 @@ class WatchedModel:
             if use_operators() and not is_surely(batch.size < (1 if watch.quarantine else 2)):
                 codes = codes_of_graph(watch, call_record, output)
             elif watch.quarantine and not is_surely(batch.size < 2):
-                warn_of_unfollowed(type(watch.model).__name__)
+                warn_of_unfollowed(watch)
                 call_record.set_rows([MIXED] * len(call_record.statuses))
                 codes = [MIXED] * len(tensors_in(output, objects=OBJECTS))
         mixes = watch.quarantine and codes is not None and MIXED in codes
@@ -99,10 +102,13 @@ class WatchedModel:
         watch = self._watch
         if use_operators():
             mark_arguments(args, kwargs, call_record.batch)
+        is_finite = watch.quarantine and torch.compiler.is_compiling() and not is_exporting() and in_transform()
+        args, kwargs = finite_arguments((args, kwargs)) if is_finite else (args, kwargs)
         args, kwargs = checked_inputs(args, kwargs, call_record, watch)
         watch.begin(call_record)
         try:
-            output = forward(*args, **kwargs)
+            with with_finite_derivatives(self) if is_finite else nullcontext():  # pyright: ignore[reportArgumentType]
+                output = forward(*args, **kwargs)
         finally:
             watch.end(call_record)
         return checked_output(self, output, call_record, len(watch.paths) - 1)
@@ -121,7 +127,7 @@ class WatchedModel:
         if protects and any(map(is_distributed, watch.model.parameters())):
             call_record.has_distributed = True
             require_of_module(watch, watch.model)
-        with without_compiled_parts(watch.model, watch.quarantine), owners.running(), uses:
+        with without_compiled_parts(watch), owners.running(), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         plan = watch.plans.finish(form, owners, output)
         if protects and plan.needs_hooks:
@@ -141,7 +147,7 @@ class WatchedModel:
         planned = PlannedCall(plan or NOTHING_KNOWN, compares=False, protects_all=not is_export)
         call_record = watch.new_record(batch, planned)
         uses = nullcontext() if is_export else UseMode(planned, call_record)
-        with without_compiled_parts(watch.model, watch.quarantine), uses:
+        with without_compiled_parts(watch), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         codes = planned.finish(output).outputs
         if not is_export and MIXED in codes and batch.size > 1:
