@@ -11,7 +11,7 @@ import pytest
 
 if os.environ.get("TORCHGUARD_CHECK_SHAPES"):
     # For eager tests only: a type checker inside traced code breaks the graph.
-    import tests.shape_checker  # the hook does not import it
+    import tests.shape_checker  # noqa: F401 (the hook does not import it)
     from jaxtyping import install_import_hook
 
     checked = "checks control distributed err _channel experimental flags locations _operators result testing training"
