@@ -1,5 +1,6 @@
 """Models as they are found: masks, regrouped batches, states, odd shapes, calls within calls."""
 
+import copy
 import gc
 import inspect
 
@@ -409,3 +410,11 @@ def test_a_model_with_flex_attention_is_not_compiled():
     guarded = watch(Flexible(), quarantine=True, returns="output")
     with pytest.raises(RuntimeError, match=r"flex_attention, after which Dynamo loses.*eager mode"):
         torch.compile(guarded, backend="aot_eager")(torch.randn(3, 4, 16))
+
+
+def test_the_garbage_collector_leaves_models_alone_that_only_watch_refers_to():
+    guarded, copied = watch(nn.Linear(2, 2)), watch(nn.Linear(2, 2))
+    plain, x = unwatch(copy.deepcopy(copied)), torch.ones(1, 2)
+    gc.collect()
+    assert torch.equal(guarded(x)[0], nn.functional.linear(x, guarded.weight, guarded.bias))
+    assert torch.equal(copied(x)[0], plain(x))
