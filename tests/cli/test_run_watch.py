@@ -11,6 +11,7 @@ from torch import nn
 
 from torchguard import guards
 from torchguard.cli import _views
+from torchguard.cli._run_report import values_of
 from torchguard.cli._terminal import console
 from torchguard.cli._watched import Watcher
 from torchguard.guards._section import inspection_data
@@ -316,9 +317,33 @@ def test_parameters_that_went_bad_are_named_instead_of_all_samples(watcher):
     (log,) = watcher.logs
     (one,) = log.incidents
     assert (one.call, one.incident.parameters) == (3, ("first.bias", "first.weight"))
-    assert "parameter first.bias and 1 more became non-finite after call 2" in str(one.incident)
+    assert "first.bias and 1 more became non-finite between calls 1 and 3, and every sample is bad" in str(one.incident)
     assert log.bad_calls == 2
     assert one.to_dict()["text"] == str(one.incident)
+
+
+def test_a_parameter_that_was_bad_from_the_start_is_named_beside_the_samples_that_it_makes_bad(watcher):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight[7] = float("inf")  # a row that only one sample reads
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.tensor([1, 2, 3]))
+    compiled(torch.tensor([1, 7, 3]))
+    (log,) = watcher.logs
+    parameter, sample = (str(one.incident) for one in log.incidents)
+    assert parameter.startswith("parameter 0.weight was non-finite before the first call, and of 3 samples 1 went bad")
+    assert sample.startswith("sample 1: INF at 0")
+
+
+def test_the_report_counts_samples_that_bad_parameters_made_bad(watcher):
+    train(Rooted(), steps=5)
+    watcher.finish()
+    section = values_of(watcher.logs[0])
+    answer, parameters, curve, where = section.blocks
+    assert answer.text == "9 samples were bad in 3 of 5 calls."
+    assert parameters.text.startswith("Call 3: parameter first.bias and 1 more became non-finite")
+    assert curve.series[0].values == (0, 0, 3, 3, 3)
+    assert where.rows == ("(origin not recorded)",)
 
 
 def test_quarantine_names_the_sample_and_the_module_of_a_fault_created_in_backward(watcher):

@@ -370,3 +370,41 @@ def test_primes_depend_on_the_graph_so_that_none_can_be_made_for_them():
         return x + term
 
     assert same(lambda x: x * 1.0, gamed, EIGHT).verdict is Verdict.FAIL
+
+
+def test_a_maximum_that_cancels_out_needs_no_outcomes():
+    def attention(x, w):
+        return F.softmax(x @ w @ x.mT, -1) @ x
+
+    graphs = graphs_of(attention, [torch.randn(48, 4), torch.randn(4, 4)])
+    assert any("amax" in str(node.target) for node in graphs.jvp.graph.nodes)
+    claims = check_derivatives(graphs.forward, graphs.jvp, graphs.vjp, differentiable=[True] * 2)
+    assert [claim.verdict for claim in claims] == [Verdict.PASS] * 2
+
+
+@pytest.mark.parametrize(
+    "is_wrong",
+    [
+        lambda x: (x.amax() - torch.cat([x[:1], x[2:]])).prod() != 0,
+        lambda x: x[1] == x.amax(),
+        lambda x: x.argmax() == 1,
+        lambda x: ((x - x.amax()).exp() == 1)[1],
+    ],
+    ids=["polynomial", "equal", "index", "exponential"],
+)
+def test_a_derivative_that_is_wrong_where_one_position_is_the_largest_fails(is_wrong):
+    assert vjp_claim(square_wrong_where(is_wrong), torch.randn(4)).verdict is Verdict.FAIL
+
+
+def test_a_derivative_with_a_term_that_is_zero_unless_one_position_is_the_largest_fails():
+    class Square(SavesInputs):
+        @staticmethod
+        def forward(x):
+            return x * x
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return 2 * x * g + (x.amax() - torch.cat([x[:1], x[2:]])).prod() * g
+
+    assert vjp_claim(Square.apply, torch.randn(4)).verdict is Verdict.FAIL

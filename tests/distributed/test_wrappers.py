@@ -5,13 +5,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from torchguard import Retry, distributed, err, watch
-from torchguard.exceptions import MixedRowsWarning
+from torchguard.exceptions import DistributedError, MixedRowsWarning
 from torchguard.testing import run_ranks
 
 SIZES = [3, 4, 2, 5]
@@ -247,6 +248,82 @@ def test_guarded(kind, fault):
         assert bad == BAD.get(rank if kind != "2d" else rank // 2, [])
         assert global_bad == everybody
         assert f"in the batch of all ranks: samples {', '.join(map(str, everybody))}" in text
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+    return model
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager")
+
+
+def quarantined(model: nn.Module) -> nn.Module:
+    return watch(model, quarantine=True)
+
+
+WRAPPINGS = {
+    "watch(DDP(m))": lambda m: quarantined(DistributedDataParallel(m)),
+    "DDP(watch(m))": lambda m: DistributedDataParallel(quarantined(m)),
+    "watch(checkpoints)": lambda m: quarantined(checkpointed(m)),
+    "checkpoints in watch(m)": lambda m: checkpointed(quarantined(m)),
+    "DDP(watch(checkpoints))": lambda m: DistributedDataParallel(quarantined(checkpointed(m))),
+    "compile(watch(m))": lambda m: compiled(quarantined(m)),
+    "DDP(compile(watch(m)))": lambda m: DistributedDataParallel(compiled(quarantined(m))),
+    "compile(DDP(watch(m)))": lambda m: compiled(DistributedDataParallel(quarantined(m))),
+}
+
+
+@pytest.mark.long
+def test_reports_name_modules_as_the_model_does_without_wrappers():
+    def train():
+        found = {}
+        for name, wrap in WRAPPINGS.items():
+            model = wrap(network())
+            out, f = model(batch(dist.get_rank(), BIG))
+            distributed.mean_ok(f, per_sample(out)).backward()
+            found[name] = [(one[:3], str(one)) for one in distributed.gather_report(model)]
+        return found
+
+    text = "sample {}: INF at input of blocks.0.down, position 0"
+    expected = [(0, 1, 1), (1, 3, 0), (1, 4, 1), (1, 5, 2), (1, 6, 3)]
+    incidents = [
+        ((rank, everywhere, "blocks.0.down"), f"rank {rank}, global sample {everywhere}: {text.format(own)}")
+        for rank, everywhere, own in expected
+    ]
+    for found in run_ranks(train, timeout=200):
+        assert found == dict.fromkeys(WRAPPINGS, incidents)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
+@pytest.mark.parametrize("kind", ["tp", "2d"])
+def test_reports_with_tensor_parallelism_name_the_rank_among_those_with_other_samples(kind):
+    def train():
+        found = []
+        model, number, group, _ = built(kind, network())
+        guarded = watch(model, quarantine=True)
+        for fault in FAULTS.values():
+            guarded(batch(number, fault))
+            found.append([(one[:3], str(one)) for one in distributed.gather_report(guarded, group)])
+        return found
+
+    samples = [(0, 0, 0), (0, 1, 1), (0, 2, 2), (1, 3, 0), (1, 4, 1), (1, 5, 2), (1, 6, 3)][: 3 if kind == "tp" else 7]
+    for of_faults in run_ranks(train, size=4, timeout=200):
+        for (path, text), incidents in zip(
+            [("input", "NAN at input x"), ("blocks.0.down", "INF at blocks.0.down")], of_faults, strict=True
+        ):
+            assert incidents == [
+                ((rank, everywhere, path), f"rank {rank}, global sample {everywhere}: sample {own}: {text}, position 0")
+                for rank, everywhere, own in samples
+            ]
+
+
+def test_a_report_of_a_model_that_is_not_watched():
+    with pytest.raises(DistributedError, match="BlocksAndHead is no watched model"):
+        distributed.gather_report(network())
 
 
 def test_a_report_without_a_process_group():

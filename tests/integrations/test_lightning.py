@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -21,6 +22,7 @@ pytest.importorskip("lightning")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
     from torchguard.integrations.lightning import RetryMixin, TorchGuardCallback
 
@@ -122,8 +124,21 @@ def test_the_callback_asks_for_a_watched_model():
         TorchGuardCallback(layers())
 
 
+class Sharded:
+    """`fully_shard`, which Lightning has the module do itself."""
+
+    def configure_model(self):
+        from torch.distributed.fsdp import fully_shard
+
+        if not isinstance(self.net[0].weight, DTensor):
+            for layer in self.net:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.parametrize(("way", "accumulate"), [("retry", 1), ("retry", 2), ("watch", 1)])
-def test_two_ranks_train_as_one_without_the_bad_sample(way, accumulate, tmp_path):
+def test_two_ranks_train_as_one_without_the_bad_sample(way, accumulate, strategy, tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3)).double()
     data = samples()[:8]  # of which each rank has every other one, in batches of two
@@ -145,15 +160,24 @@ def test_two_ranks_train_as_one_without_the_bad_sample(way, accumulate, tmp_path
         rank = str(dist.get_rank())
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         os.environ.update({**ranks, "TORCHELASTIC_RUN_ID": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
-        module = Guarded(net) if way == "retry" else Watched(watch(net, quarantine=True, returns="output"))
-        how = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
-        fit = trainer(tmp_path / rank, accumulate_grad_batches=accumulate, **how)
+        of_way = Guarded if way == "retry" else Watched
+        guarded = net if way == "retry" else watch(net, quarantine=True, returns="output")
+        module = (of_way if strategy == "ddp" else type("Module", (Sharded, of_way), {}))(guarded)
+        how = {"devices": 2, "use_distributed_sampler": False, "accumulate_grad_batches": accumulate}
+        how["strategy"] = "ddp" if strategy == "ddp" else ModelParallelStrategy(2, 1)
+        how["callbacks"] = [TorchGuardCallback(guarded)] if way == "watch" else []
+        fit = trainer(tmp_path / rank, **how)
         fit.fit(module, DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False)))
         assert fit.world_size == 2
-        reports = [report.bad for report in module.guard.history] if way == "retry" else None
-        return [one.detach() for one in net.parameters()], reports
+        assert isinstance(net[0].weight, DTensor) == (strategy == "fsdp2")
+        weights = [one.full_tensor() if isinstance(one, DTensor) else one.detach() for one in net.parameters()]
+        if way == "retry":
+            return weights, [report.bad for report in module.guard.history]
+        rates = [fit.callback_metrics[name].item() for name in ("bad_sample_rate", "bad_sample_rate_epoch")]
+        return weights, rates
 
-    for rank, (weights, reports) in enumerate(run_ranks(train, timeout=200)):
+    for rank, (weights, found) in enumerate(run_ranks(train, timeout=200)):
         for one, two in zip(weights, want.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
-        assert reports in (None, [[], [0] if rank else []])
+        want_found = [[], [0] if rank else []] if way == "retry" else [0.5 if rank else 0.0, 1 / 8]
+        assert found == want_found

@@ -2,20 +2,27 @@
 
 import copy
 import logging
+import math
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.models import gpt2
-from torch import nn
 
 from torchguard import watch
 from torchguard.exceptions import RetryError, WatchError
 from torchguard.testing import run_ranks
 
 pytest.importorskip("accelerate")
-from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from torchguard.integrations.transformers import RetryMixin, TorchGuardCallback, _sample_losses
 
@@ -48,6 +55,12 @@ def lm():
     return gpt2(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0).double()
 
 
+def llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, pad_token_id=0)).double()
+
+
 def vit():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -71,16 +84,25 @@ class GuardedTrainer(RetryMixin, InOrder, Trainer):
     pass
 
 
+def guarded_trainer(way, model, args, samples):
+    if way == "retry":
+        return GuardedTrainer(model, args, train_dataset=samples)
+    guarded = watch(model, quarantine=True, returns="output")
+    callback = TorchGuardCallback(guarded)
+    how = {"compute_loss_func": callback.loss, "callbacks": [callback]}
+    return PlainTrainer(guarded, args, train_dataset=samples, **how)
+
+
 def arguments(folder, **settings):
     how = {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
-    how |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.5}
+    how |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     how |= {"report_to": [], "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "disable_tqdm": True}
     return TrainingArguments(folder, **(how | settings))
 
 
 def trained_without(model, samples, bad, shift, smoothing=0.0, window=2 * BATCH):
-    """The weights after a plain loop over the good samples, window by window."""
-    model = copy.deepcopy(model).train()
+    """The model after a plain loop over the good samples, window by window, and the losses of the windows."""
+    model, losses = copy.deepcopy(model).train(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         for start in range(0, len(samples), window):
@@ -89,12 +111,17 @@ def trained_without(model, samples, bad, shift, smoothing=0.0, window=2 * BATCH)
                 continue
             stacked = {name: torch.stack([samples[i][name] for i in rows]) for name in samples[0]}
             labels = stacked.pop("labels")
-            sums, weights = _sample_losses(model(**stacked).logits, labels, shift=shift, smoothing=smoothing)
+            sums, _ = _sample_losses(model(**stacked).logits, labels, shift=shift, smoothing=smoothing)
             optimizer.zero_grad()
-            (sums.sum() / weights.sum()).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            loss = sums.sum() / labels.ne(-100).sum()  # so the trainer counts for both models
+            loss.backward()
+            losses.append(loss.item())
             optimizer.step()
-    return model
+    return model, pytest.approx(losses, rel=1e-5)
+
+
+def logged_losses(trainer):
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
 def assert_equal_weights(got, want, atol=1e-9):
@@ -111,12 +138,13 @@ CASES = [
 @pytest.mark.parametrize(("make", "data", "shift", "smoothing"), CASES)
 def test_retry_trains_as_without_the_bad_samples(make, data, shift, smoothing, tmp_path, caplog):
     model, bad = make(), [4, 10]
-    want = trained_without(model, data(bad), bad, shift, smoothing)
+    want, losses = trained_without(model, data(bad), bad, shift, smoothing)
     args = arguments(tmp_path, label_smoothing_factor=smoothing)
     trainer = GuardedTrainer(model, args, train_dataset=data(bad))
     with caplog.at_level(logging.WARNING, "torchguard"):
         trainer.train()
     assert_equal_weights(model, want)
+    assert logged_losses(trainer) == losses
     assert [report.bad for report in trainer.guard.history] == [[4], [4], [4], [4]]
     assert trainer.state.log_history[-2]["bad_samples"] == 4
     assert "sample 4: NaN or Inf in the input and in the loss" in caplog.text
@@ -125,19 +153,37 @@ def test_retry_trains_as_without_the_bad_samples(make, data, shift, smoothing, t
 @pytest.mark.parametrize(("make", "data", "shift", "smoothing"), CASES)
 def test_a_watched_model_trains_as_without_the_bad_samples(make, data, shift, smoothing, tmp_path, caplog):
     model, bad = make(), [4, 10]
-    want = trained_without(model, data(bad), bad, shift, smoothing)
-    guarded = watch(model, quarantine=True, returns="output")
-    callback = TorchGuardCallback(guarded)
-    args = arguments(tmp_path, label_smoothing_factor=smoothing)
-    trainer = PlainTrainer(
-        guarded, args, train_dataset=data(bad), compute_loss_func=callback.loss, callbacks=[callback]
-    )
+    want, losses = trained_without(model, data(bad), bad, shift, smoothing)
+    trainer = guarded_trainer("watch", model, arguments(tmp_path, label_smoothing_factor=smoothing), data(bad))
     with caplog.at_level(logging.WARNING, "torchguard"):
         trainer.train()
     assert_equal_weights(model, want, atol=1e-8)
-    assert guarded.run_report().total == 4
+    assert logged_losses(trainer) == losses
+    assert trainer.model.run_report().total == 4
     assert [log["bad_samples"] for log in trainer.state.log_history if "loss" in log] == [1, 2, 3, 4]
     assert "samples bad since the last log" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["retry", "watch"])
+@pytest.mark.parametrize(("make", "data"), [(lm, tokens), (llama, tokens), (vit, images)])
+def test_training_is_that_of_the_plain_trainer_without_the_bad_sample(make, data, way, tmp_path):
+    """One step of two micro-batches, of which the second has the bad sample: its last one."""
+    got, want, args = make(), make(), arguments(tmp_path, num_train_epochs=1)
+    plain = PlainTrainer(want, args, train_dataset=data()[:5])
+    plain.train()
+    trainer = guarded_trainer(way, got, args, data(bad=[5])[:6])
+    trainer.train()
+    assert_equal_weights(got, want, atol=1e-8)
+    assert logged_losses(trainer) == pytest.approx(logged_losses(plain), rel=1e-6)
+
+
+def test_the_plain_trainer_logs_a_finite_loss_while_its_weights_are_ruined(tmp_path):
+    """Its filter of NaN is about the log alone."""
+    model = vit()
+    trainer = PlainTrainer(model, arguments(tmp_path, num_train_epochs=1), train_dataset=images(bad=[4]))
+    trainer.train()
+    assert all(math.isfinite(loss) for loss in logged_losses(trainer))
+    assert not any(one.isfinite().all() for one in model.parameters())
 
 
 def test_a_step_without_a_good_sample_changes_nothing(tmp_path):
@@ -183,16 +229,10 @@ def test_training_that_is_resumed_goes_on_as_if_it_had_not_stopped(tmp_path):
 def test_bf16_training_survives(way, tmp_path):
     model, bad = lm().float(), [4, 10]
     data = [{**one, "inputs_embeds": one["inputs_embeds"].float()} for one in tokens(bad)]
-    if way == "retry":
-        trainer = GuardedTrainer(model, arguments(tmp_path, bf16=True), train_dataset=data)
-    else:
-        guarded = watch(model, quarantine=True, returns="output")
-        callback = TorchGuardCallback(guarded)
-        how = {"compute_loss_func": callback.loss, "callbacks": [callback]}
-        trainer = PlainTrainer(guarded, arguments(tmp_path, bf16=True), train_dataset=data, **how)
+    trainer = guarded_trainer(way, model, arguments(tmp_path, bf16=True), data)
     trainer.train()
     assert all(p.isfinite().all() for p in model.parameters())
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    losses = logged_losses(trainer)
     assert len(losses) == 4
     assert all(0 < loss < 10 for loss in losses)
 
@@ -204,27 +244,22 @@ def test_bf16_training_survives(way, tmp_path):
 def test_two_ranks_train_as_one_without_the_bad_samples(make, data, shift, smoothing, way, accumulate, tmp_path):
     model, bad = make(), [2, 5]
     rows = data(bad)[:8]  # batches of two, by turns for both ranks: the bad samples are on rank 1 and on rank 0
-    want = trained_without(model, rows, bad, shift, smoothing, window=4 * accumulate)
+    want, losses = trained_without(model, rows, bad, shift, smoothing, window=4 * accumulate)
 
     def train():
         rank = str(dist.get_rank())
         os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
         how = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulate}
         args = arguments(tmp_path / rank, label_smoothing_factor=smoothing, **how)
-        if way == "retry":
-            trainer = GuardedTrainer(model, args, train_dataset=rows)
-        else:
-            guarded = watch(model, quarantine=True, returns="output")
-            callback = TorchGuardCallback(guarded)
-            trainer = PlainTrainer(
-                guarded, args, train_dataset=rows, compute_loss_func=callback.loss, callbacks=[callback]
-            )
+        trainer = guarded_trainer(way, model, args, rows)
         trainer.train()
         assert trainer.accelerator.num_processes == 2
-        found = sum(len(one.bad) for one in trainer.guard.history) if way == "retry" else guarded.run_report().total
-        return [one.detach() for one in model.parameters()], found
+        is_retry = way == "retry"
+        found = sum(len(one.bad) for one in trainer.guard.history) if is_retry else trainer.model.run_report().total
+        return [one.detach() for one in model.parameters()], found, logged_losses(trainer)
 
-    for weights, found in run_ranks(train, timeout=200):
+    for weights, found, logged in run_ranks(train, timeout=200):
         for one, two in zip(weights, want.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-8)
+        assert logged == losses or not logged  # rank 0 logs
         assert found == 2  # one on each rank, in each of two epochs

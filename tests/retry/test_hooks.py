@@ -34,6 +34,11 @@ class Holder:
     def scale(self, output):
         output.mul_(self.factor())
 
+    def rename(self, module, args):
+        self.count += 1
+        self, _ = module, args
+        self.factor = 1.1
+
     def __call__(self, module, args, output):
         self.scale(output)
 
@@ -145,6 +150,12 @@ def attribute_of_the_module(model):
     model[0].register_forward_pre_hook(hook)
     model[2].register_forward_hook(lambda module, args, output: output * model[0].factor)
     return lambda: state["count"]
+
+
+def other_object_named_self(model):
+    holder = Holder()
+    model[0].register_forward_pre_hook(holder.rename)
+    return lambda: holder.count
 
 
 def hook_of_the_output(model):
@@ -292,6 +303,7 @@ TAKING_PART = [
     items_of_the_output,
     either_of_two_targets,
     attribute_of_the_module,
+    other_object_named_self,
     hook_of_the_output,
     gradient_of_a_parameter,
     alias_that_another_hook_keeps,
@@ -374,6 +386,8 @@ def observers():
         "a log": observing(logs, length),
         "a lambda": observing(lambda module, args, output: seen.append(output.mean()), length),
         "a method": observing(types.MethodType(record, holder), lambda: len(holder.seen)),
+        "a last value": observing(types.MethodType(keep_last, holder), lambda: holder.count),
+        "a comprehension": observing(lambda module, args, output: seen.append([one.mean() for one in args]), length),
     }
 
 
@@ -383,6 +397,13 @@ def note(output):
 
 def record(self, module, args, output):
     self.seen.append(output.shape)
+
+
+def keep_last(self, module, args, output):
+    for one in args:
+        self.seen.append(one)
+    self.last = output
+    self.count += 1
 
 
 def counts_globally(module, args, output):

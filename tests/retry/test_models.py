@@ -287,6 +287,62 @@ def test_a_gan_with_two_guards():
     assert_same(loops[0].values(), expected[0].values())
 
 
+def step_clipped(loop, batch):
+    """A step of one of two optimizers, which clips the gradients of its own parameters alone."""
+    loop.optimizers[0].zero_grad()
+    loop.closure(batch).mean().backward()
+    torch.nn.utils.clip_grad_norm_(loop.optimizers[0].param_groups[0]["params"], 0.1)
+    loop.optimizers[0].step()
+
+
+def test_a_gan_whose_closures_freeze_and_unfreeze_the_discriminator():
+    def make():
+        torch.manual_seed(0)
+        g, d = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+
+        def of_d(b):
+            d.requires_grad_(True)
+            return d(b["x"])[:, 0].square() + d(g(b["z"]).detach())[:, 0]
+
+        def of_g(b):
+            d.requires_grad_(False)
+            return -d(g(b["z"]))[:, 0]
+
+        optimizers = [torch.optim.Adam(one.parameters(), 0.01) for one in (d, g)]
+        return [Loop([g, d], closure, [one]) for closure, one in zip((of_d, of_g), optimizers, strict=True)]
+
+    loops, expected = make(), make()
+    guards = [Retry(one.modules, one.optimizers) for one in loops]
+    for bad in ([], [2], [0, 5], [1]):
+        batch = {"x": torch.randn(B, 4), "z": torch.randn(B, 3)}
+        spoilt = copy.deepcopy(batch)
+        spoilt["z"][bad] = float("nan")
+        for guard, loop, other in zip(guards, loops, expected, strict=True):
+            assert guard.step(loop.closure, spoilt, clip=0.1).bad == bad
+            step_clipped(other, part(other, batch, [row for row in range(B) if row not in bad]))
+            assert [p.requires_grad for p in loop.modules[1].parameters()] == [loop is loops[0]] * 2
+    assert_same(loops[0].values(), expected[0].values())
+
+
+def test_parameters_that_a_bad_step_unfreezes():
+    class Unfreezing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.calls = torch.nn.Linear(4, 8).requires_grad_(False), torch.nn.Linear(8, 3), 0
+
+        def forward(self, x):
+            self.calls += 1
+            self.a.requires_grad_(self.calls > 1)
+            return self.b(self.a(x).tanh())
+
+    def make():
+        model = Unfreezing()
+        closure = lambda b: training_loops.by_class(model(b["x"]), b)  # noqa: E731
+        return Loop([model], closure, [torch.optim.AdamW(model.parameters())])
+
+    compare(make, training_loops.vectors, training_loops.with_nan, [(), (2,), (0, 4), ()], clip=0.1)
+
+
 IN_SHORT_RUN = ("SwinForImageClassification", "MixtralForCausalLM", "WhisperForConditionalGeneration")
 
 

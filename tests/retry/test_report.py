@@ -88,6 +88,26 @@ def test_history_is_bounded_and_on_bad_is_called_for_bad_steps_only(model):
     assert [(report.step, report.bad) for report in told] == [(1, [1]), (3, [2, 3])]
 
 
+def test_a_guard_says_what_it_guards_and_has_found(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = Retry([model, nn.ReLU()], optimizer)
+    assert repr(guard) == "Retry(Linear, ReLU, AdamW): no steps yet"
+    guard.step(lambda x: losses(model, x), bad_batch())
+    assert str(guard) == "Retry(Linear, ReLU, AdamW): 1 step, all finite"
+    for rows in ((1,), range(B), ()):
+        guard.step(lambda x: losses(model, x), bad_batch(*rows))
+    assert str(guard) == "Retry(Linear, ReLU, AdamW): 4 steps, 2 not finite (7 bad samples, 1 step skipped)"
+
+
+def test_a_guard_that_does_not_wait_says_so_and_reads_nothing(model):
+    guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), wait=False)
+    for rows in ((), (), (1,)):
+        guard.step(lambda x: losses(model, x), bad_batch(*rows))
+    assert str(guard) == "Retry(Linear, SGD): 2 steps, all finite; one more is not read yet"
+    guard.finish()
+    assert str(guard) == "Retry(Linear, SGD): 3 steps, 1 not finite (1 bad sample)"
+
+
 def test_hooks_can_ask_whether_a_step_is_retried(model):
     seen = []
     model.register_forward_hook(lambda *_: seen.append(is_retrying()))

@@ -7,8 +7,10 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import multiprocessing
 import queue
 import random
+import string
 import sys
 import types
 import weakref
@@ -340,6 +342,85 @@ def in_arrays_of_the_standard_library(model):
     return closure, lambda: (one[0] + other[0]) / 2
 
 
+class Meter(dict):
+    """A user's subclass of a container, which has attributes and methods of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def clear(self):
+        raise AssertionError("a method of the user's is called")
+
+
+class Recent(collections.deque):
+    calls = 0
+
+
+class Generator(random.Random):
+    calls = 0
+
+
+class Point(collections.namedtuple("Point", "x y")):
+    pass
+
+
+def in_subclasses_of_containers(model):
+    holders = [Meter(), Recent(maxlen=2), Generator(3), Point(1, 2), np.zeros(2).view(type("Own", (np.ndarray,), {}))]
+    holders[3].calls = holders[4].calls = 0
+
+    def closure(x):
+        for one in holders:
+            one.calls += 1
+        holders[0]["calls"] = holders[0].calls
+        holders[1].append(holders[1].calls)
+        return losses(model, x) * holders[2].random()
+
+    return closure, lambda: sum(one.calls for one in holders) / 5
+
+
+def in_objects_of_torch(model):
+    prior = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+    engine, bits = torch.quasirandom.SobolEngine(2), np.random.PCG64(1)
+    first = np.random.PCG64(1).random_raw(2).tolist()
+
+    def closure(x):
+        prior.loc.add_(1)
+        prior.scale = prior.scale + 1
+        bits.random_raw()
+        return losses(model, x + engine.draw(1).mean())
+
+    def count():
+        counts = [*prior.loc.tolist(), *(prior.scale - 1).tolist(), engine.num_generated]
+        assert len({*counts}) == 1
+        assert copy.deepcopy(bits).random_raw() == first[int(counts[0])]
+        return counts[0]
+
+    return closure, count
+
+
+def in_hook_of_a_tensor(model):
+    weight, calls = torch.ones(4, requires_grad=True), [0]
+
+    def hook(grad):
+        calls[0] += 1
+        return grad / calls[0]
+
+    weight.register_hook(hook)
+    return lambda x: losses(model, x * weight), lambda: calls[0]
+
+
+def in_guard_of_the_closure(model):
+    critic = nn.Linear(4, 1)
+    guard = Retry(critic, torch.optim.Adam(critic.parameters()))
+
+    def closure(x):
+        guard.step(lambda x: losses(critic, x), x.nan_to_num())
+        return losses(model, x)
+
+    return closure, lambda: guard.optimizers[0].state[critic.bias]["step"].item() if guard.history else 0
+
+
 def in_classes_of_the_standard_library(model):
     waiting, weak, chained, of_thread = queue.Queue(), weakref.WeakKeyDictionary(), ChainMap({"calls": 0}), Local()
     weak[model], of_thread.calls = 0, 0
@@ -446,12 +527,13 @@ PLACES = [
     behind_weak_reference,
     in_namespaces, in_numpy_array, in_bound_method, in_function_attribute, in_imported_module, in_private_slot,
     in_arrays_of_the_standard_library, in_classes_of_the_standard_library, in_context_variable,
-    in_optimizer_of_the_closure, in_hooks_that_take_part, in_torchscript, in_decorator,
+    in_optimizer_of_the_closure, in_hooks_that_take_part, in_torchscript, in_decorator, in_subclasses_of_containers,
+    in_objects_of_torch, in_hook_of_a_tensor, in_guard_of_the_closure,
 ]  # fmt: skip
 
 
 # Without an optimizer, all parameters count as trained, and must not change.
-NOT_IN_BACKWARD = [in_lazy_buffer, in_optimizer_of_the_closure]
+NOT_IN_BACKWARD = [in_lazy_buffer, in_optimizer_of_the_closure, in_guard_of_the_closure]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -799,11 +881,17 @@ def test_lazy_modules_are_refused():
 
 def test_an_iterator_is_refused():
     model, noise = nn.Linear(4, 1), iter([1.0, 2.0])
-    with pytest.raises(RetryError, match="iterator noise"):
+    with pytest.raises(RetryError, match="noise, an iterator"):
         Retry(model).backward(lambda x: losses(model, x) * next(noise), torch.randn(B, 4))
     model.noise = noise
-    with pytest.raises(RetryError, match=r"iterator model\.noise"):
+    with pytest.raises(RetryError, match=r"model\.noise, an iterator"):
         Retry(model).backward(lambda x: losses(model, x) * next(model.noise), torch.randn(B, 4))
+
+
+def test_a_simple_queue_is_refused():
+    model, waiting = nn.Linear(4, 1), queue.SimpleQueue()
+    with pytest.raises(RetryError, match="waiting, an iterator or queue"):
+        Retry(model).backward(lambda x: losses(model, x) * waiting.get_nowait(), torch.randn(B, 4))
 
 
 def test_a_batch_that_the_closure_changes_in_place_is_refused():
@@ -853,9 +941,22 @@ def a_generator_of_an_object(model):
     return types.SimpleNamespace(source=(number for number in range(100))), lambda value: next(value.source)
 
 
+def a_value_of_several_processes(model):
+    return multiprocessing.Value("i", 0), lambda value: setattr(value, "value", value.value + 1)
+
+
+def an_object_of_the_standard_library(model):
+    return string.Template("x"), lambda value: setattr(value, "calls", getattr(value, "calls", 0) + 1)
+
+
+def a_seed_sequence(model):
+    return np.random.SeedSequence(1), lambda value: value.spawn(1)
+
+
 UNSAVED = [
     a_large_list, a_large_dict, a_large_set, a_large_array, an_array_of_objects, a_sparse_buffer,
     values_of_a_sparse_tensor, an_attribute_of_a_tensor, an_iterator_of_an_object, a_generator_of_an_object,
+    a_value_of_several_processes, an_object_of_the_standard_library, a_seed_sequence,
 ]  # fmt: skip
 
 

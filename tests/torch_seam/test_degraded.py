@@ -563,6 +563,12 @@ class TestTraining:
         del model._forward_hooks
         assert training.hooks_of(model) == [print]
 
+    def test_hooks_of_tensors_in_other_attributes_are_not_seen(self):
+        weight = torch.ones(2, requires_grad=True)
+        weight.register_hook(print)
+        assert training.hooks_of_tensor(weight) == [print]
+        assert training.hooks_of_tensor(types.SimpleNamespace()) == []
+
     def test_hooks_of_all_modules_in_other_variables_are_not_seen(self, monkeypatch):
         handle = nn.modules.module.register_module_forward_hook(print)
         assert training.hooks_of_all_modules() == [print]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from torchguard._pytrees import children, replace_children
+from torchguard._retry.copies import is_floating, wide
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.reach import reach
 from torchguard._torch.tensors import versions
@@ -38,6 +39,7 @@ class Batch:
         plain = _plain_items(value)
         self._is_plain = plain is not None
         self.tensors = tensors_of(value) if plain is None else plain
+        self.is_one_loss = False  # whether the closure returned one loss for all samples
         self._state: PythonState | None = None
         if select is not None:  # a batch of any class: its attributes are put back before each run
             reached = reach({"the batch": value})
@@ -59,11 +61,25 @@ class Batch:
         It is not where two sizes are equally frequent, and where a list has tensors of one kind but of different
         lengths: these may be the samples.
         """
-        tensors = tensors_of(self.value, self.shared)
-        sizes = collections.Counter(tensor.size(0) for tensor in tensors if tensor.ndim and not tensor.is_nested)
+        if self._has_given_size:
+            return True
+        sizes = self._sizes(self.value)
         counts = [count for _, count in sizes.most_common(2)]
         has_most = len(counts) < 2 or (counts[0] > counts[1] and not _is_ragged(self.value, self.shared))
-        return self._has_given_size or has_most
+        return has_most and (self._is_plain or not any(map(self._may_have_samples, _lists_in(self.value, self.shared))))
+
+    def _sizes(self, value: Any) -> collections.Counter[int]:
+        tensors = tensors_of(value, self.shared)
+        return collections.Counter(tensor.size(0) for tensor in tensors if tensor.ndim and not tensor.is_nested)
+
+    def _may_have_samples(self, items: Any) -> bool:
+        """Whether a list whose length is not that of the batch may have one item per sample all the same.
+
+        It may if the size of the batch was found in such a list alone, or if the length of the list is the size of a
+        tensor outside of it: images, and a dict of boxes for each of them.
+        """
+        outside = self._sizes(self.value) - self._sizes(items)
+        return len(items) != self.size and _is_uniform(items) and (not outside or len(items) in outside)
 
     def whole(self) -> Any:
         """The batch in containers of its own: a closure may take things out of them (`batch.pop("labels")`)."""
@@ -88,8 +104,8 @@ class Batch:
             return self._rows_of(value, rows)
         if isinstance(value, np.ndarray):
             return value[rows] if value.ndim and len(value) == self.size else value
-        if type(value) in (list, tuple) and len(value) == self.size and not any(map(self._has_rows, value)):
-            return type(value)(value[row] for row in rows)  # one item per sample: names, images of different sizes
+        if type(value) in (list, tuple) and len(value) == self.size and self._is_of_samples(value):
+            return type(value)(value[row] for row in rows)
         return replace_children(
             value, {key: self._part(child, rows) for key, child in children(value) if key not in self.shared}
         )
@@ -110,19 +126,42 @@ class Batch:
             return value.ndim > 0 and len(value) == self.size
         return any(self._has_rows(child) for _, child in children(value))
 
+    def _is_of_samples(self, items: Any) -> bool:
+        """Whether a list that is as long as the batch has one item per sample: names, images, dicts of boxes.
+
+        Raises:
+            RetryError: it may as well have one item for each of several inputs.
+        """
+        arrays = [one for item in items for one in _arrays_in(item)]
+        with_rows = [one for one in arrays if self._has_rows(one)]
+        if not with_rows:
+            return True
+        if not _is_uniform(items) or (items is self.value and not self._has_given_size):
+            return False
+        if len(with_rows) < len(arrays):
+            return True
+        if self.is_one_loss:  # a loss for each sample would show which it is
+            raise RetryError(
+                f"Retry: the batch has a list of {len(items)} items, as many as it has samples, and each item has as "
+                "many rows. These may be the samples, or inputs with one row per sample. Give select=, which returns "
+                "the batch of some samples."
+            )
+        return self._has_given_size
+
     def non_finite_inputs(self) -> list[int]:
-        """The samples with NaN or Inf in a tensor. Waits for the device."""
+        """The samples with NaN or Inf in a dense tensor. Waits for the device."""
         if self._select is not None or not self.size:
             return []
         found = torch.zeros(self.size, dtype=torch.bool)
         for tensor in tensors_of(self.value, self.shared):
             if (
                 tensor.is_nested
+                or tensor.layout is not torch.strided
                 or not self._has_rows(tensor)
-                or not (tensor.is_floating_point() or tensor.is_complex())
+                or not is_floating(tensor)
             ):
                 continue
-            found |= ~tensor.detach().reshape(self.size, -1).isfinite().all(1).cpu()
+            found |= ~wide(tensor.detach()).reshape(self.size, -1).isfinite().all(1).cpu()
         return found.nonzero().flatten().tolist()
 
     def ids(self, source: str | Callable[[Any], Any] | None) -> list[Any] | None:
@@ -169,6 +208,35 @@ def _is_ragged(value: Any, shared: Collection[Any]) -> bool:
         if len(kinds) == 1 and len({*map(len, tensors)}) > 1:
             return True
     return any(_is_ragged(child, shared) for child in items)
+
+
+def _lists_in(value: Any, shared: Collection[Any]) -> list[Any]:
+    """The lists and tuples of several items in a value, but the value itself."""
+    found = []
+    for key, child in children(value):
+        if key not in shared:
+            found += [child] if type(child) in (list, tuple) and len(child) > 1 else []
+            found += _lists_in(child, shared)
+    return found
+
+
+def _is_uniform(items: Any) -> bool:
+    """Whether all items are of one kind, as samples are: tensors of one dtype and rank, dicts of such."""
+    kinds = [_kind(one) for one in items]
+    return all(one == kinds[0] for one in kinds) and bool(_arrays_in(items))
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.dtype, value.ndim
+    return type(value), [(key, _kind(child)) for key, child in children(value)]
+
+
+def _arrays_in(value: Any) -> list[Any]:
+    """The tensors and arrays in a value, but numbers."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return [value] if value.ndim else []
+    return [one for _, child in children(value) for one in _arrays_in(child)]
 
 
 def _holds_packed(value: Any) -> bool:

@@ -296,6 +296,7 @@ class BatchedClosure:
         batch = self.batches[number]
         if of_ranks == [None]:
             found = losses_of(self.function(batch.whole()), batch.size)
+            batch.is_one_loss = found.is_scalar
             if found.is_scalar and not batch.is_clear():
                 raise RetryError(
                     "Retry: the closure returned one loss, and the sizes of the batch's tensors do not tell which are "

@@ -5,22 +5,21 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchguard._health import all_finite, total_norm, wide_norm
 from torchguard._retry.batch import Batch
 from torchguard._retry.closure import BatchedClosure, Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep, Status
-from torchguard._retry.hooks import remove_new_hooks
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.scope import Scope
 from torchguard._retry.search import Rows
 from torchguard._retry.tensor_state import Replaced, TensorState
-from torchguard._torch.training import add_all, multiply_all, next_hook
+from torchguard._torch.training import add_all, multiply_all, next_hook, remove_hooks
 from torchguard.exceptions import RetryError
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ class GuardedStep:
         self.candidates: set[Rows] = set()  # parts that may turn out to be the good samples
         self.is_random = False
         self.loss = self.norm = float("nan")
+        self.is_all_trained = False  # whether the optimizers train all that got a gradient in the last run
         self.device_norm: Tensor = UNKNOWN  # of the gradients of the last run, those that are scaled included
 
     # The step.
@@ -123,7 +123,8 @@ class GuardedStep:
         self.scope.wrappers.reset()
         self.retry.tensors.restore()
         self.scope.python.restore()
-        remove_new_hooks(self.scope.reached.modules, self.first_hook, self.scope.wrappers.own_hooks)
+        self.scope.freeze_as_before()
+        _remove_new_hooks(self.scope.reached.modules, self.first_hook, self.scope.wrappers.own_hooks)
         self.random.restore(stream)
         self._clear()
         for tensor, grad in self.inputs:
@@ -200,7 +201,10 @@ class GuardedStep:
         """
         loss = result.loss
         gradients = self._gradients()
-        norm = total_norm(gradients, self.scope.has_plain_gradients) if gradients else torch.zeros_like(loss)
+        is_same = self.scope.has_same_leaves()
+        self.is_all_trained = is_same and self.scope.is_all_trained
+        is_plain = is_same and self.scope.has_plain_gradients
+        norm = total_norm(gradients, is_plain) if gradients else torch.zeros_like(loss)
         self.device_norm = norm
         if self.scaler is not None and is_scaled:
             norm = norm / self._scale(torch.ones((), dtype=norm.dtype, device=norm.device))
@@ -225,12 +229,12 @@ class GuardedStep:
 
     def _norm_to_clip_by(self) -> Tensor:
         """The norm of the gradients of the last run that the optimizers see."""
-        if self.scope.is_all_trained:
+        if self.is_all_trained:
             return self.device_norm
         gradients = [
             grad
             for one, grad in zip(self.scope.leaves, map(_gradient_of, self.scope.leaves), strict=True)
-            if grad is not None and id(one) in self.trained
+            if grad is not None and id(one) in self.scope.stepped
         ]
         return total_norm(gradients) if gradients else torch.zeros_like(self.device_norm)
 
@@ -266,5 +270,15 @@ def _aside(scope: Scope, tensors: TensorState) -> Iterator[None]:
     with tensors.aside():
         yield
     python.restore()
-    remove_new_hooks(scope.reached.modules, first_hook, scope.wrappers.own_hooks)
+    _remove_new_hooks(scope.reached.modules, first_hook, scope.wrappers.own_hooks)
     random.restore()
+
+
+def _remove_new_hooks(modules: Iterable[tuple[str, nn.Module]], first: int, but: Collection[int]) -> None:
+    """Remove hooks that were registered in a run. Some models do so in their first call, and note it as an attribute.
+
+    Restoring that attribute alone would have them register the hooks once more.
+    """
+    if next_hook() != first:
+        for _, module in modules:
+            remove_hooks(module, first, but=but)

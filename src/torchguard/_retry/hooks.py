@@ -1,4 +1,4 @@
-"""Hooks of modules and parameters: those that a run registers, and those that take part in what a step computes.
+"""Hooks of modules and parameters: those that take part in what a step computes, and those that only observe.
 
 A hook that returns a value, changes a tensor, or sets something that the model uses is part of the model, and its state
 is restored like that of the model. A hook that only observes (a metric, a logger, somebody who asks `is_retrying()`)
@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +21,15 @@ from torch import Tensor, nn
 
 from torchguard._retry.names import GlobalNames
 from torchguard._retry.packages import is_foreign, is_own
-from torchguard._torch.training import next_hook, remove_hooks
 
 _UNKNOWN = object()  # an argument, the result of a call, a local variable
 _CONTAINERS = (dict, list, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
 _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset)
 _IGNORED = ("CACHE", "NOP", "RESUME", "COPY_FREE_VARS", "MAKE_CELL", "PRECALL", "KW_NAMES")
-_LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST")
+# Two instructions in one, from Python 3.13 on.
+_PAIRS = {f"{one}_FAST_{other}_FAST": (one, other) for one in ("LOAD", "STORE") for other in ("LOAD", "STORE")}
+_IS_KNOWN_PYTHON = sys.version_info < (3, 14)  # whose instructions are those that are handled here
+_LOADS = ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST")
 
 
 def _names(text: str) -> frozenset[str]:
@@ -54,16 +56,6 @@ _RETURN_NONE = _names(
     "add append appendleft extend insert update write writelines put debug info warning error log print add_scalar "
     "add_histogram"
 )
-
-
-def remove_new_hooks(modules: Iterable[tuple[str, nn.Module]], first: int, but: Collection[int]) -> None:
-    """Remove hooks that were registered in a run. Some models do so in their first call, and note it as an attribute.
-
-    Restoring that attribute alone would have them register the hooks once more.
-    """
-    if next_hook() != first:
-        for _, module in modules:
-            remove_hooks(module, first, but=but)
 
 
 class Observer:
@@ -170,13 +162,15 @@ class Walk:
         self, observer: Observer, code: types.CodeType, namespace: dict[str, Any], cells: dict[str, Any], owner: Any
     ) -> None:
         self.observer, self.code, self.namespace, self.cells, self.owner = observer, code, namespace, cells, owner
-        self.steps = [one for one in dis.get_instructions(code) if one.opname not in _IGNORED]
+        self.steps = [*_instructions(code)]
         self.chains: list[Chain] = []
         self.copies: list[Chain] = []  # targets of `x += 1` whose value is being computed
 
     def only_observes(self) -> bool:
         constants = [one for one in self.code.co_consts if isinstance(one, tuple)]
         if any("out" in one for one in constants) or self.code.co_flags & inspect.CO_GENERATOR:
+            return False
+        if not _IS_KNOWN_PYTHON:
             return False
         inner = [one for one in self.code.co_consts if isinstance(one, types.CodeType)]
         return all(self._may_run(number, step) for number, step in enumerate(self.steps)) and all(
@@ -231,7 +225,8 @@ class Walk:
 
     def _first_call_returns_none(self) -> bool:
         """Whether the first function that is loaded returns None. As None cannot be called, it is called last."""
-        if not self.chains or any("JUMP" in one.opname for one in self.steps):
+        jumps = [one.opname for one in self.steps if "JUMP" in one.opname]
+        if not self.chains or {*jumps} - {"JUMP_BACKWARD"}:  # which is that of a comprehension
             return False
         first = [one for one in self.chains if one.first == self.chains[0].first][-1].value
         if isinstance(first, (types.FunctionType, types.MethodType)) and is_own(_home(first)):
@@ -348,6 +343,16 @@ class Walk:
         is_global = target is self.namespace
         self.observer.changed.append(GlobalNames(self.namespace, (str(name),)) if is_global else target)
         return True
+
+
+def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """The instructions of code that do something, one by one."""
+    for one in dis.get_instructions(code):
+        if one.opname in _PAIRS:
+            for kind, name in zip(_PAIRS[one.opname], one.argval, strict=True):
+                yield one._replace(opname=f"{kind}_FAST", argval=name, argrepr=name)
+        elif one.opname not in _IGNORED:
+            yield one
 
 
 def _has_operators(kind: type) -> bool:

@@ -19,3 +19,11 @@ def is_own(module: str) -> bool:
     """Whether a module is the user's own: neither foreign nor an installed package."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return not is_foreign(module) and not file.startswith(_INSTALLED)
+
+
+def is_private(module: str) -> bool:
+    return any(part.startswith("_") for part in module.split("."))
+
+
+class Followed:
+    """A base of torchguard's own classes whose objects are state of a closure: a `Retry` in another one's closure."""

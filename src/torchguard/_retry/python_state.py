@@ -5,8 +5,10 @@ import functools
 import itertools
 import math
 import operator
+import queue
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
 from types import CellType, GeneratorType
 from typing import Any
 
@@ -221,7 +223,8 @@ def _is_nan(value: Any) -> bool:
 class Unsaved:
     """What a step must not change, because saving it before every step would take too long, or cannot be done.
 
-    Large containers and arrays, arrays of objects, iterators, tensors that are not dense, and attributes of tensors.
+    Large containers and arrays, arrays of objects, iterators, tensors that are not dense, attributes of tensors, and
+    attributes of objects of torch and the standard library that are not followed.
     They are looked at when a step was not finite: what the next run changes, the first one has changed as well.
     """
 
@@ -274,9 +277,13 @@ def _fingerprint(value: Any) -> Any:
         return bytes(value)
     if isinstance(value, GeneratorType):
         return value.gi_frame and [value.gi_frame.f_lasti, *value.gi_frame.f_locals.values()]
-    if isinstance(value, Iterator):
-        return [*vars(value).values()] if hasattr(value, "__dict__") else repr(value.__reduce__())
-    return [*value]
+    if isinstance(value, np.random.SeedSequence):
+        return value.n_children_spawned
+    if isinstance(value, queue.SimpleQueue):
+        return value.qsize()
+    if isinstance(value, (set, frozenset, deque)):
+        return [*value]
+    return [*vars(value).values()] if hasattr(value, "__dict__") else repr(value.__reduce__())
 
 
 def _tensor_fingerprint(tensor: torch.Tensor) -> Any:
@@ -293,12 +300,15 @@ def _same(now: Any, before: Any) -> bool:
     if not isinstance(now, list) or not isinstance(before, list):
         return now == before
     return len(now) == len(before) and all(
-        one is other or (isinstance(one, int) and one == other) for one, other in zip(now, before, strict=True)
+        one is other or (isinstance(one, (int, float, str)) and one == other)
+        for one, other in zip(now, before, strict=True)
     )
 
 
 def _copy(state: Any) -> Any:
-    if isinstance(state, (dict, np.ndarray)):
+    if isinstance(state, dict):
+        return dict(OrderedDict.items(state) if isinstance(state, OrderedDict) else dict.items(state))
+    if isinstance(state, np.ndarray):
         return state.copy()
     if isinstance(state, (array.array, bytearray)):
         return state[:]
@@ -330,6 +340,7 @@ def _is_same(state: Any, before: Any) -> bool:
 
 
 def _put_back(state: Any, before: Any) -> None:
+    """Have a state hold what its copy holds, by no method of a user's subclass."""
     if isinstance(state, np.ndarray):
         state.resize(before.shape, refcheck=False)
         state[...] = before
@@ -347,6 +358,17 @@ def _put_back(state: Any, before: Any) -> None:
             state.cell_contents = before[0]
         else:
             del state.cell_contents
+    elif isinstance(state, OrderedDict):
+        OrderedDict.clear(state)
+        for key, value in before.items():
+            OrderedDict.__setitem__(state, key, value)
+    elif isinstance(state, dict):
+        dict.clear(state)
+        dict.update(state, before)
+    elif isinstance(state, set):
+        set.clear(state)
+        set.update(state, before)
     else:
-        state.clear()
-        state.update(before) if isinstance(state, (dict, set)) else state.extend(before)
+        kind: Any = list if isinstance(state, list) else deque
+        kind.clear(state)
+        kind.extend(state, before)

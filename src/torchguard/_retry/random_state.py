@@ -42,8 +42,9 @@ class RandomState:
         for generator, _ in self._own:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
-            elif isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = type(generator.bit_generator)(seed).state
+            elif isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+                own = _bits_of(generator)
+                own.state = type(own)(seed).state
             else:
                 generator.seed(seed)
 
@@ -111,16 +112,20 @@ def _state_of(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else _bits_of(generator).state
 
 
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
+    elif isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+        _bits_of(generator).state = state
     else:
         generator.set_state(state)
+
+
+def _bits_of(generator: np.random.Generator | np.random.BitGenerator) -> np.random.BitGenerator:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
 def _same_state(one: Any, other: Any) -> bool:

@@ -15,6 +15,7 @@ import contextvars
 import ctypes
 import functools
 import io
+import multiprocessing.sharedctypes
 import queue
 import random
 import sys
@@ -31,24 +32,27 @@ from torch import Tensor, nn
 
 from torchguard._retry.hooks import Observer
 from torchguard._retry.names import ClassNames, GlobalNames, Length, ScriptAttributes, Slots, Variable, slots_of
-from torchguard._retry.packages import is_foreign, is_own
+from torchguard._retry.packages import Followed, is_foreign, is_own, is_private
 from torchguard._torch.modules import wrapped_function
 from torchguard._torch.training import (
     active_modes,
     functions_of_operators,
     hooks_of,
     hooks_of_all_modules,
+    hooks_of_tensor,
     module_dicts,
 )
 from torchguard.exceptions import RetryError
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _CONTAINERS = (dict, list, set, collections.deque)
 _PLAIN = (  # of torch and the standard library, entered as a user's
     *(types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, queue.Queue, threading.local),
-    *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler),
+    *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.quasirandom.SobolEngine),
+    *(torch.distributions.Distribution, torch.distributions.Transform),
+    *(multiprocessing.sharedctypes.SynchronizedBase, Followed),
 )
 _BUFFERS = (np.ndarray, array.array, bytearray)
 MEMORY = (type(ctypes.c_int()).__mro__[1], ctypes.Structure, ctypes.Union, ctypes.Array)
@@ -63,10 +67,9 @@ _HELD: dict[type, Callable[[Any], Iterable[Any]]] = {  # objects that lead to ot
     weakref.ref: lambda one: (one(),),
     memoryview: lambda one: (one.obj,),
 }
-_ENTERED = (
-    *(Tensor, nn.Module, type, types.FunctionType, types.CellType, tuple, frozenset, contextvars.ContextVar),
-    *(*_HELD, *_BUFFERS, *_CONTAINERS, *_GENERATORS),
-)
+_HOLDERS = (tuple, frozenset, *_HELD, *_BUFFERS, *_CONTAINERS, *_GENERATORS)  # a user's subclass may have attributes
+_ENTERED = (Tensor, nn.Module, type, types.FunctionType, types.CellType, contextvars.ContextVar, *_HOLDERS)
+_CONSUMED = (Iterator, queue.SimpleQueue)
 _MAX_OBJECTS = 50_000  # that are followed, the nearest first
 _MAX_DEPTH = 3  # objects of installed packages that are followed one behind the other
 _MAX_ITEMS = 4096  # of a container that is entered; a larger one is data, not state
@@ -86,7 +89,7 @@ class Reached:
         states: mutable containers, the `__dict__` of objects, arrays, the cells of functions, and `Names`.
         unsaved: what is too large or of a kind that cannot be saved. A closure must not change it.
         generators: generators of random numbers other than torch's, NumPy's and Python's own.
-        iterators: those that a function names or a module has, which cannot be put back.
+        iterators: those that a function names or a module has, and queues, which cannot be put back.
         hooks: of modules and parameters. What those reach that take part in what is computed comes last.
         of_hooks: the number of the first of `states` that only hooks reach.
         globals: the globals that code reads, each as namespace, name and value.
@@ -121,6 +124,7 @@ def reach(roots: dict[str, Any], stepped: Iterable[torch.optim.Optimizer] = ()) 
     waiting += [("a mode", one, 0) for one in active_modes()]
     for group in (group for optimizer in stepped for group in optimizer.param_groups):
         found.states.append(("the options of the optimizer", group))
+        found.hooks += [("a hook of a parameter", hook) for one in group["params"] for hook in hooks_of_tensor(one)]
         waiting += [(key, value, 0) for key, value in group.items() if key != "params"]
     _follow(waiting, seen, found)
     found.of_hooks = len(found.states)
@@ -170,8 +174,15 @@ def _is_of_package(value: Any) -> bool:
 
 def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     """Note a value, and list what it refers to."""
+    if isinstance(value, _HOLDERS) and is_own(type(value).__module__):
+        return [*_enter_kind(name, value, found), *_enter_attributes(name, value, found)]
+    return _enter_kind(name, value, found)
+
+
+def _enter_kind(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     if isinstance(value, Tensor):
         found.tensors.append((name, value))
+        found.hooks += [(f"a hook of {name}", hook) for hook in hooks_of_tensor(value)]
         return []
     if isinstance(value, nn.Module):
         return [(type(value).__name__, type(value)), *_enter_module(name, value, found)]
@@ -209,14 +220,21 @@ def _enter(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     if isinstance(value, types.CellType):
         found.states.append((name, value))
         return [(name, value.cell_contents)] if is_filled(value) else []
-    if isinstance(value, Iterator):
+    if isinstance(value, (*_CONSUMED, np.random.SeedSequence)):
         found.unsaved.append((name, value))
     if is_foreign(type(value).__module__) and not isinstance(value, _PLAIN):
+        if hasattr(value, "__dict__") and not is_private(type(value).__module__):
+            found.unsaved.append((name, value))
         return []
+    return _enter_attributes(name, value, found)
+
+
+def _enter_attributes(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     held: dict[str, Any] = {}
-    if hasattr(value, "__dict__"):
-        found.states.append((name, value.__dict__))
-        held |= vars(value)
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and attributes is not value:
+        found.states.append((name, attributes))
+        held |= attributes
     if slots_of(type(value)):
         slots = Slots(value)
         found.states.append((name, slots))
@@ -345,7 +363,7 @@ def _modules_named(code: types.CodeType) -> frozenset[str]:
 
 
 def _note_iterator(name: str, value: Any, found: Reached) -> None:
-    if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+    if isinstance(value, _CONSUMED) and not isinstance(value, io.IOBase):
         found.iterators.append(name)
 
 

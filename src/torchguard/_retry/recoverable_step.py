@@ -109,18 +109,18 @@ class RecoverableStep(GuardedStep):
             if changed := self.ranks.union(unsaved.changed()):
                 raise RetryError(
                     f"Retry: the closure changes {', '.join(changed)}, which is not saved before a step: a large "
-                    "container or array, an iterator, a sparse tensor, or an attribute of a tensor. Change it outside "
-                    "of the closure."
+                    "container or array, an iterator or queue, a sparse tensor, an attribute of a tensor, or an object "
+                    "of torch or the standard library. Change it outside of the closure."
                 )
             return self._concluded(search, finding, inputs, shown, scaled)
 
     def _bad_parameters(self) -> list[str]:
         """Trained parameters that are not finite, and frozen ones with NaN: some masks are frozen parameters of Inf."""
-        bad = health_of(self.scope.frozen | self.parameters).bad
+        bad = health_of(self.parameters).bad
         found = [
             f"{name.removeprefix('model.')} ({kind})"
             for name, kind in bad.items()
-            if kind == "NaN" or name in self.parameters
+            if kind == "NaN" or self.parameters[name].requires_grad
         ]
         return self.ranks.union(found)
 

@@ -12,6 +12,7 @@ from torch import nn
 from torchguard._retry.batch import Batch, Select, micro_batches
 from torchguard._retry.closure import Closure
 from torchguard._retry.device_step import DeviceStep, clear_gradients, has_state, update, why_not
+from torchguard._retry.packages import Followed
 from torchguard._retry.recoverable_step import RecoverableStep
 from torchguard._retry.report import OBSERVERS, PendingReport, RetryReport, retry_section
 from torchguard._retry.scope import Scope
@@ -25,7 +26,7 @@ _NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, defau
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-class Retry(Shown):
+class Retry(Shown, Followed):
     """Guards training steps: one bad sample costs one sample, whatever the model does with its rows.
 
     A step whose losses and gradients are finite costs one check of what it computed anyway. A step that is not is
@@ -98,7 +99,8 @@ class Retry(Shown):
         self.tensors = TensorState()
         # Whether faults stay when they are run again: None until one was, False once one was not reproduced.
         self.is_steady: bool | None = None
-        self._steps = 0
+        self._steps = 0  # begun
+        self._ended = self._bad_steps = self._bad_samples = self._skipped = 0  # whose outcome is known
         self._pending: Pending | None = None
         self._scope: Scope | None = None
 
@@ -173,7 +175,7 @@ class Retry(Shown):
 
     def _update(self, step: RecoverableStep, clip: float | None, scaler: Any) -> None:
         if scaler is None:
-            is_known = step.scope.is_all_trained and not step.scope.wrappers.is_sharded
+            is_known = step.is_all_trained and not step.scope.wrappers.is_sharded
             update(self.optimizers, clip, step.device_norm if is_known else None)
             return
         for optimizer in self.optimizers:
@@ -183,6 +185,18 @@ class Retry(Shown):
         for optimizer in self.optimizers:
             scaler.step(optimizer)
         scaler.update()
+
+    def __repr__(self) -> str:
+        """What it guards and what it has found so far. Waits for nothing."""
+        guarded = ", ".join(type(one).__name__ for one in (*self.models, *self.optimizers))
+        if not self._ended:
+            return f"Retry({guarded}): no steps yet"
+        found = "all finite"
+        if self._bad_steps:
+            found = f"{self._bad_steps:,} not finite ({_counted(self._bad_samples, 'bad sample')}"
+            found += f", {_counted(self._skipped, 'step')} skipped)" if self._skipped else ")"
+        pending = "" if self._pending is None else "; one more is not read yet"
+        return f"Retry({guarded}): {_counted(self._ended, 'step')}, {found}{pending}"
 
     def section(self) -> Section:
         """The steps in `history` as a section of a report. Waits for the last one."""
@@ -229,6 +243,10 @@ class Retry(Shown):
     def _conclude(self, report: RetryReport, is_late: bool = False) -> None:
         if not is_late:  # a late one is in the history since its step
             self.history.append(report)
+        self._ended += 1
+        self._bad_steps += not report.ok
+        self._bad_samples += len(report.bad)
+        self._skipped += report.skipped
         for observe in OBSERVERS:
             observe(report)
         if self.on_bad is not None and not report.ok:
@@ -274,6 +292,7 @@ class Pending:
             number = self.step.number
             if not is_skipped:
                 self._found = RetryReport(number, 1, loss, norm)
+                self.retry._ended += 1
             else:
                 self._found = self.retry._step(*self.arguments, late=number)
             del self.step, self.update, self.arguments
@@ -292,3 +311,7 @@ class Pending:
 def runs_ahead(devices: Collection[torch.device]) -> bool:
     """Whether the host gives work to the device before it is needed: then the optimizers are launched ahead."""
     return len(devices) == 1 and all(device.type == "cuda" for device in devices)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

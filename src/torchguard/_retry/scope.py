@@ -22,7 +22,14 @@ from torchguard._retry.ranks import Alone, ranks_of
 from torchguard._retry.reach import reach
 from torchguard._retry.tensor_state import shards_of, tensors_of
 from torchguard._retry.wrappers import Wrappers
-from torchguard._torch.training import active_modes, hooks_of, hooks_of_all_modules, next_hook, steps_in_backward
+from torchguard._torch.training import (
+    active_modes,
+    hooks_of,
+    hooks_of_all_modules,
+    hooks_of_tensor,
+    next_hook,
+    steps_in_backward,
+)
 from torchguard.exceptions import RetryError, RetryWarning
 
 
@@ -30,13 +37,13 @@ class Scope:
     """What a step may change, and who takes part in it.
 
     Attributes:
-        parameters: every leaf that gets a gradient, by name.
+        parameters: every leaf that may get a gradient, by name. A closure may freeze and unfreeze parameters.
         leaves: the same without names.
-        has_plain_gradients: whether these are on one device, of one dtype, and none is distributed.
-        is_all_trained: whether the optimizers train all of them, and nothing else.
+        has_plain_gradients: whether those that require one are on one device, of one dtype, and none is distributed.
+        is_all_trained: whether the optimizers train all that require one, and nothing else.
         trained: the ids of those that an optimizer trains, and of their shards.
+        stepped: the ids of all that the optimizers have, frozen ones included.
         buffers, others: the tensors that a step may change, by id: buffers, and all others.
-        frozen: the parameters that get no gradient, by name.
         python: attributes and containers.
         wrappers: DDP and FSDP2.
         ranks: the processes that share the gradients.
@@ -53,29 +60,28 @@ class Scope:
         named = {f"model{number or ''}": model for number, model in enumerate(models)}
         self.reached = reach({**named, "closure": closure}, optimizers)
         self.wrappers = Wrappers(self.reached.modules)
-        self.parameters = self._trained(optimizers)
+        self.parameters = self._leaves(optimizers)
         self.leaves = [*self.parameters.values()]
+        self._requiring = [*map(_requires_grad, self.leaves)]
         self._refuse()
-        self.devices = {one.device for one in self.parameters.values()}
-        device = next(iter(self.devices), torch.device("cpu"))
+        self.devices = {one.device for one in self.leaves}
+        requiring = [one for one in self.leaves if one.requires_grad]
+        device = next((one.device for one in requiring), torch.device("cpu"))
         self.ranks: Alone = ranks_of(group or self.wrappers.group(), device, self.wrappers.meshes)
         buffers, others = tensors_of(self.reached, self.parameters.values())
         self.buffers, self.others = shards_of(buffers), shards_of(others)
-        gets_gradient = {*map(id, self.parameters.values())}
-        self.frozen = {
-            name: one for name, one in others.values() if isinstance(one, nn.Parameter) and id(one) not in gets_gradient
-        }
+        gets_gradient = {*map(id, requiring)}
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        stepped = {id(one) for group in groups for one in group["params"] if one.requires_grad}
-        self.is_all_trained = stepped == gets_gradient
-        stepped = stepped or gets_gradient
-        kinds = {(one.device, one.dtype, type(one) in (Tensor, nn.Parameter)) for one in self.leaves}
+        self.stepped = {id(one) for group in groups for one in group["params"]}
+        self.is_all_trained = gets_gradient <= self.stepped
+        stepped = self.stepped & gets_gradient or gets_gradient
+        kinds = {(one.device, one.dtype, type(one) in (Tensor, nn.Parameter)) for one in requiring}
         self.has_plain_gradients = len(kinds) == 1 and next(iter(kinds))[2]
         with torch.no_grad():
             self.trained = stepped | {id(local(one)) for _, one in others.values() if id(one) in stepped}
         self.python = PythonState(self.reached)
         self._tensors = [tensor for _, tensor in others.values()]
-        self._trainable = [*map(_is_trained, self._tensors)]
+        self._trainable = [*map(_requires_grad, self._tensors)]
         self._sizes, self._modes = self._group_sizes(), active_modes()
         self._next_hook, self._hooks = next_hook(), self._all_hooks()
 
@@ -86,12 +92,22 @@ class Scope:
         return (
             len(parts) == len(self._closure)
             and all(map(operator.is_, parts, self._closure))
-            and [*map(_is_trained, self._tensors)] == self._trainable
+            and [*map(_requires_grad, self._tensors)] == self._trainable
             and self._group_sizes() == self._sizes
             and active_modes() == self._modes
             and self._has_same_hooks()
             and self.python.update()
         )
+
+    def has_same_leaves(self) -> bool:
+        """Whether the parameters that require a gradient are those that did before the step."""
+        return [*map(_requires_grad, self.leaves)] == self._requiring
+
+    def freeze_as_before(self) -> None:
+        """Have each tensor require a gradient if it did before the step."""
+        for tensor, is_required in zip(self._tensors, self._trainable, strict=True):
+            if tensor.requires_grad != is_required and tensor.is_leaf:
+                tensor.requires_grad_(is_required)
 
     def _has_same_hooks(self) -> bool:
         """Whether modules and parameters have the hooks that were followed. Read if any was registered since."""
@@ -102,7 +118,8 @@ class Scope:
 
     def _all_hooks(self) -> list[Any]:
         of_modules = [hook for _, module in self.reached.modules for hook in hooks_of(module)]
-        return of_modules + hooks_of_all_modules()
+        of_tensors = [hook for tensor in self._tensors for hook in hooks_of_tensor(tensor)]
+        return of_modules + of_tensors + hooks_of_all_modules()
 
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -114,7 +131,7 @@ class Scope:
     def random_state(self) -> RandomState:
         return RandomState(self.reached, self.devices)
 
-    def _trained(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    def _leaves(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
         found = {
             id(parameter): (f"{path}.{name}", parameter)
             for path, module in self.reached.modules
@@ -123,13 +140,14 @@ class Scope:
         found |= {
             id(tensor): (name, tensor)
             for name, tensor in self.reached.tensors
-            if tensor.is_leaf and id(tensor) not in found
+            if (tensor.requires_grad or isinstance(tensor, nn.Parameter)) and id(tensor) not in found
         }
         for number, optimizer in enumerate(optimizers):
             name = f"optimizer{number or ''}"
             for group in optimizer.param_groups:
                 found |= {id(one): (name, one) for one in group["params"] if id(one) not in found}
-        return {name: tensor for name, tensor in _unique(found.values()) if tensor.requires_grad}
+        leaves = [(name, one) for name, one in found.values() if one.is_leaf and _is_differentiable(one)]
+        return dict(_unique(leaves))
 
     def _refuse(self) -> None:
         """Refuse what cannot be undone."""
@@ -143,8 +161,8 @@ class Scope:
             )
         if self.reached.iterators:
             raise RetryError(
-                f"Retry: the closure uses the iterator {self.reached.iterators[0]}, which cannot be put back for a new "
-                "run. Take from it outside of the closure, and put what it gave into the batch."
+                f"Retry: the closure uses {self.reached.iterators[0]}, an iterator or queue that cannot be put back "
+                "for a new run. Take from it outside of the closure, and put what it gave into the batch."
             )
         for name, parameter in self.parameters.items():
             if steps_in_backward(parameter):
@@ -155,7 +173,11 @@ class Scope:
                 )
 
 
-_is_trained = operator.attrgetter("requires_grad")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _parts_of(closure: Any) -> list[Any]:

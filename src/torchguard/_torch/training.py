@@ -1,8 +1,8 @@
 """Training steps: many tensors in one kernel, and what a step leaves on parameters, optimizers and DDP.
 
 Everything here is required but `steps_in_backward`, `communication_hooks`, `skips_on_device`, `has_step_hooks`,
-`has_step_of_its_own`, `functions_of_operators`, `names_of_unsaved_buffers` and `reset_sharded`, whose docstrings say
-what happens where torch lacks a name. torch 2.11 to 2.15 have all of the others.
+`has_step_of_its_own`, `functions_of_operators`, `names_of_unsaved_buffers`, `reset_sharded`, and those that read hooks,
+whose docstrings say what happens where torch lacks a name. torch 2.11 to 2.15 have all of the others.
 """
 
 import functools
@@ -201,9 +201,17 @@ def hooks_of(module: nn.Module) -> list[Any]:
     Degraded where torch keeps them in other attributes: those are not seen.
     """
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    owners = [(module, kinds), *((one, ("_backward_hooks",)) for one in module_dicts(module)[0].values())]
-    held = (getattr(owner, kind, None) for owner, kinds in owners for kind in kinds)
-    return [hook for hooks in held if isinstance(hooks, dict) for hook in hooks.values()]
+    held = (getattr(module, kind, None) for kind in kinds)
+    own = [hook for hooks in held if isinstance(hooks, dict) for hook in hooks.values()]
+    return own + [hook for one in module_dicts(module)[0].values() for hook in hooks_of_tensor(one)]
+
+
+def hooks_of_tensor(tensor: Tensor | None) -> list[Any]:
+    """The hooks that get the gradient of a tensor.
+
+    Degraded where torch keeps them in another attribute: those are not seen.
+    """
+    return [*(getattr(tensor, "_backward_hooks", None) or {}).values()]
 
 
 def hooks_of_all_modules() -> list[Any]:

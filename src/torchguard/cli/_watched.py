@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchguard import err
 from torchguard._channel.codes import ErrorCode
 from torchguard._torch.modules import is_compiled_module, share_compiled_call, uncompiled, wrap_compiled_call
 from torchguard._watch import watch
@@ -50,19 +51,30 @@ class BackwardIncident:
 
 @dataclass(frozen=True)
 class ParameterIncident:
-    """Parameters that were non-finite before a call, those nearest to the loss first: the cause of its bad samples."""
+    """Parameters that were non-finite before a call with bad samples, those nearest to the loss first.
+
+    Attributes:
+        finite_at: the last call in which they were known to be finite; 0 if they were not even in the first.
+        bad: how many samples are bad in this call.
+        size: of its batch.
+    """
 
     parameters: tuple[str, ...]
     call: int
+    finite_at: int
+    bad: int
+    size: int
 
     def __str__(self) -> str:
         first, *others = self.parameters
         more = f" and {len(others)} more" if others else ""
-        since = f"after call {self.call - 1}" if self.call > 1 else "before the first call"
-        return (
-            f"parameter {first}{more} became non-finite {since}, so every sample is bad. "
-            "torchguard run --quarantine names the sample and the module whose gradient did that."
-        )
+        samples = "every sample is bad" if self.bad == self.size else f"of {self.size} samples {self.bad} went bad"
+        if not self.finite_at:
+            since, remedy = "was non-finite before the first call", "Look at how weights are initialized or loaded."
+        else:
+            since = f"became non-finite between calls {self.finite_at} and {self.call}"
+            remedy = "torchguard run --quarantine names the sample and the module whose gradient did that."
+        return f"parameter {first}{more} {since}, and {samples}. {remedy}"
 
 
 class CallLog:
@@ -74,12 +86,16 @@ class CallLog:
         self.calls = 0
         self.incidents: list[CallIncident] = []
         self.total_incidents = 0
+        self.bad_samples: dict[int, int] = {}  # of each call on the CPU that had some
         self.retries: dict[int, str] = {}  # by the number of an incident: what `Retry` did in its step
         self._noted = 0
         self.problem = ""
         self._bad_calls: torch.Tensor | None = None  # stays on the device, and is read once at the end
         self._last_poll: Any = None
-        self._has_bad_parameters = False
+        self._bad_parameters: dict[str, int] = {}  # by name: the last call in which it was known to be finite
+        self._named_parameters: set[str] = set()  # those that an incident names
+        self._is_all_bad = False  # whether parameters made every sample of a call bad
+        self._finite_at = 0  # the last call in which parameters were checked
         self._bad_backward_calls: set[int] = set()
 
     def read_flags(self) -> None:
@@ -94,7 +110,11 @@ class CallLog:
             is_bad = (flags != 0).any().to(torch.int64)
             self._bad_calls = is_bad if self._bad_calls is None else self._bad_calls.to(is_bad.device) + is_bad
             if flags.is_cpu:
-                self._record(self._blame_parameters(self.watched.report()) if is_bad else [])
+                if is_bad:
+                    self.bad_samples[self.calls] = int(err.is_err(flags).sum())
+                if is_bad or self.calls == 1:
+                    self._note_bad_parameters()
+                self._record(self._blame_parameters(self.watched.report(), flags) if is_bad else [])
             elif (found := self.watched.poll()) is not self._last_poll:
                 self._record(found or [])
                 self._last_poll = found
@@ -114,15 +134,33 @@ class CallLog:
         self._bad_backward_calls.add(self.calls)
         self._record(found)
 
-    def _blame_parameters(self, incidents: list[Any]) -> list[Any]:
-        """Where parameters are non-finite, these are the cause, of all incidents but those of the input."""
-        named = reversed([*self.watched.named_parameters()])
-        bad = tuple(name for name, one in named if not bool(one.detach().isfinite().all()))
-        if not bad:
-            return incidents
-        is_first, self._has_bad_parameters = not self._has_bad_parameters, True
-        of_input = [one for one in incidents if one.path == "input"]
-        return [*([ParameterIncident(bad, self.calls)] if is_first else []), *of_input]
+    def _note_bad_parameters(self) -> None:
+        """Check the parameters. They were used by the call that just ended."""
+        for name, one in reversed([*self.watched.named_parameters()]):
+            if name not in self._bad_parameters and not bool(one.detach().isfinite().all()):
+                self._bad_parameters[name] = self._finite_at
+        self._finite_at = self.calls
+
+    def _blame_parameters(self, incidents: list[Any], flags: torch.Tensor) -> list[Any]:
+        """Add the parameters that are non-finite and were not named before.
+
+        Where every sample is bad, they are the cause of all incidents but those of the input. Those are left out, and
+        from then on the parameters that go bad in turn.
+        """
+        is_bad = err.is_err(flags)
+        new = {name: at for name, at in self._bad_parameters.items() if name not in self._named_parameters}
+        self._named_parameters.update(new)
+        if self._is_all_bad:
+            new = {}
+        named = [
+            ParameterIncident(names, self.calls, at, int(is_bad.sum()), len(is_bad))
+            for at in sorted({*new.values()})
+            if (names := tuple(name for name, other in new.items() if other == at))
+        ]
+        if self._bad_parameters and bool(is_bad.all()):
+            self._is_all_bad = True
+            incidents = [one for one in incidents if one.path == "input"]
+        return [*named, *incidents]
 
     def finish(self) -> None:
         """Read the flags of the last call, if no call was read or its flags were still being copied from the GPU."""

@@ -1,5 +1,6 @@
 """What every rank has: the incidents of watched models in one list, and a line about a tensor for each rank."""
 
+import dataclasses
 import re
 import sys
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchguard._watch import Incident
 from torchguard.distributed._group import Group, group_of
+from torchguard.exceptions import DistributedError
 
 # Names that wrappers add to the paths of modules.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
@@ -23,7 +25,7 @@ class RankIncident(NamedTuple):
         rank: in the group.
         global_sample: the index of the sample in the batch of all ranks, rank 0's first.
         path: the module, without the names that wrappers such as DDP add.
-        incident: what the rank reports.
+        incident: what the rank reports, with that path.
     """
 
     rank: int
@@ -39,25 +41,34 @@ def gather_report(guarded: Any, group: Group = None) -> list[RankIncident]:
     """The incidents of the last call of a watched model on all ranks; every rank gets the same list.
 
     Args:
-        guarded: the watched model of this rank, or a DDP that holds it.
+        guarded: the watched model of this rank, or a DDP or a compiled module that holds it.
         group: the ranks that have different samples; all by default.
     """
-    is_replicated = isinstance(guarded, DistributedDataParallel)
-    model: Any = guarded.module if is_replicated and not hasattr(type(guarded), "report") else guarded
+    model = _watched(guarded)
     ranks = group_of("gather_report", group)
-    count = 0 if model.flags is None else int(model.flags.shape[0])
-    prefix = "module." if is_replicated and model is guarded else ""
-    own = count, [(_clean(one.path, prefix), one) for one in model.report()]
-    found: list[tuple[int, list[tuple[str, Incident]]]] = [own]
+    count, incidents = 0 if model.flags is None else int(model.flags.shape[0]), model.report()
+    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
+    own = count, [dataclasses.replace(one, path=_clean(one.path, prefix)) for one in incidents]
+    found: list[tuple[int, list[Incident]]] = [own]
     if ranks is not None:
         found = found * dist.get_world_size(ranks)
         dist.all_gather_object(found, own, group=ranks)
     starts = [sum(size for size, _ in found[:rank]) for rank in range(len(found))]
     return [
-        RankIncident(rank, start + incident.sample, path, incident)
+        RankIncident(rank, start + incident.sample, incident.path, incident)
         for rank, (start, (_, incidents)) in enumerate(zip(starts, found, strict=True))
-        for path, incident in incidents
+        for incident in incidents
     ]
+
+
+def _watched(model: Any) -> Any:
+    """The watched model in a DDP or in a compiled module."""
+    while not hasattr(type(model), "report"):
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if inner is None:
+            raise DistributedError(f"gather_report: {type(model).__name__} is no watched model. Give that of watch().")
+        model = inner
+    return model
 
 
 def _clean(path: str, prefix: str) -> str:

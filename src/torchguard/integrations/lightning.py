@@ -126,6 +126,8 @@ class RetryMixin:
 class TorchGuardCallback(Callback):
     """Logs what a watched model found, and says so.
 
+    `bad_sample_rate` is that of a step on this rank, `bad_sample_rate_epoch` that of an epoch on all ranks.
+
     Args:
         guarded: what `watch` returned, the module itself or a part of it.
     """
@@ -139,7 +141,10 @@ class TorchGuardCallback(Callback):
         f = self.guarded.flags
         if f is not None:
             bad = err.is_err(f).float()
-            pl_module.log("bad_sample_rate", bad.mean(), on_step=True, on_epoch=True, batch_size=len(bad))
+            pl_module.log("bad_sample_rate", bad.mean(), on_step=True, on_epoch=False)
+            # Ranks meet at the end only: in each step, one that does not call the model would have the others wait.
+            how: Any = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": len(bad)}
+            pl_module.log("bad_sample_rate_epoch", bad.mean(), **how)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         run = self.guarded.run_report()

@@ -133,7 +133,7 @@ class RetryMixin:
         if len(self._window) < self._window_size:
             return zero
         if self.guard is None:
-            self._closure = self._make_closure(model)
+            self._closure = self._make_closure(model, as_counted=True)
             self.guard = Retry(model, trainer.optimizer, **{"on_bad": _warn, **self.retry_options})
         if not self._is_compared:
             self._is_compared = self._compare_losses(model, self._window[0])
@@ -154,7 +154,8 @@ class RetryMixin:
             logs = {**logs, "bad_samples": bad}
         super().log(logs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _make_closure(self, model: nn.Module) -> Any:
+    def _make_closure(self, model: nn.Module, as_counted: bool) -> Any:
+        """The losses of samples, with the number of their items `as_counted` by the trainer, or as they are."""
         trainer: Any = self
         if trainer.accelerator.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM") or trainer.args.n_gpu > 1:
             raise RetryError(
@@ -165,7 +166,12 @@ class RetryMixin:
         if own is not None:
             return lambda inputs: own(model, inputs)
         shift, smoothing = _shifts(model), float(trainer.args.label_smoothing_factor)
-        return lambda inputs: losses_of(model, inputs, shift=shift, smoothing=smoothing)
+
+        def losses(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+            sums, weights = losses_of(model, inputs, shift=shift, smoothing=smoothing)
+            return sums, _items(model, inputs["labels"], weights) if as_counted else weights
+
+        return losses
 
     def _compare_losses(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
         """Compare the loss over the samples that have one with the trainer's own. False if no sample has a finite one.
@@ -173,13 +179,14 @@ class RetryMixin:
         Random numbers and buffers are as before.
         """
         trainer: Any = self
+        closure = self._make_closure(model, as_counted=False)
         with torch.no_grad(), _restored(model):
-            good = self._closure(dict(inputs))[0].isfinite().nonzero().flatten().tolist()
+            good = closure(dict(inputs))[0].isfinite().nonzero().flatten().tolist()
             if not good:
                 return False
             part = Batch(inputs).part(good)
             with torch.random.fork_rng():
-                sums, weights = self._closure(dict(part))
+                sums, weights = closure(dict(part))
             with torch.random.fork_rng(), trainer.compute_loss_context_manager():
                 want = trainer.compute_loss(model, dict(part))
         got = (sums.sum() / weights.sum()).to(want.dtype)
@@ -206,6 +213,7 @@ class TorchGuardCallback(TrainerCallback):
         self.guarded, self._losses = guarded, losses
         self._smoothing, self._shift = 0.0, losses is None and _shifts(guarded)
         self._items = self._left = None  # of the step: what the trainer counted, and without bad samples so far
+        self._sum = torch.zeros(())  # of the losses of the step so far
         self._logged = 0
 
     def loss(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -217,24 +225,33 @@ class TorchGuardCallback(TrainerCallback):
             sums, weights = _sample_losses(
                 _logits_of(outputs), labels, shift=self._shift, smoothing=self._smoothing, multi_label=multi_label
             )
+            weights = _items(self.guarded, labels, weights) if num_items_in_batch is not None else weights
         good = err.is_ok(self.guarded.flags).to(sums.device)
         total = torch.where(good, sums, 0).sum()
         if num_items_in_batch is None or not self.guarded.training:
             return total / torch.where(good, weights, 0).sum().clamp(min=1)
-        return total / self._left_after(num_items_in_batch, torch.where(good, 0, weights).sum())
+        before, left = self._left_after(num_items_in_batch, torch.where(good, 0, weights).sum())
+        # The trainer logs the sum over the micro-batches: make up for what the earlier ones were divided by.
+        made_up = self._sum * (1 / left - 1 / before)
+        self._sum = self._sum + total.detach()
+        return total / left + made_up
 
-    def _left_after(self, items: Any, lost: Tensor) -> Tensor:
-        """How many items of the step are left without those of bad samples, and the gradients so far made up for it."""
+    def _left_after(self, items: Any, lost: Tensor) -> tuple[Tensor, Tensor]:
+        """How many items of the step are left without those of bad samples: before this micro-batch, and with it.
+
+        The gradients so far are made up for it.
+        """
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(lost)
         if self._items is not items:  # a new step: the trainer counts anew
             self._items, self._left = items, torch.as_tensor(items, device=lost.device, dtype=lost.dtype)
+            self._sum = torch.zeros_like(lost)
         assert self._left is not None
-        before, self._left = self._left, self._left - lost
+        before, self._left = self._left.clamp(min=1), self._left - lost
         left = self._left.clamp(min=1)
         gradients = [one.grad for one in self.guarded.parameters() if one.grad is not None]
-        multiply_all(gradients, before.clamp(min=1) / left)
-        return left
+        multiply_all(gradients, before / left)
+        return before, left
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._smoothing = float(args.label_smoothing_factor)
@@ -278,6 +295,16 @@ def _shifts(model: Any) -> bool:
         LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "") is ForCausalLMLoss
         or type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     ) and not getattr(inner.config, "is_encoder_decoder", False)
+
+
+def _items(model: Any, labels: Tensor, weights: Tensor) -> Tensor:
+    """How many items of each sample the `Trainer` counts.
+
+    For causal models without a `loss_type`, such as GPT-2, it counts the first label of a sequence, which no loss has.
+    """
+    inner = getattr(model, "module", model)
+    is_counted = not _shifts(inner) or LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "") is ForCausalLMLoss
+    return weights if is_counted else labels.ne(_IGNORED).flatten(1).sum(1).to(weights.dtype)
 
 
 def _problem_type(model: Any) -> str | None:

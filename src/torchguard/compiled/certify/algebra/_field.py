@@ -86,10 +86,14 @@ class EvaluationTrace:
         has_nan: whether a real number that is compared is NaN.
         has_nonfinite: whether a number was taken to be infinite or NaN.
         flipped: the key of a node whose boolean results are inverted.
+        frees_extrema: whether a maximum or minimum is any element, whatever its row holds: see `Search`.
+        free: the keys of the extrema that were free.
     """
 
     node: str = ""
     flipped: str = ""
+    frees_extrema: bool = False
+    free: set[str] = field(default_factory=set)
     is_input_dependent: bool = True
     records: int = 0
     reads: int = 0
@@ -113,9 +117,13 @@ class EvaluationTrace:
         """Record which elements of a comparison are true."""
         self.record_index(outcome.to(torch.int64), 2)
 
-    def record_index(self, index: Tensor, count: int, is_possible: Tensor | None = None) -> None:
+    def record_index(
+        self, index: Tensor, count: int, is_possible: Tensor | None = None, *, is_free: bool = False
+    ) -> None:
         """Record which of `count` positions the numbers of an element choose; some may be impossible for an element."""
         self.records += 1
+        if is_free:
+            self.free.add(f"{self.node}#{self.records}")
         if not self.is_input_dependent or not index.numel():
             return
         if index.numel() * count > _MAX_OUTCOMES:

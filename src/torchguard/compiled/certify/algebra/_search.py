@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
@@ -91,17 +91,24 @@ class OutcomeCoverage:
             it had a first value, another one, and one beyond -1, 0 and 1, of which a polynomial may be zero.
         possible: the outcomes that an element can have: a masked position is never that of a maximum.
         first: by step function, the first values.
+        irrelevant: the comparisons whose outcomes are not wanted.
     """
 
     seen: dict[str, Tensor] = field(default_factory=dict)
     possible: dict[str, Tensor] = field(default_factory=dict)
     first: dict[str, Tensor] = field(default_factory=dict)
+    irrelevant: frozenset[str] = frozenset()
+
+    def without(self, keys: Set[str]) -> "OutcomeCoverage":
+        """The coverage in which the outcomes of some comparisons are not wanted."""
+        seen, possible = ({k: v for k, v in of.items() if k not in keys} for of in (self.seen, self.possible))
+        return OutcomeCoverage(seen, possible, self.first, self.irrelevant | keys)
 
     def with_trace(self, trace: EvaluationTrace, *, is_void: bool = False) -> "OutcomeCoverage":
         """The coverage with that of another point. At one that is void no outcome counts, but all are wanted."""
         first = {**trace.steps, **self.first}
         seen, possible = dict(self.seen), dict(self.possible)
-        found = dict(trace.outcomes)
+        found = {key: outcomes for key, outcomes in trace.outcomes.items() if key not in self.irrelevant}
         for key, values in trace.steps.items():
             is_other = values != first[key]
             outcomes = torch.stack([~is_other, is_other, values.abs() > 1], 1)
@@ -110,7 +117,7 @@ class OutcomeCoverage:
             here = torch.zeros_like(here) if is_void else here
             seen[key] = seen[key] | here if key in seen else here
             possible[key] = possible[key] | can_be if key in possible else can_be
-        return OutcomeCoverage(seen, possible, self.first if is_void else first)
+        return OutcomeCoverage(seen, possible, self.first if is_void else first, self.irrelevant)
 
     def adds_to(self, other: "OutcomeCoverage") -> bool:
         """Whether another coverage has an element with fewer outcomes."""
@@ -138,8 +145,12 @@ class Search:
 
     @cached_property
     def primes(self) -> random.Random:
-        """Draws the primes of fields. The graphs are part of its seed: none can be made for certain primes."""
-        return random.Random(f"{self.seed} {' '.join(map(_digest, self.comparison.graphs))}")
+        """Draws the primes of fields."""
+        return self._new_random()
+
+    def _new_random(self, purpose: str = "") -> random.Random:
+        """Random numbers. The graphs are part of their seed: none can be made for certain primes."""
+        return random.Random(f"{self.seed}{purpose} {' '.join(map(_digest, self.comparison.graphs))}")
 
     def one_sided_nodes(self) -> list[str]:
         """The names of nodes with a comparison, step or index of which an element always had the same outcome."""
@@ -151,6 +162,8 @@ class Search:
         between = self._points_between(targets)
         for number in range(-count, _MAX_POINTS):
             is_free, is_required = number < 0, number < between
+            if number == 0 and self.one_sided_nodes():
+                self._drop_irrelevant_extrema(count, targets, trace)
             if not is_required and not self.one_sided_nodes():
                 return
             sample = number + count
@@ -164,6 +177,28 @@ class Search:
                     if result.in_reals not in (None, InReals.DIFFERENT):
                         yield from self._results_in_domains(targets, trace)
                     return
+
+    def _drop_irrelevant_extrema(self, count: int, targets: Targets, trace: EvaluationTrace) -> None:
+        """Want no outcomes of maxima and minima if the graphs agree whatever these are.
+
+        So it is where one is only subtracted before exponentials, as in a softmax. If the graphs agree at points where
+        extrema are random elements of the field, they agree for all values of the extrema, whichever position has them.
+        """
+        if not any(op_name(node) in ("amax", "amin") for gm in self.comparison.graphs for node in gm.graph.nodes):
+            return
+        primes = self._new_random("extrema")  # the other points are the same with and without these
+        trace.frees_extrema, trace.free = True, set()
+        try:
+            for _ in range(count):
+                f = PrimeField(draw_prime(primes), 4 * primes.getrandbits(48), trace)
+                result = self._with_widest_range(Sampler(f, 0, targets), self.comparison.compare)
+                if result.mismatches or result.is_singular:
+                    return
+        except (EvaluationError, UnsupportedError):
+            return
+        finally:
+            trace.frees_extrema = False
+        self.coverage = self.coverage.without(trace.free)
 
     def _results_in_domains(self, targets: Targets, trace: EvaluationTrace) -> Iterator[SampleResult]:
         """Results at points of other domains: whether a difference in the field is one in real numbers as well."""

@@ -68,8 +68,11 @@ def _extremum(
     dims = dims_of(x, dim)
     reals, order = _rows(x, dims)
     index = (reals if is_max else -reals).argmax(-1, keepdim=True)
+    is_free = x.field.trace.frees_extrema and x.tangent is None and not x.is_integer
     if is_recorded:
-        x.field.trace.record_index(index, reals.shape[-1], ~reals.isinf())
+        x.field.trace.record_index(index, reals.shape[-1], ~reals.isinf(), is_free=is_free)
+    if is_free:
+        return _free_extremum(x, dims, keepdim, is_max)
 
     def pick(t: Tensor) -> Tensor:
         rows = t.permute(order).reshape(reals.shape).gather(-1, index).squeeze(-1)
@@ -77,6 +80,12 @@ def _extremum(
 
     value = Value(x.field, pick(x.element), is_integer=x.is_integer)
     return value if x.tangent is None else _with_shared_tangent(x, value, dims, keepdim)
+
+
+def _free_extremum(x: Value, dims: list[int], keepdim: bool, is_max: bool) -> Value:
+    """Any elements instead of the extrema: equal ones for equal rows alone."""
+    by_element = x.field.unknown_function(f"extremum {is_max}", x.element)
+    return Value(x.field, x.field.total(by_element, dims, keepdim))
 
 
 def _with_shared_tangent(x: Value, chosen: Value, dims: list[int], keepdim: bool) -> Value:
