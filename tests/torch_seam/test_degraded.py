@@ -552,6 +552,9 @@ class TestTraining:
         training.reset_sharded(module)
         assert calls == ["reshard"]
 
+    def test_without_a_join_config_no_join_is_seen(self):
+        assert not training.is_joining(nn.Linear(2, 1))
+
     def test_without_communication_hooks_none_are_seen(self):
         assert training.communication_hooks(nn.Linear(2, 1)) == []
 

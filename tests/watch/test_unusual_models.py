@@ -1,5 +1,6 @@
 """Models as they are found: masks, regrouped batches, states, odd shapes, calls within calls."""
 
+import copy
 import gc
 import inspect
 
@@ -450,3 +451,11 @@ def test_a_model_with_torch_cond_is_refused_where_dynamo_would_lose_the_flags(mo
     monkeypatch.setattr(graph_plan, "keep_writes_after_calls", lambda: False)
     with pytest.raises(RuntimeError, match=r"cond, after which Dynamo loses.*eager mode"):
         torch.compile(watch(Branching()), backend="eager")(torch.randn(4, 3))
+
+
+def test_the_garbage_collector_leaves_models_alone_that_only_watch_refers_to():
+    guarded, copied = watch(nn.Linear(2, 2)), watch(nn.Linear(2, 2))
+    plain, x = unwatch(copy.deepcopy(copied)), torch.ones(1, 2)
+    gc.collect()
+    assert torch.equal(guarded(x)[0], nn.functional.linear(x, guarded.weight, guarded.bias))
+    assert torch.equal(copied(x)[0], plain(x))

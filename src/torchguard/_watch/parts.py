@@ -111,9 +111,9 @@ def refuse_checkpoint(module: nn.Module, call_record: CallRecord) -> None:
     if id(module) in call_record.uncompiled and is_in_checkpoint():
         raise WatchError(
             "watch: a torch.utils.checkpoint calls a part of the model that is compiled on its own (with a "
-            f"{type(module).__name__} in it). With quarantine such parts run uncompiled, and torch refuses a checkpoint "
-            "whose second run differs from its first. Compile the watched model instead: guarded.compile(), with "
-            "compile_once=True for equal blocks."
+            f"{type(module).__name__} in it). With quarantine such parts run uncompiled, and torch refuses a "
+            "checkpoint whose second run differs from its first. Compile the watched model instead: "
+            "guarded.compile(), with compile_once=True for equal blocks."
         )
 
 
