@@ -45,7 +45,8 @@ test-long: $(VENV)/.dev $(VENV)/.loggers docs chromium
 	@echo "long: pytest"
 	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile=thorough
 	@echo "long: pytest, shapes in signatures checked"
-	@TORCHGUARD_CHECK_SHAPES=1 $(PYTEST) -m "not compiled and not wrong_types" tests/channel tests/test_checks.py tests/test_control.py
+	@TORCHGUARD_CHECK_SHAPES=1 $(PYTEST) -m "not compiled and not wrong_types" tests/channel tests/test_checks.py tests/test_control.py \
+		tests/distributed/test_flags.py tests/distributed/test_losses.py tests/distributed/test_collectives.py tests/training tests/testing
 
 bench: $(VENV)/.dev
 	@echo "bench: error channel against the published torchguard 1.1.0"

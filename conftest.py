@@ -11,10 +11,11 @@ import pytest
 
 if os.environ.get("TORCHGUARD_CHECK_SHAPES"):
     # For eager tests only: a type checker inside traced code breaks the graph.
+    import tests.shape_checker  # noqa: F401 (the hook does not import it)
     from jaxtyping import install_import_hook
 
-    checked = "checks control err _channel experimental flags locations _operators result"
-    install_import_hook([f"torchguard.{name}" for name in checked.split()], "beartype.beartype")
+    checked = "checks control distributed err _channel experimental flags locations _operators result testing training"
+    install_import_hook([f"torchguard.{name}" for name in checked.split()], "tests.shape_checker.check")
 
 import torch
 

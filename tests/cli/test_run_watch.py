@@ -11,6 +11,7 @@ from torch import nn
 
 from torchguard import guards
 from torchguard.cli import _views
+from torchguard.cli._run_report import values_of
 from torchguard.cli._terminal import console
 from torchguard.cli._watched import Watcher
 from torchguard.guards._section import inspection_data
@@ -332,6 +333,17 @@ def test_a_parameter_that_was_bad_from_the_start_is_named_beside_the_samples_tha
     parameter, sample = (str(one.incident) for one in log.incidents)
     assert parameter.startswith("parameter 0.weight was non-finite before the first call, and of 3 samples 1 went bad")
     assert sample.startswith("sample 1: INF at 0")
+
+
+def test_the_report_counts_samples_that_bad_parameters_made_bad(watcher):
+    train(Rooted(), steps=5)
+    watcher.finish()
+    section = values_of(watcher.logs[0])
+    answer, parameters, curve, where = section.blocks
+    assert answer.text == "9 samples were bad in 3 of 5 calls."
+    assert parameters.text.startswith("Call 3: parameter first.bias and 1 more became non-finite")
+    assert curve.series[0].values == (0, 0, 3, 3, 3)
+    assert where.rows == ("(origin not recorded)",)
 
 
 def test_quarantine_names_the_sample_and_the_module_of_a_fault_created_in_backward(watcher):

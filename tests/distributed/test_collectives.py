@@ -117,6 +117,7 @@ def test_losses_gradients_and_parameters_are_sent_in_dtypes_that_nccl_has():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.compiled
 def test_a_graph_has_one_collective_that_nccl_has(name):
     def count():
         graphs = []

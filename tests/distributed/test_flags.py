@@ -47,6 +47,7 @@ class TestWithoutOthers:
 
         assert run_ranks(alone) == [(True, False), (True, True)]
 
+    @pytest.mark.wrong_types
     def test_bad_arguments(self):
         f = err.new_t(3)
         with pytest.raises(OutOfRangeError, match="'most'"):
@@ -91,6 +92,7 @@ class TestDecisions:
         assert all("different policies" in message for message in run_ranks(decide, size=4))
 
     @pytest.mark.long
+    @pytest.mark.compiled
     def test_different_policies_in_a_graph_are_a_yes_on_every_rank(self):
         def decide():
             policy = "any" if dist.get_rank() else "majority"
@@ -115,6 +117,7 @@ class TestDecisions:
             [False, True, False],
         ]
 
+    @pytest.mark.wrong_types
     def test_ranks_outside_of_the_group_are_told(self):
         def decide():
             group = dist.new_group([0])
@@ -292,6 +295,7 @@ def everything(f, losses, x, step):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.compiled
 def test_in_one_graph(backend):
     """Uneven batches, in one graph: what eager mode computes, bit by bit, and the same gradients."""
     if backend == "inductor":

@@ -103,6 +103,7 @@ class TestProperties:
         with pytest.raises(ValueError, match="1 NaN"):
             training.check_tensor_properties(torch.tensor([complex(0, float("nan"))]))
 
+    @pytest.mark.compiled
     def test_in_a_graph(self):
         with pytest.raises(Unsupported, match="flag_nan_and_inf"):  # Dynamo's, of the TracingError
             torch.compile(training.check_tensor_properties, backend="eager", fullgraph=True)(torch.ones(2))

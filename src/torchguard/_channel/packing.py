@@ -91,7 +91,7 @@ def joined(lanes: Tensor, dtype: torch.dtype) -> Tensor:
     return functools.reduce(torch.bitwise_or, [lanes.select(-1, i) for i in range(lanes.shape[-1])])
 
 
-def words_to_flags(words: Int[Tensor, "batch words"], like: Flags) -> Flags:
+def words_to_flags(words: Int[Tensor, "batch words"], like: Shaped[Tensor, "_ words"]) -> Flags:
     if is_transposed(like):
         words = words.t().contiguous().t()
     return words if words.dtype == like.dtype else words.view(like.dtype)

@@ -1,13 +1,14 @@
 """The values of a run as a section of a report: when samples went bad, where they first did, and each incident."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchguard.report import Answer, Cell, Facts, HeatMap, LineChart, Section, Series, Status, Table, Text
 
 _PAGES = 100  # incidents that get a page of their own
 _MOST_STEPS = 100_000  # of a curve and a heat map
+_UNKNOWN = "(origin not recorded)"
 _AFTER = Text(
     "Origins are recorded. A module after an origin is inferred: the model defines it later, and the sample was bad at "
     "as many checks as there are such modules. Where the numbers differ, only the origin is shown."
@@ -46,6 +47,7 @@ def values_section(
     faults: Sequence[Fault],
     *,
     total: int | None = None,
+    counts: Mapping[int, int] | None = None,
     notes: Sequence[tuple[Status, str]] = (),
     unit: str = "step",
 ) -> Section:
@@ -56,25 +58,30 @@ def values_section(
         calls: how many there were; 0 if it is not known.
         faults: those that were kept, in the order of their steps.
         total: how many there were, if not all were kept.
+        counts: how many samples were bad in each step that had some, if more is known of that than the faults say.
         notes: what else is known, such as parameters that are not finite.
     """
     total = len(faults) if total is None else total
-    answers = [Answer(*_answer(calls, faults, total)), *(Answer(*note) for note in notes)]
-    if not faults:
+    samples = sum(counts.values()) if counts else total
+    if not counts:
+        counts = Counter(one.step for one in faults if one.step is not None)
+    answers = [Answer(*_answer(calls, faults, samples, counts)), *(Answer(*note) for note in notes)]
+    if not samples:
         return Section(title, tuple(answers))
-    blocks = [_origins(faults, unit), *_over_steps(calls, faults, unit), _incidents(faults, total, unit)]
+    blocks = [*([_origins(faults, unit)] if faults else []), *_over_steps(calls, faults, counts, unit)]
+    if faults:
+        blocks.append(_incidents(faults, total, unit))
     pages = (_page(number, fault, unit) for number, fault in enumerate(faults[:_PAGES]))
     return Section(title, (*answers, *blocks), tuple(pages))
 
 
-def _answer(calls: int, faults: Sequence[Fault], total: int) -> tuple[Status, str]:
+def _answer(calls: int, faults: Sequence[Fault], samples: int, counts: Mapping[int, int]) -> tuple[Status, str]:
     in_calls = f"{calls:,} call{'' if calls == 1 else 's'}" if calls else "its calls"
-    if not total:
+    if not samples:
         return "ok", f"No sample went bad in {in_calls}."
-    steps = {one.step for one in faults}
-    of = f"{len(steps):,} of {in_calls}" if calls and total == len(faults) else in_calls
+    of = f"{len(counts):,} of {in_calls}" if calls and samples == sum(counts.values()) else in_calls
     first = f" First {faults[0].code} at {faults[0].where}." if faults else ""
-    return "bad", f"{total:,} sample{' was' if total == 1 else 's were'} bad in {of}.{first}"
+    return "bad", f"{samples:,} sample{' was' if samples == 1 else 's were'} bad in {of}.{first}"
 
 
 def _origins(faults: Sequence[Fault], unit: str) -> Table:
@@ -94,16 +101,17 @@ def _origins(faults: Sequence[Fault], unit: str) -> Table:
     return Table(tuple(columns), tuple(rows), "Where samples first went bad")
 
 
-def _over_steps(calls: int, faults: Sequence[Fault], unit: str) -> list[LineChart | HeatMap | Text]:
+def _over_steps(
+    calls: int, faults: Sequence[Fault], counts: Mapping[int, int], unit: str
+) -> list[LineChart | HeatMap | Text]:
     """Bad samples in each step, and where; nothing where steps are not known or there is only one."""
     known = [(one.step, one) for one in faults if one.step is not None]
-    steps = min(max([calls + (unit == "call"), *(step + 1 for step, _ in known)]), _MOST_STEPS)
+    steps = min(max([calls + (unit == "call"), *(step + 1 for step in counts)]), _MOST_STEPS)
     if len(known) < len(faults) or steps < 2:
         return []
     known = [(step, one) for step, one in known if step < steps]
-    counts = Counter(step for step, _ in known)
     numbers = range(unit == "call", steps)  # calls count from 1
-    values = tuple(float(counts[step]) for step in numbers)
+    values = tuple(float(counts.get(step, 0)) for step in numbers)
     curve = LineChart(f"Bad samples in each {unit}", unit, "samples", tuple(numbers), (Series("bad", values),))
     cells: Counter[tuple[str, int]] = Counter()
     origins = dict.fromkeys(one.where for _, one in known)
@@ -115,6 +123,11 @@ def _over_steps(calls: int, faults: Sequence[Fault], unit: str) -> list[LineChar
             if path not in origins:
                 affected[path] = None
                 cells[path, step] += 1
+    kept = Counter(step for step, _ in known)
+    for step, count in counts.items():
+        if (left := count - kept[step]) > 0 and step < steps:
+            origins[_UNKNOWN] = None
+            cells[_UNKNOWN, step] += left
     rows = (*origins, *affected)
     number = {name: i for i, name in enumerate(rows)}
     names = (*origins, *(f"{name} (after an origin)" for name in affected))

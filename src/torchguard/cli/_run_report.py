@@ -1,6 +1,7 @@
 """The report of a run: what each part found, as sections."""
 
 import importlib.metadata
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -68,14 +69,28 @@ def values_of(log: "CallLog") -> Section:
     """What went bad in the calls of a watched model."""
     from torchguard._watch.run_report import locations_of
     from torchguard._watch.section import values_section
+    from torchguard.cli._watched import ParameterIncident
 
     locations = locations_of(log.watched._watch.labels)
-    faults = [_fault(log, number, locations) for number in range(len(log.incidents))]
+    of_parameters = [one for one in log.incidents if isinstance(one.incident, ParameterIncident)]
+    numbers = [i for i, one in enumerate(log.incidents) if not isinstance(one.incident, ParameterIncident)]
+    faults = [_fault(log, number, locations) for number in numbers]
     notes: list[tuple[Status, str]] = [("unknown", f"{log.name}: {log.problem}")] if log.problem else []
-    if log.bad_calls and not faults:
-        notes.append(("bad", f"Samples went bad in {log.bad_calls} calls; the incidents were not kept."))
-    title = f"Values of {log.name}"
-    return values_section(title, log.calls, faults, total=log.total_incidents, notes=notes, unit="call")
+    notes.extend(("bad", f"Call {one.call}: {one.incident}") for one in of_parameters)
+    seen = {one.step for one in faults}.union(log.bad_samples)
+    if log.bad_calls > len(seen):
+        missed = log.bad_calls - len(seen)
+        text = f"Samples went bad in {log.bad_calls} calls. {missed} of them are not shown: a GPU was not waited for."
+        notes.append(("bad", text))
+    title, total = f"Values of {log.name}", log.total_incidents - len(of_parameters)
+    counts = _counts(log, faults)
+    return values_section(title, log.calls, faults, total=total, counts=counts, notes=notes, unit="call")
+
+
+def _counts(log: "CallLog", faults: list["Fault"]) -> dict[int, int]:
+    """The bad samples of each call: as counted, or as many as there are faults where these are not counted."""
+    kept = Counter(call for call, _ in {(one.step, one.sample) for one in faults} if call is not None)
+    return {call: max(kept[call], log.bad_samples.get(call, 0)) for call in sorted({*kept, *log.bad_samples})}
 
 
 def _fault(log: "CallLog", number: int, locations: tuple[str, ...]) -> "Fault":
@@ -90,7 +105,5 @@ def _fault(log: "CallLog", number: int, locations: tuple[str, ...]) -> "Fault":
     retry = log.retries.get(number, "")
     if isinstance(found, Incident):
         return replace(fault_of(found, locations, call), retry=retry)
-    code = ErrorCode.name(found.code) if hasattr(found, "code") else "not finite"
-    where = getattr(found, "path", "") or f"parameter {found.parameters[0]}"
-    cause = "created in backward" if hasattr(found, "path") else "parameters that were not finite before the call"
-    return Fault(call, getattr(found, "sample", None), code, where, str(found), cause=cause, retry=retry)
+    code, cause = ErrorCode.name(found.code), "created in backward"
+    return Fault(call, found.sample, code, found.path, str(found), cause=cause, retry=retry)

@@ -86,6 +86,7 @@ class CallLog:
         self.calls = 0
         self.incidents: list[CallIncident] = []
         self.total_incidents = 0
+        self.bad_samples: dict[int, int] = {}  # of each call on the CPU that had some
         self.retries: dict[int, str] = {}  # by the number of an incident: what `Retry` did in its step
         self._noted = 0
         self.problem = ""
@@ -109,6 +110,8 @@ class CallLog:
             is_bad = (flags != 0).any().to(torch.int64)
             self._bad_calls = is_bad if self._bad_calls is None else self._bad_calls.to(is_bad.device) + is_bad
             if flags.is_cpu:
+                if is_bad:
+                    self.bad_samples[self.calls] = int(err.is_err(flags).sum())
                 if is_bad or self.calls == 1:
                     self._note_bad_parameters()
                 self._record(self._blame_parameters(self.watched.report(), flags) if is_bad else [])

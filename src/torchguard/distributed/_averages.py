@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Inexact, Shaped
 from torch import Tensor, nn
 
 from torchguard._channel.combine import sum_ok
@@ -110,7 +110,7 @@ def _mean(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 @torch.no_grad()
-def all_reduce_parameter(param: Float[Tensor, "..."], group: Group = None) -> Float[Tensor, "..."]:
+def all_reduce_parameter(param: Inexact[Tensor, "..."], group: Group = None) -> Inexact[Tensor, "..."]:
     """Replace a parameter or buffer by its mean over the ranks, in place, and return it."""
     ranks = group_of("all_reduce_parameter", group)
     if ranks is None:

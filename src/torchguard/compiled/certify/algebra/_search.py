@@ -145,8 +145,12 @@ class Search:
 
     @cached_property
     def primes(self) -> random.Random:
-        """Draws the primes of fields. The graphs are part of its seed: none can be made for certain primes."""
-        return random.Random(f"{self.seed} {' '.join(map(_digest, self.comparison.graphs))}")
+        """Draws the primes of fields."""
+        return self._new_random()
+
+    def _new_random(self, purpose: str = "") -> random.Random:
+        """Random numbers. The graphs are part of their seed: none can be made for certain primes."""
+        return random.Random(f"{self.seed}{purpose} {' '.join(map(_digest, self.comparison.graphs))}")
 
     def one_sided_nodes(self) -> list[str]:
         """The names of nodes with a comparison, step or index of which an element always had the same outcome."""
@@ -180,10 +184,13 @@ class Search:
         So it is where one is only subtracted before exponentials, as in a softmax. If the graphs agree at points where
         extrema are random elements of the field, they agree for all values of the extrema, whichever position has them.
         """
+        if not any(op_name(node) in ("amax", "amin") for gm in self.comparison.graphs for node in gm.graph.nodes):
+            return
+        primes = self._new_random("extrema")  # the other points are the same with and without these
         trace.frees_extrema, trace.free = True, set()
         try:
             for _ in range(count):
-                f = PrimeField(draw_prime(self.primes), 4 * self.primes.getrandbits(48), trace)
+                f = PrimeField(draw_prime(primes), 4 * primes.getrandbits(48), trace)
                 result = self._with_widest_range(Sampler(f, 0, targets), self.comparison.compare)
                 if result.mismatches or result.is_singular:
                     return
