@@ -622,6 +622,15 @@ def hooks_with_state(kind: str) -> None:
 
 
 @case
+def in_join(kind: str) -> None:
+    model = wrapped(kind, mlp())
+    guard = Retry(model)
+    guard.backward(lambda x: per_sample(model, x), batches({})[rank()][0])
+    with pytest.raises(RetryError, match="is in join"), model.join():
+        guard.backward(lambda x: per_sample(model, x), batches({})[rank()][0])
+
+
+@case
 def a_batch_that_cannot_be_sent(kind: str) -> None:
     """A rank without good samples needs those of another. If these cannot be sent, every rank raises an error."""
     model = wrapped(kind, mlp())

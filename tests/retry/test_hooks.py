@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import torchguard
-from torchguard import Retry, is_retrying
+from torchguard import Retry, RetryError, is_retrying
 
 B = 6
 CALLS = 0
@@ -414,3 +414,29 @@ def counts_globally(module, args, output):
 @pytest.mark.parametrize("name", observers())
 def test_hooks_that_only_observe_count_every_run(name):
     assert bad_step(observers()[name]) == 3
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_prehook"])
+def test_hooks_that_a_closure_registers_on_nodes_count_once(name):
+    model, calls = nn.Linear(4, 1), [0]
+
+    def hook(*gradients):
+        calls[0] += 1
+
+    def closure(x):
+        out = model(x)
+        getattr(out.grad_fn, name)(hook)
+        return out.square()[:, 0]
+
+    x = torch.randn(B, 4)
+    x[2] = float("nan")
+    assert Retry(model).backward(closure, x).bad == [2]
+    assert calls == [1]
+
+
+def test_a_kept_node_that_accumulates_gradients_is_refused():
+    model = nn.Linear(4, 1)
+    model.nodes = [torch.autograd.graph.get_gradient_edge(model.weight).node]
+    model.nodes[0].register_prehook(lambda gradients: None)
+    with pytest.raises(RetryError, match=r"model\.nodes\[0\] is the node of autograd"):
+        Retry(model).backward(lambda x: model(x).square()[:, 0], torch.randn(B, 4))

@@ -60,6 +60,7 @@ FOR_BOTH = [
     "twenty_steps",
 ]
 FOR_ONE = [
+    "in_join:ddp",
     "no_sync:ddp",
     "exceptions_in_backward_on_one_rank:ddp",
     "buffers_after_a_skipped_step:ddp",

@@ -21,6 +21,7 @@ from torchguard._torch import (
     aot,
     compilations,
     dynamo,
+    dynamo_graph,
     events,
     fakes,
     hook_guards,
@@ -551,6 +552,9 @@ class TestTraining:
         training.reset_sharded(module)
         assert calls == ["reshard"]
 
+    def test_without_a_join_config_no_join_is_seen(self):
+        assert not training.is_joining(nn.Linear(2, 1))
+
     def test_without_communication_hooks_none_are_seen(self):
         assert training.communication_hooks(nn.Linear(2, 1)) == []
 
@@ -622,6 +626,13 @@ class TestTraining:
         assert training.names_of_unsaved_buffers(model) == set()
         monkeypatch.delattr(model, "_non_persistent_buffers_set")
         assert training.names_of_unsaved_buffers(model) is None
+
+
+class TestDynamoGraph:
+    def test_keep_writes_after_calls_says_that_torch_lacks_the_table(self, monkeypatch):
+        assert dynamo_graph.keep_writes_after_calls()
+        monkeypatch.delattr("torch._dynamo.variables.dicts.SideEffectsProxyDict")
+        assert not dynamo_graph.keep_writes_after_calls()
 
 
 class TestHookGuards:

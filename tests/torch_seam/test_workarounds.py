@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.models import Residual
 from torch._dynamo.exc import UncapturedHigherOrderOpError
+from torch._dynamo.variables.dicts import SideEffectsProxyDict
 from torch.func import jvp, vjp
 
 from torchguard import watch
@@ -28,6 +29,25 @@ def test_gradients_of_regions_are_wrong_without_the_settings(monkeypatch):
         torch.compile(watch(alone, compile_once=True), fullgraph=True)(x)[0].square().mean().backward()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     assert not all(torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-5) for one, other in pairs)
+
+
+def test_dynamo_loses_what_is_written_after_a_branch(monkeypatch):
+    """`dynamo_graph.keep_writes_after_calls`."""
+
+    class Note:
+        value = None
+
+    def function(x, note):
+        note.value = x + 1
+        x = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        note.value = None
+        return x
+
+    note = Note()
+    if "side_effects" in vars(SideEffectsProxyDict):  # patched
+        monkeypatch.delattr(SideEffectsProxyDict, "side_effects")
+    torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2), note)
+    assert note.value is not None
 
 
 def test_a_region_may_not_return_its_input():

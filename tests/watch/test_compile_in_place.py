@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from torchguard import err, flags, unwatch, watch
 from torchguard.exceptions import CompileOnceWarning, WatchError
@@ -193,6 +194,23 @@ class TestBlocks:
         compile(model, CompileCounterWithBackend(backend))
         _, f = guarded(torch.tensor([[1, 2], [11, 3], [2, -1]]))
         assert [[code for code, _ in sample] for sample in found(f)] == [[], ["OUT_OF_BOUNDS"], ["NEGATIVE_IDX"]]
+
+
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.CompileOnceWarning")
+def test_in_quarantine_a_checkpoint_around_a_compiled_block_is_refused():
+    class Checkpointed(Blocks):
+        def forward(self, ids, scale):
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model = Checkpointed(2)
+    guarded = watch(model, quarantine=True)
+    guarded(IDS, SCALE)
+    in_place(model, CompileCounterWithBackend("eager"))
+    with pytest.raises(WatchError, match=r"checkpoint calls a part.*guarded.compile\(\)"):
+        guarded(IDS, SCALE)
 
 
 def test_in_quarantine_blocks_run_uncompiled_which_is_said():

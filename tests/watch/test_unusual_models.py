@@ -1,5 +1,6 @@
 """Models as they are found: masks, regrouped batches, states, odd shapes, calls within calls."""
 
+import copy
 import gc
 import inspect
 
@@ -10,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 from torchguard import err, flags
-from torchguard._watch import unwatch, watch
+from torchguard._watch import graph_plan, unwatch, watch
 from torchguard._watch.gradient_probes import CallOrigins, CallProbes
 from torchguard.exceptions import MixedRowsWarning, WatchError
 
@@ -381,17 +382,21 @@ class Branching(nn.Module):
         return self.last(torch.cond(x.sum() > -1e9, torch.sin, torch.cos, (self.first(x),)))
 
 
-def test_a_model_with_torch_cond_is_declared_and_not_compiled():
-    """Dynamo loses what is written to attributes after it: the next call returned an output that was not watched."""
+@pytest.mark.parametrize("mode", ["plain", "aot_eager"])
+def test_a_model_with_torch_cond_is_declared(mode):
     guarded, x = watch(Branching(), quarantine=True, returns="output"), torch.randn(4, 3)
-    with torch.no_grad():
+    call = guarded if mode == "plain" else torch.compile(guarded, backend=mode, fullgraph=True)
+    with torch.set_grad_enabled(mode != "plain"):
         with pytest.warns(MixedRowsWarning, match="may mix samples"):
-            guarded(x)
+            call(x)
+        assert not err.is_err(guarded.flags).any()
         x[1] = float("nan")
-        assert not guarded(x).any()
-        assert err.is_err(guarded.flags).all()
-        with pytest.raises(RuntimeError, match=r"cond, after which Dynamo loses.*eager mode"):
-            torch.compile(guarded, backend="aot_eager")(x)
+        out = call(x)
+    assert not out.any()
+    assert err.is_err(guarded.flags).all()
+    if mode != "plain":
+        out.sum().backward()
+        assert all(p.grad.isfinite().all() for p in guarded.parameters())
 
 
 class Flexible(nn.Module):
@@ -405,7 +410,52 @@ class Flexible(nn.Module):
 
 
 @torch.no_grad()
-def test_a_model_with_flex_attention_is_not_compiled():
-    guarded = watch(Flexible(), quarantine=True, returns="output")
-    with pytest.raises(RuntimeError, match=r"flex_attention, after which Dynamo loses.*eager mode"):
-        torch.compile(guarded, backend="aot_eager")(torch.randn(3, 4, 16))
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_flex_attention_in_a_graph_keeps_samples_apart(quarantine, recwarn):
+    model, x = Flexible(), torch.randn(3, 4, 16)
+    want = torch.compile(model, backend="eager", fullgraph=True)(x)
+    guarded = watch(model, quarantine=quarantine)
+    call = torch.compile(guarded, backend="aot_eager", fullgraph=True)
+    out, f = call(x)
+    assert torch.equal(out, want)
+    assert not err.is_err(f).any()
+    x[1, 2] = float("nan")
+    out, f = call(x)
+    assert torch.equal(out[[0, 2]], want[[0, 2]])
+    assert [one.sample for one in guarded.report()] == [1]
+    assert err.is_err(f).tolist() == [False, True, False]
+    assert not [one for one in recwarn if one.category is MixedRowsWarning]
+
+
+class Biased(Flexible):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        q, bias = self.first(x).unsqueeze(1), self.bias
+        return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + bias[j]).squeeze(1)
+
+
+@torch.no_grad()
+def test_flex_attention_with_a_tensor_of_its_own_is_declared():
+    call, x = torch.compile(watch(Biased(), quarantine=True), backend="eager", fullgraph=True), torch.randn(3, 4, 16)
+    x[1, 2] = float("nan")
+    with pytest.warns(MixedRowsWarning, match="flex_attention uses another floating-point tensor"):
+        out, f = call(x)
+    assert err.is_err(f).all()
+    assert not out.any()
+
+
+def test_a_model_with_torch_cond_is_refused_where_dynamo_would_lose_the_flags(monkeypatch):
+    monkeypatch.setattr(graph_plan, "keep_writes_after_calls", lambda: False)
+    with pytest.raises(RuntimeError, match=r"cond, after which Dynamo loses.*eager mode"):
+        torch.compile(watch(Branching()), backend="eager")(torch.randn(4, 3))
+
+
+def test_the_garbage_collector_leaves_models_alone_that_only_watch_refers_to():
+    guarded, copied = watch(nn.Linear(2, 2)), watch(nn.Linear(2, 2))
+    plain, x = unwatch(copy.deepcopy(copied)), torch.ones(1, 2)
+    gc.collect()
+    assert torch.equal(guarded(x)[0], nn.functional.linear(x, guarded.weight, guarded.bias))
+    assert torch.equal(copied(x)[0], plain(x))

@@ -220,6 +220,11 @@ def _enter_kind(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
     if isinstance(value, types.CellType):
         found.states.append((name, value))
         return [(name, value.cell_contents)] if is_filled(value) else []
+    if type(value).__name__ == "AccumulateGrad":  # which nobody keeps but for its hooks, which torch does not list
+        raise RetryError(
+            f"Retry: {name} is the node of autograd that accumulates a parameter's gradient. Hooks on it cannot be "
+            "seen, so what they change cannot be put back. Register them on the parameter, and do not keep the node."
+        )
     if isinstance(value, (*_CONSUMED, np.random.SeedSequence)):
         found.unsaved.append((name, value))
     if is_foreign(type(value).__module__) and not isinstance(value, _PLAIN):

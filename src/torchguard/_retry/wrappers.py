@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchguard._torch.training import communication_hooks, copy_buffers, gradient_reduction, reset_sharded
+from torchguard._torch.training import communication_hooks, copy_buffers, gradient_reduction, is_joining, reset_sharded
 from torchguard.exceptions import RetryError
 
 Modules = list[tuple[str, nn.Module]]
@@ -80,6 +80,11 @@ class Wrappers:
 
     def _refuse(self) -> None:
         for path, module in self._replicated:
+            if is_joining(module):
+                raise RetryError(
+                    f"Retry: {path} is in join(), which answers the collectives of DDP and not those of Retry. Give a "
+                    "rank that has no batch left an empty one, for as long as another has one: docs/distributed.md."
+                )
             for hook, state in communication_hooks(module):
                 if state is not None and not isinstance(state, dist.ProcessGroup):
                     raise RetryError(

@@ -42,6 +42,32 @@ class Intercept(Protocol):
 _CALLS_GRAPH = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1, "wrap_with_set_grad_enabled": 2}
 
 
+def keep_writes_after_calls() -> bool:
+    """Have Dynamo keep what is written to attributes after an operator that calls functions (`cond`, FlexAttention).
+
+    For such an operator, Dynamo replaces its table of writes by a copy. What stands for the `__dict__` of an object
+    goes on to write into the old one. Patches `SideEffectsProxyDict`, which gets the current table instead. Degraded
+    where torch lacks what it uses: False, and such models are refused.
+    """
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables import dicts
+
+    proxy = getattr(dicts, "SideEffectsProxyDict", None)
+    if proxy is None or not hasattr(SideEffects, "store_instance_dict_attr"):
+        return False
+    if not isinstance(vars(proxy).get("side_effects"), property):
+        proxy.side_effects = property(_current_table, _note_graph)
+    return True
+
+
+def _current_table(proxy: Any) -> Any:
+    return proxy._torchguard_graph().side_effects
+
+
+def _note_graph(proxy: Any, table: Any) -> None:
+    proxy._torchguard_graph = table.output_graph_weakref
+
+
 class CannotRunError(Exception):
     """A graph cannot be run on fake tensors; the message says why."""
 
@@ -213,6 +239,9 @@ def _call(
 ) -> Any:
     target: Any = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
+        if target.name() == "flex_attention":
+            with intercept.mode:
+                return _attention(*args)
         return _call_graph(target.name(), args, intercept, autocasts)
     with intercept.mode:
         return _call_node(node, args, kwargs, attribute, autocasts)
@@ -255,6 +284,20 @@ def is_operation(node: fx.Node) -> bool:
 
 def _name_of(target: Any) -> str:
     return getattr(target, "__name__", "")
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """What FlexAttention returns, as far as samples go: a score belongs to those of its query and its key.
+
+    Functions that change scores may use other tensors. Integers such as the numbers of documents hold no fault.
+    """
+    if any(isinstance(one, Tensor) and one.is_floating_point() for one in pytree.arg_tree_leaves(*rest)):
+        raise CannotRunError("flex_attention uses another floating-point tensor")
+    groups = q.shape[1] // k.shape[1]
+    k, v = (one.repeat_interleave(groups, 1).expand(q.shape[0], -1, -1, -1) for one in (k, v))
+    scores = (q @ k.transpose(-1, -2)).softmax(-1)
+    largest = scores.amax(-1).float()
+    return scores @ v, largest, largest
 
 
 def _call_graph(name: str, args: tuple[Any, ...], intercept: Intercept, autocasts: list[Any]) -> Any:

@@ -80,6 +80,14 @@ def communication_hooks(module: nn.Module) -> list[tuple[str, object]]:
     return [(getattr(hook, "__qualname__", str(hook)), state) for hook, state in getattr(module, "_comm_hooks", ())]
 
 
+def is_joining(module: nn.Module) -> bool:
+    """Whether a DistributedDataParallel is in its `join()`, which has no public getter.
+
+    Degraded where torch renames `_join_config`: it is not seen.
+    """
+    return getattr(getattr(module, "_join_config", None), "enable", False)
+
+
 def copy_buffers(module: nn.parallel.DistributedDataParallel) -> None:
     """Copy the buffers of rank 0 to the others, as a DistributedDataParallel does at the start of a forward pass."""
     module._sync_buffers()

@@ -30,11 +30,13 @@ State that is not visible in signatures, here and in the rest of torchguard, and
   compiled kernels (`kernels.py`).
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from torchguard._torch.dynamo_graph import keep_writes_after_calls
 from torchguard._torch.hook_guards import renew_identity, skip_guards_on_hooks
 from torchguard._torch.modules import (
     is_compiled_in_place,
@@ -130,6 +132,7 @@ def watch(
     )
     allow_side_effects_under_checkpoint(watch_state)
     skip_guards_on_hooks()
+    keep_writes_after_calls()
     root_hook = wrapper.RootHook(watch_state)
     model.register_forward_pre_hook(root_hook)
     model.register_forward_hook(root_hook.after)
@@ -153,7 +156,7 @@ def watch(
             module.register_forward_pre_hook(on_module.before, with_kwargs=True)
         renew_identity(module)
     guarded = wrapper.new_wrapper(type(model), "forward" in model.__dict__)
-    object.__setattr__(guarded, "__dict__", model.__dict__)
+    _share_attributes(model, guarded)
     model.__dict__[_STATE] = watch_state
     return guarded
 
@@ -174,8 +177,20 @@ def unwatch(guarded: Any) -> nn.Module:
     for _, hook in watch_state.gradient_hooks.values():
         hook.remove()
     release_settings(watch_state)
-    object.__setattr__(watch_state.model, "__dict__", guarded.__dict__)
+    _share_attributes(guarded, watch_state.model)
     return watch_state.model
+
+
+def _share_attributes(owner: object, other: object) -> None:
+    """Have another object use the dict of its owner's attributes.
+
+    In Python 3.13 this dict may be a part of the owner. The garbage collector then does not follow it from the other
+    object, and clears an owner that is alive (https://github.com/python/cpython/issues/130327). A dict that was
+    assigned is an object of its own.
+    """
+    if sys.version_info >= (3, 13):
+        object.__setattr__(owner, "__dict__", dict(owner.__dict__))
+    object.__setattr__(other, "__dict__", owner.__dict__)
 
 
 def _require_model(model: Any) -> None:

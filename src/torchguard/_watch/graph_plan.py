@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from torchguard._operators import define
 from torchguard._pytrees import OBJECTS, tensors_in
-from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, run
+from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, keep_writes_after_calls, run
 from torchguard._torch.tracing import constant_in_graphs
 from torchguard._watch.arguments import set_arguments, tensors_by_sample
 from torchguard._watch.batch import FOR_ALL, MIXED, UNBATCHED, Batch, size_free
@@ -77,7 +77,8 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
         is_lost: whether the model calls modules under a transform.
     """
     traced = TracedGraph()
-    _refuse_branches(traced.graph)
+    if not keep_writes_after_calls():
+        _refuse_branches(traced.graph)
     finder = _Finder(traced.has_symbols(), traced.enables_gradients())
     try:
         run(traced.graph, traced.attribute, finder)

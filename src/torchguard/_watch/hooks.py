@@ -21,6 +21,7 @@ from torchguard._watch.parts import (
     check_indices_in_part,
     check_output_in_part,
     is_in_part,
+    refuse_checkpoint,
     run_other_checks,
 )
 from torchguard._watch.select import is_mask, looks_up_its_argument, mask_positions
@@ -60,8 +61,11 @@ class ModuleHooks:
                 return None
         if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
-        if not call_record.in_graph and self.is_layer:
-            call_record.is_within_layer = True
+        if not call_record.in_graph:
+            if self.is_layer:
+                call_record.is_within_layer = True
+            if call_record.uncompiled:
+                refuse_checkpoint(module, call_record)
         if call_record.has_distributed:
             require_of_module(self.watch, module)
         if self.is_embedding:

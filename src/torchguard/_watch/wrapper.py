@@ -95,10 +95,7 @@ class WatchedModel:
     def forward_of_model(
         self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call_record: CallRecord
     ) -> Any:
-        """Call the model with all its checks.
-
-        Named so that its frame counts as that of the model, as `forward_of_...` does: see `cli/_views.py`.
-        """
+        """Call the model with all its checks. By its name, its frame counts as the model's: see `cli/_views.py`."""
         watch = self._watch
         if use_operators():
             mark_arguments(args, kwargs, call_record.batch)
@@ -127,7 +124,7 @@ class WatchedModel:
         if protects and any(map(is_distributed, watch.model.parameters())):
             call_record.has_distributed = True
             require_of_module(watch, watch.model)
-        with without_compiled_parts(watch), owners.running(), uses:
+        with without_compiled_parts(watch, call_record), owners.running(), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         plan = watch.plans.finish(form, owners, output)
         if protects and plan.needs_hooks:
@@ -147,7 +144,7 @@ class WatchedModel:
         planned = PlannedCall(plan or NOTHING_KNOWN, compares=False, protects_all=not is_export)
         call_record = watch.new_record(batch, planned)
         uses = nullcontext() if is_export else UseMode(planned, call_record)
-        with without_compiled_parts(watch), uses:
+        with without_compiled_parts(watch, call_record), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         codes = planned.finish(output).outputs
         if not is_export and MIXED in codes and batch.size > 1:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchguard._torch.modules import uncompiled
 from torchguard._watch import Incident
 from torchguard.distributed._group import Group, group_of
 from torchguard.exceptions import DistributedError
@@ -63,11 +64,11 @@ def gather_report(guarded: Any, group: Group = None) -> list[RankIncident]:
 
 def _watched(model: Any) -> Any:
     """The watched model in a DDP or in a compiled module."""
-    while not hasattr(type(model), "report"):
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-        if inner is None:
-            raise DistributedError(f"gather_report: {type(model).__name__} is no watched model. Give that of watch().")
-        model = inner
+    model = uncompiled(model)
+    while isinstance(model, DistributedDataParallel) and not hasattr(type(model), "report"):
+        model = uncompiled(model.module)
+    if not hasattr(type(model), "report"):
+        raise DistributedError(f"gather_report: {type(model).__name__} is no watched model. Give that of watch().")
     return model
 
 
