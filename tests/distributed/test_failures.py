@@ -99,6 +99,26 @@ def test_a_rank_that_leaves_the_block_early():
     assert second is None
 
 
+def test_a_rank_of_one_of_two_groups():
+    """The other group goes on, and the ranks of this one are named by their number among all."""
+
+    def run():
+        rank = dist.get_rank()
+        group = [dist.new_group([0, 1]), dist.new_group([3, 2])][rank // 2]
+        try:
+            with distributed.name_failures(group, interval=0.1):
+                dist.all_reduce(torch.ones(1), group=group)
+                if rank == 3:
+                    kill()
+                dist.all_reduce(torch.ones(1), group=group)
+        except distributed.RankFailedError as error:
+            return [*error.ranks]
+        return []
+
+    found = outcomes(run, size=4, timeout=20)
+    assert found[:3] == [("returned", []), ("returned", []), ("returned", [3])]
+
+
 def test_a_rank_that_raises():
     found = outcomes(step, fail, 1, size=3, timeout=20)
     assert "ValueError: no such file" in found[1][1]  # its own error

@@ -1,5 +1,6 @@
 """Losses and gradients of several ranks are those of one process with all of their samples."""
 
+import contextlib
 from typing import NamedTuple
 
 import pytest
@@ -56,6 +57,49 @@ class TestMeanOk:
         loss.backward()
         for value, grads in run_ranks(train, size=4):
             assert value == pytest.approx(loss.item(), rel=1e-12)
+            assert close(grads, gradients(single))
+
+    def test_gradients_accumulated_in_no_sync(self):
+        """Two micro-batches with other bad samples: the sum of the two means, as in one process."""
+        bad = [[[1], [0, 1, 2]], [[], [2]]]  # of each micro-batch and rank
+
+        def train():
+            rank, parallel = dist.get_rank(), DistributedDataParallel(model())
+            for number, context in enumerate((parallel.no_sync(), contextlib.nullcontext())):
+                x = batch_of(rank, 3 + rank) + number
+                f = err.push(
+                    err.new(x), err.NAN, 1, where=torch.isin(torch.arange(len(x)), torch.tensor(bad[number][rank]))
+                )
+                with context:
+                    distributed.mean_ok(f, parallel(x).square().sum(-1)).backward()
+            return gradients(parallel)
+
+        single = model()
+        for number, of_ranks in enumerate(bad):
+            rows = [
+                batch_of(rank, 3 + rank)[[i for i in range(3 + rank) if i not in some]] + number
+                for rank, some in enumerate(of_ranks)
+            ]
+            single(torch.cat(rows)).square().sum(-1).mean().backward()
+        assert all(close(grads, gradients(single)) for grads in run_ranks(train))
+
+    def test_loaders_of_different_lengths(self):
+        """A rank that has no batch left takes an empty one, for as long as another has one."""
+
+        def train():
+            rank, parallel = dist.get_rank(), DistributedDataParallel(model())
+            loader, steps = iter([batch_of(rank) + number for number in range(1 + rank)]), 0
+            while distributed.agree((x := next(loader, None)) is not None):
+                x = batch_of(rank, 0) if x is None else x
+                distributed.mean_ok(err.new(x), parallel(x).square().sum(-1)).backward()
+                steps += 1
+            return steps, gradients(parallel)
+
+        single = model()
+        single(torch.cat([batch_of(0), batch_of(1)])).square().sum(-1).mean().backward()
+        single(batch_of(1) + 1).square().sum(-1).mean().backward()
+        for steps, grads in run_ranks(train):
+            assert steps == 2
             assert close(grads, gradients(single))
 
     def test_ranks_with_an_empty_batch(self):

@@ -56,6 +56,11 @@ def run(path, *inputs):
     return session.run(None, {name: x.numpy() for name, x in zip(names, inputs, strict=True)})
 
 
+def shapes_of(path):
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return {one.name: one.shape for one in (*session.get_inputs(), *session.get_outputs())}
+
+
 def with_faults(x, generator):
     """A single NaN, Inf, -Inf or huge value in some samples."""
     for sample in range(len(x)):
@@ -65,13 +70,13 @@ def with_faults(x, generator):
     return x
 
 
-def assert_same_flags(path, model, shape, rounds=50):
+def assert_same_flags(path, model, shape, rounds=50, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     codes = set()
     with torch.no_grad():
         for _ in range(rounds):
             size = int(torch.randint(1, 40, (), generator=generator))
-            x = with_faults(torch.randn(size, *shape, generator=generator), generator)
+            x = with_faults(torch.randn(size, *shape, generator=generator).to(dtype), generator)
             want = model(x)[1]
             got = run(path, x)[-1]
             assert torch.equal(torch.from_numpy(got), want)
@@ -83,6 +88,7 @@ def test_the_flags_of_a_watched_model_are_those_of_eager_mode_bit_for_bit(tmp_pa
     model, path = watch(Exponential()).eval(), str(tmp_path / "m.onnx")
     found = export.to_onnx(model, torch.randn(3, 4), path, batch=(1, 64))
     assert (found.inputs, found.outputs, found.batch) == (("x",), ("output", "flags"), (1, 64))
+    assert shapes_of(path) == {"x": ["batch", 4], "output": ["batch", 2], "flags": ["batch", 4]}
     assert_same_flags(path, model, (4,))
     x = torch.randn(3, 4)
     x[1] = torch.nan
@@ -102,6 +108,99 @@ def test_flags_by_hand_and_of_quarantine_are_those_of_eager_mode(make, tmp_path)
     model, path = make().eval(), str(tmp_path / "m.onnx")
     export.to_onnx(model, torch.randn(3, 4), path)
     assert_same_flags(path, model, (4,))
+
+
+class Nested(nn.Module):
+    """Takes and returns nested values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x, extra, *, scale):
+        return {"logits": self.layer(x + extra["bias"]), "parts": {"scaled": extra["other"] * scale}}
+
+
+@pytest.mark.long
+def test_inputs_outputs_and_dims_have_names(tmp_path):
+    model, path = watch(Nested()).eval(), str(tmp_path / "m.onnx")
+    example = {"x": torch.randn(3, 4), "extra": {"bias": torch.randn(3, 4), "other": torch.randn(3, 5)}}
+    example["scale"] = torch.randn(3, 1)
+    wide = {"extra.other": {1: "width"}}
+    found = export.to_onnx(model, example, path, dims=wide)
+    assert found.outputs == ("logits", "parts.scaled", "flags")
+    want = {"x": ["batch", 4], "extra.bias": ["batch", 4], "extra.other": ["batch", "width"], "scale": ["batch", 1]}
+    want |= {"logits": ["batch", 2], "parts.scaled": ["batch", "width"], "flags": ["batch", 4]}
+    assert shapes_of(path) == want
+
+    names = {"input_names": ["a", "b", "c", "d"], "output_names": ["e", "f", "g"]}
+    found = export.to_onnx(model, example, path, dims=wide, batch=(2, 8), **names)
+    assert (found.inputs, found.outputs) == (("a", "b", "c", "d"), ("e", "f", "g"))
+    assert shapes_of(path) == dict(zip("abcdefg", want.values(), strict=True))
+    x, bias, other, scale = torch.randn(6, 4), torch.randn(6, 4), torch.randn(6, 7), torch.randn(6, 1)
+    other[4, 6] = torch.nan
+    logits, scaled, f = map(torch.from_numpy, run(path, x, bias, other, scale))
+    output, want_f = model(x=x, extra={"bias": bias, "other": other}, scale=scale)
+    torch.testing.assert_close(logits, output["logits"])
+    torch.testing.assert_close(scaled, output["parts"]["scaled"], equal_nan=True)
+    assert torch.equal(f, want_f)
+    assert [bool(errors) for errors in export.flags_of(path, {"g": f})] == [False] * 4 + [True, False]
+    with pytest.raises(ExportError, match="input_names has 1 names, but there are 4"):
+        export.to_onnx(model, example, path, input_names=["a"])
+
+
+@pytest.mark.long
+def test_names_of_dims_of_a_model_of_transformers(tmp_path):
+    model, path = watch(bert()).eval(), str(tmp_path / "m.onnx")
+    length = {1: torch.export.Dim("length", max=32)}
+    example = {"input_ids": torch.randint(50, (3, 7)), "attention_mask": torch.ones(3, 7, dtype=torch.int64)}
+    export.to_onnx(model, example, path, dims={"input_ids": length, "attention_mask": length})
+    shapes = shapes_of(path)
+    assert shapes["input_ids"] == shapes["attention_mask"] == ["batch", "length"]
+    assert shapes["last_hidden_state"][:2] == ["batch", "length"]
+    ids, mask = torch.randint(50, (5, 11)), torch.ones(5, 11, dtype=torch.int64)
+    ids[2, 3] = 99
+    assert torch.equal(torch.from_numpy(run(path, ids, mask)[-1]), model(input_ids=ids, attention_mask=mask)[1])
+
+
+class ByHand32(nn.Module):
+    """Checks by hand with flags of int32."""
+
+    CONFIG = ErrorConfig(flag_dtype=torch.int32)
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        f = flag_nan_and_inf(x, "features", err.new(x, self.CONFIG), self.CONFIG)
+        h = self.layer(x).exp()
+        return h, flag_nan_and_inf(h, "exp", f, self.CONFIG)
+
+
+@pytest.mark.long
+def test_flags_of_int32_are_those_of_eager_mode(tmp_path):
+    model, path = ByHand32().eval(), str(tmp_path / "m.onnx")
+    export.to_onnx(model, torch.randn(3, 4), path, batch=(1, 64))
+    assert_same_flags(path, model, (4,), rounds=20)
+    assert run(path, torch.zeros(2, 4))[-1].dtype.name == "int32"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_flags_of_other_dtypes_are_those_of_eager_mode(dtype, tmp_path):
+    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)).to(dtype)
+    model, path = watch(net).eval(), str(tmp_path / "m.onnx")
+    export.to_onnx(model, torch.randn(3, 4, dtype=dtype), path)
+    assert_same_flags(path, model, (4,), rounds=20, dtype=dtype)
+
+
+@pytest.mark.long
+def test_bfloat16_is_refused_since_onnxruntime_has_no_kernels(tmp_path):
+    model = watch(nn.Sequential(nn.Linear(4, 2)).bfloat16()).eval()
+    with pytest.raises(ExportError, match="onnxruntime cannot load"):
+        export.to_onnx(model, torch.randn(3, 4).bfloat16(), tmp_path / "m.onnx")
+    assert not (tmp_path / "m.onnx").exists()
 
 
 class FourErrors(nn.Module):

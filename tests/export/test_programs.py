@@ -80,29 +80,35 @@ def test_several_inputs_and_dict_inputs():
     assert torch.equal(f, model(x=x, extra=extra, scale=torch.ones(3, 1))[1])
 
 
-def run_fresh(script: str) -> str:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_program_and_a_package_run_in_a_fresh_process(make, tmp_path):
+    """On a batch far beyond the example, with and without faults."""
     model = make().eval()
-    x = torch.zeros(5, 4)
-    x[3, 2] = torch.nan
-    want = str([[str(error) for error in errors] for errors in flags.unpack_all(model(x)[1])])
+    x = with_faults(torch.randn(5000, 4), torch.Generator().manual_seed(0))
+    out, f = model(x)
     program, package = str(tmp_path / "program.pt2"), str(tmp_path / "package.pt2")
     export.to_program(model, torch.randn(3, 4), program)
     export.to_package(model, torch.randn(3, 4), package)
+    torch.save(x, tmp_path / "x.pt")
     script = f"""
 import torch
-x = torch.zeros(5, 4); x[3, 2] = torch.nan
+x = torch.load({str(tmp_path / "x.pt")!r})
 runs = [torch.export.load({program!r}).module(), torch._inductor.aoti_load_package({package!r})]
+found = [run(x) for run in runs]
 import torchguard
-for path, run in zip([{program!r}, {package!r}], runs):
-    print([[str(error) for error in errors] for errors in torchguard.export.flags_of(path, run(x))])
+names = [torchguard.export.flags_of(path, output) for path, output in zip([{program!r}, {package!r}], found)]
+names = [[[str(error) for error in errors] for errors in one] for one in names]
+torch.save((found, names), {str(tmp_path / "found.pt")!r})
 """
-    assert run_fresh(script).splitlines() == [want, want]
+    subprocess.run([sys.executable, "-c", script], check=True)
+    found, names = torch.load(tmp_path / "found.pt")
+    want = [[str(error) for error in errors] for errors in flags.unpack_all(f)]
+    assert names == [want, want]
+    for got, got_f in found:
+        assert torch.equal(got_f, f)
+        torch.testing.assert_close(got, out, equal_nan=True, rtol=1e-4, atol=1e-5)
+    assert 1000 < int(err.is_err(f).sum()) < 4000
 
 
 @pytest.mark.long

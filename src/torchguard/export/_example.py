@@ -45,15 +45,21 @@ class Example:
         return map_tensors(self.args, fn), map_tensors(self.kwargs, fn)
 
     def shapes(self, batch: tuple[int, int | None], dims: Dims) -> ShapesCollection | None:
-        """The dims that vary: that of the samples within `batch`, and those that the user named."""
+        """The dims that vary, as `torch.export` takes them."""
+        varying, shapes = self.varying(batch, dims), ShapesCollection()
+        for name, z in zip(self.names, self.tensors, strict=True):
+            if name in varying:
+                shapes[z] = varying[name]
+        return shapes if varying else None
+
+    def varying(self, batch: tuple[int, int | None], dims: Dims) -> dict[str, dict[int, Any]]:
+        """The dims of each input that vary: that of the samples within `batch`, and those that the user named."""
         low, high = batch
         if high is not None and not 0 < low <= high:
             raise ExportError(f"export: batch is {batch}. Give (min, max) with 1 <= min <= max, max=None for no limit.")
         if unknown := [name for name in dims if name not in self.names]:
             raise ExportError(f"export: dims has {unknown[0]!r}, but the inputs are {', '.join(self.names)}.")
-        if low == high and not dims:
-            return None
-        shapes, named = ShapesCollection(), {}
+        named: dict[str, Any] = {}
         if low != high:
             if self.size < 2:
                 raise ExportError(
@@ -61,13 +67,14 @@ class Example:
                     "1 for a constant. Give an example of two samples or more, or batch=(1, 1)."
                 )
             named["batch"] = Dim("batch", min=low) if high is None else Dim("batch", min=low, max=high)
+        varying: dict[str, dict[int, Any]] = {}
         for name, z in zip(self.names, self.tensors, strict=True):
             of_input = {self.dim: named["batch"]} if low != high and self.has_samples(z) else {}
             for at, dim in dims.get(name, {}).items():
                 of_input[at] = named.setdefault(dim, Dim(dim)) if isinstance(dim, str) else dim
             if of_input:
-                shapes[z] = of_input
-        return shapes
+                varying[name] = of_input
+        return varying
 
 
 def _names(model: nn.Module, paths: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ import contextlib
 import io
 import logging
 import os
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,9 +65,11 @@ def to_onnx(
             except Exception as error:
                 raise ExportError(f"to_onnx: torch.onnx fails on this {type(model).__name__}: {error}") from error
         assert made is not None
-        _enforce(made.model.graph, batch)
-        # What the file itself says: an argument that the model does not use is no input.
         graph = made.model.graph
+        varying = traced.example.varying(batch, dims or {})
+        _name_dims(graph, {name: varying.get(own, {}) for name, own in zip(inputs, found.inputs, strict=True)})
+        _enforce(graph, batch)
+        # What the file itself says: an argument that the model does not use is no input.
         names = [one.name or "" for one in graph.inputs]
         written = signature(model, names, [one.name or "" for one in graph.outputs], batch)
         made.model.metadata_props[KEY] = written.to_json()
@@ -95,6 +98,29 @@ def _require_integer_flags(traced: Traced) -> None:
             f"to_onnx: the last output is {last.dtype}, of {last.ndim} dims. If it has the flags: ONNX cannot read "
             "floats as bits, use ErrorConfig(flag_dtype=torch.int64). If not: give watch(model), or return flags last."
         )
+
+
+def _name_dims(graph: Any, varying: Mapping[str, Mapping[int, Any]]) -> None:
+    """Give dims the names that the user gave, "batch" that of the samples: `torch.onnx` calls them "s77" and so on."""
+    from onnxscript import ir
+
+    names: dict[str, str] = {}
+    for value in graph.inputs:
+        for at, dim in varying.get(value.name, {}).items():
+            symbol, name = getattr(value.shape[at], "value", None), getattr(dim, "__name__", None)
+            if symbol and name:
+                names.setdefault(symbol, name)
+    if not names:
+        return
+    symbols = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+
+    def named(dim: Any) -> Any:
+        symbol = getattr(dim, "value", None)  # None also if nothing is known of the dim
+        return symbols.sub(lambda found: names[found[0]], symbol) if symbol else dim
+
+    for value in (*graph.inputs, *[one for node in graph.all_nodes() for one in node.outputs]):
+        if value.shape is not None:
+            value.shape = ir.Shape([named(dim) for dim in value.shape])
 
 
 def _enforce(graph: Any, batch: tuple[int, int | None]) -> None:
