@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from tests.device.chip import codes, only, violations_of
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchguard import device
+from torchguard._graphs.codec import decode_graph, encode_graph
+from torchguard._torch import aot
 from torchguard.device import Device
 
 x = torch.randn(4, 8)
@@ -345,3 +350,19 @@ def test_graphs_without_fake_tensors_raise():
 def test_a_glob_that_matches_graph_ops_is_not_expanded():
     assert violations_of(lambda x: x @ x.T, x, deny=("aten.linalg_*",)) == ()
     assert codes(violations_of(lambda x: torch.linalg.vector_norm(x), x, deny=("aten.linalg_*",))) == ["TGD501"]
+
+
+@pytest.mark.parametrize("is_from_file", [False, True])
+def test_a_denied_op_that_the_compiler_has_decomposed_is_found(is_from_file):
+    compiled = []
+    keep = lambda graph, _: compiled.append(graph) or make_boxed_func(graph.forward)  # noqa: E731
+    backend = aot_autograd(fw_compiler=keep, decompositions=aot.decompositions("inductor"))
+    torch.compile(nn.functional.gelu, backend=backend)(x)
+    (graph,) = compiled
+    if is_from_file:
+        with FakeTensorMode():
+            graph = decode_graph(encode_graph(graph))
+    violation = only(device.check(graph, device=Device(name="chip", deny="aten.gelu")).violations)
+    assert violation.message == "the compiler made it of aten.gelu.default, and chip does not support aten.gelu"
+    own = Device(deny="aten.gelu", decompositions=["aten.gelu.default"])  # the device decomposes it itself
+    assert device.check(graph, device=own).violations == ()

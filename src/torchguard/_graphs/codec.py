@@ -42,8 +42,10 @@ from torchguard._torch.nodes import (
     ProgramCall,
     call_of,
     hint,
+    op_before_decomposition,
     position_of,
     set_call,
+    set_op_before_decomposition,
     set_position,
     set_source,
     source_of,
@@ -247,6 +249,8 @@ def _encode_node(node: fx.Node, prefix: str) -> dict[str, Any]:
         found["modules"] = [{"path": str(path), "type": _type_name(kind)} for path, kind in modules.values()]
     if (call := call_of(node)) is not None:
         found["call"] = {"name": call.name, "called": call.called}
+    if node.op == "call_function" and (before := op_before_decomposition(node)) != str(node.target):
+        found["decomposed_from"] = before
     if isinstance(sequence := node.meta.get("seq_nr"), int):
         found["sequence"] = sequence
     return found
@@ -309,6 +313,8 @@ def decode_graph(data: Mapping[str, Any]) -> fx.GraphModule:
             node.meta["stack_trace"] = f"  {where}\n    {source['text']}\n"
         if call := one.get("call"):
             set_call(node, ProgramCall(**call))
+        if before := one.get("decomposed_from"):
+            set_op_before_decomposition(node, before)
         nodes[one["name"]] = node
     return fx.GraphModule(root, graph)
 

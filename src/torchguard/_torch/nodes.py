@@ -63,6 +63,11 @@ def op_before_decomposition(node: fx.Node) -> str:
     return str(node.meta.get("original_aten") or node.target)
 
 
+def set_op_before_decomposition(node: fx.Node, name: str) -> None:
+    """Set the name of the op that a node was decomposed from, where torch sets the op."""
+    node.meta["original_aten"] = name
+
+
 def set_source(placeholder: fx.Node, source: str) -> None:
     """Set the source of an input of Dynamo's graph, where Dynamo sets it."""
     placeholder._dynamo_source = types.SimpleNamespace(name=source)  # pyright: ignore[reportAttributeAccessIssue]

@@ -24,6 +24,9 @@ class Denied(Constraint):
         for node, pattern in _denied(graph, device.deny) if device.deny else ():
             message = f"{device.name} does not support {pattern}"
             yield self.violation(graph, message, node=node, remedy=_remedy(node, device))
+        for node, before, pattern in _denied_before(graph, device) if device.deny else ():
+            message = f"the compiler made it of {before}, and {device.name} does not support {pattern}"
+            yield self.violation(graph, message, node=node)
 
 
 def _denied(graph: Graph, deny: tuple[str, ...]) -> Iterator[tuple[fx.Node, str]]:
@@ -43,6 +46,30 @@ def _denied(graph: Graph, deny: tuple[str, ...]) -> Iterator[tuple[fx.Node, str]
         is_found = pattern is None or any(first_match(name, (_without_overload(pattern),)) for name in names)
         if pattern is not None and not is_found:
             yield next((node for node in made if not ops.is_view(node.target)), made[0]), pattern
+
+
+def _denied_before(graph: Graph, device: "Device") -> Iterator[tuple[fx.Node, str, str]]:
+    """Nodes that a compiler such as Inductor made of a denied op, one of each op and call, with op and pattern.
+
+    Ops that the device's own `decompositions` decompose are none of these.
+    """
+    seen: set[tuple[str, nodes.ProgramCall | None, str]] = set()
+    for node in graph.calls:
+        before = nodes.op_before_decomposition(node)
+        if before == op_name(node) or first_match(op_name(node), device.deny) is not None:
+            continue
+        pattern = first_match(before, device.deny)
+        key = (before, nodes.call_of(node), node.meta.get("stack_trace") or "")
+        if pattern is not None and key not in seen and not _is_decomposed_for(device, before):
+            seen.add(key)
+            yield node, before, pattern
+
+
+def _is_decomposed_for(device: "Device", name: str) -> bool:
+    selected = device.decompositions
+    if not isinstance(selected, str):
+        return first_match(name, tuple(selected)) is not None
+    return selected != "none" and any(str(op) == name for op in aot.decompositions(selected))
 
 
 def _without_overload(pattern: str) -> str:
