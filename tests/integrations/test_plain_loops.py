@@ -35,7 +35,10 @@ def batch():
 def trained_by_accelerate(way, samples, accumulate):
     """The weights after one epoch of a loop as accelerate shows it, and how many samples of this rank were bad."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # shared with what ran before the fork
+    GradientState._reset_state()
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)

@@ -172,7 +172,8 @@ def test_jacobians_of_convolutions_and_of_recurrent_layers():
 
 
 def test_a_compiled_transform_in_quarantine_is_declared(x):
-    for _ in range(2):  # each model of one class
+    for _ in range(2):  # each time that it is traced, also for models of one class
+        torch._dynamo.reset()
         guarded = watch(Flattening(), quarantine=True)
         call = torch.compile(func.grad(lambda z: guarded(z)[0].sum()), backend="eager")  # noqa: B023
         with pytest.warns(MixedRowsWarning, match="all samples of the call are flagged"):

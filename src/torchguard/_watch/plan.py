@@ -13,7 +13,7 @@ for an export, `export.py` finds a plan before. In a graph, `graph_plan.py` find
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -369,21 +369,12 @@ def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _cache_form(value: Any) -> tuple[Any, ...] | None:
-    """The kind of a key-value cache of transformers, the tokens it holds and has room for: a call depends on all three.
-
-    An empty one has no tensors yet that would tell.
-    """
-    if not callable(getattr(value, "get_seq_length", None)):
-        return None
-    return type(value), *[_size_of(value, name) for name in ("get_seq_length", "get_max_length")]
-
-
-def _size_of(cache: Any, method: str) -> int | None:
-    try:
-        found = getattr(cache, method)()
-    except (AttributeError, ValueError):  # the states of recurrent layers (Mamba) have no length
-        return None
-    return found if isinstance(found, int) else None
+    """The kind of a key-value cache of transformers, the tokens it holds and has room for. Empty, it has no shapes."""
+    sizes = []
+    for name in ("get_seq_length", "get_max_length") if hasattr(value, "get_seq_length") else ():
+        with suppress(AttributeError, ValueError):  # the states of recurrent layers (Mamba) have no length
+            sizes.append(getattr(value, name)())
+    return (type(value), *[one for one in sizes if isinstance(one, int)]) if sizes else None
 
 
 def _is_plain(value: Any) -> bool:
