@@ -272,8 +272,9 @@ def test_losses_without_tests_are_found_in_the_whole_project(project, test, miss
 def test_an_interrupt_ends_all_processes_and_the_next_run_finds_the_same(project, tmp_path):
     long = "# a comment\n" * 4_000  # more than a pipe between two processes holds
     project(**{f"m{i}": f"{FAULTY}y = {i}\n{long}" for i in range(3 * _files._FEW)})
-    script = (
-        "import os, signal; from torchguard.lint import check_paths; "
+    script = (  # SIGINT is ignored in a background process of a shell
+        "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from torchguard.lint import check_paths; "
         "check_paths(['.'], jobs=2, cache='cache', progress=lambda done, total: done and os.killpg(0, signal.SIGINT))"
     )
     ran = subprocess.run([sys.executable, "-c", script], start_new_session=True, capture_output=True, timeout=60)
