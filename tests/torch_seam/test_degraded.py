@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchguard import Retry, RetryError, err, flag_nan, flags, guards, unwatch, watch
-from torchguard._retry import scope
+from torchguard._retry import step_scope
 from torchguard._torch import (
     aot,
     compilations,
@@ -541,7 +541,7 @@ class TestTraining:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
         assert training.steps_in_backward(model.weight)
-        monkeypatch.setattr(scope, "steps_in_backward", lambda _: training.steps_in_backward(object()))
+        monkeypatch.setattr(step_scope, "steps_in_backward", lambda _: training.steps_in_backward(object()))
         with pytest.raises(RetryError, match=r"changed model\.weight"):
             Retry(model).backward(lambda x: model(x).squeeze(1), torch.ones(3, 2))
 

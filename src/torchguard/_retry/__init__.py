@@ -2,8 +2,8 @@
 
 The step is checked by what it computes anyway: its losses and the norm of its gradients. If these are not finite, all
 that the step changed is put back (`tensor_state.py`, `python_state.py`, `random_state.py`), the bad samples are sought
-(`search.py`), and the step is run again without them (`recoverable_step.py`). The result is that of the batch without
-the bad samples, whatever the model does with its rows, since that is what was run.
+(`sample_search.py`), and the step is run again without them (`recoverable_step.py`). The result is that of the batch
+without the bad samples, whatever the model does with its rows, since that is what was run.
 """
 
 from torchguard._health import TensorHealth, check_grads, check_params

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchguard._pytrees import map_tensors
 from torchguard._retry.batch import Batch, tensors_of
 from torchguard._retry.ranks import Alone
-from torchguard._retry.search import Rows
+from torchguard._retry.sample_search import Rows
 from torchguard._retry.wrappers import NOTHING, Wrappers
 from torchguard.exceptions import RetryError
 

@@ -16,8 +16,8 @@ from torchguard._retry.batch import Batch
 from torchguard._retry.closure import BatchedClosure, Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep, Status
 from torchguard._retry.python_state import PythonState
-from torchguard._retry.scope import Scope
-from torchguard._retry.search import Rows
+from torchguard._retry.sample_search import Rows
+from torchguard._retry.step_scope import Scope
 from torchguard._retry.tensor_state import Replaced, TensorState
 from torchguard._torch.training import add_all, multiply_all, next_hook, remove_hooks
 from torchguard.exceptions import RetryError

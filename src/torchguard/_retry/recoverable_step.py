@@ -12,7 +12,15 @@ from torchguard._retry.closure import Closure, Losses, RunResult
 from torchguard._retry.device_step import DeviceStep
 from torchguard._retry.guarded_step import GuardedStep
 from torchguard._retry.report import SCALE_OVERFLOWS, RetryReport
-from torchguard._retry.search import COMES_AND_GOES, Outcome, Rows, RunLimitError, Search, SearchResult, Unexplained
+from torchguard._retry.sample_search import (
+    COMES_AND_GOES,
+    Outcome,
+    Rows,
+    RunLimitError,
+    Search,
+    SearchResult,
+    Unexplained,
+)
 from torchguard._torch.training import tracing_errors
 from torchguard.exceptions import RetryError
 

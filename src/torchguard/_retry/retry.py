@@ -15,7 +15,7 @@ from torchguard._retry.device_step import DeviceStep, clear_gradients, has_state
 from torchguard._retry.packages import Followed
 from torchguard._retry.recoverable_step import RecoverableStep
 from torchguard._retry.report import OBSERVERS, PendingReport, RetryReport, retry_section
-from torchguard._retry.scope import Scope
+from torchguard._retry.step_scope import Scope
 from torchguard._retry.tensor_state import TensorState
 from torchguard._torch.support import warn_of_missing
 from torchguard.exceptions import RetryError

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchguard._watch.intervals import Call, Owners, everything, union
+from torchguard._watch.sample_intervals import Call, Owners, everything, union
 
 
 def embedding(call: Call) -> Owners | None:

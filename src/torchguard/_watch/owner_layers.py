@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchguard._watch.intervals import Call, Owners, Rule, everything, union
+from torchguard._watch.sample_intervals import Call, Owners, Rule, everything, union
 
 # Products.
 

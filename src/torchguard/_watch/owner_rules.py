@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torchguard._torch.dispatch import positional_names
-from torchguard._watch.intervals import NO_HIGH, NO_LOW, Call, Owners, Rule, compact, everything, nobody, union
 from torchguard._watch.owner_indices import (
     embedding,
     gather,
@@ -34,6 +33,7 @@ from torchguard._watch.owner_layers import (
     product,
     recurrent,
 )
+from torchguard._watch.sample_intervals import NO_HIGH, NO_LOW, Call, Owners, Rule, compact, everything, nobody, union
 
 
 def pointwise(call: Call) -> Owners | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchguard._torch.dispatch import StorageWeakRef, weak_storage
 from torchguard._torch.tensors import mutation_count, storage_of
 from torchguard._watch.batch import UNBATCHED, row_code, row_code_of_sample
-from torchguard._watch.intervals import Owners, nobody, union
+from torchguard._watch.sample_intervals import Owners, nobody, union
 
 # Where a view lies in its storage: offset, shape, strides and the size of an element.
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], int]

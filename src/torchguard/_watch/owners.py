@@ -35,9 +35,9 @@ from torchguard._torch.dispatch import (
 from torchguard._torch.tensors import flatten, mutation_count, storage_of
 from torchguard._watch import owner_rules
 from torchguard._watch.call_path import PathMode
-from torchguard._watch.intervals import Call, Owners, everything, nobody, union
 from torchguard._watch.owner_rules import Rule
 from torchguard._watch.owner_storages import StorageOwners, UsedTensors, geometry_of
+from torchguard._watch.sample_intervals import Call, Owners, everything, nobody, union
 
 # Operations that hand a value to Python, which may then decide by it what the model does.
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")

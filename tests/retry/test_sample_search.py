@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard._retry.search import Outcome, RunLimitError, Search, SearchResult, Unexplained
+from torchguard._retry.sample_search import Outcome, RunLimitError, Search, SearchResult, Unexplained
 
 
 @dataclass

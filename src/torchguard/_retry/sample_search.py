@@ -19,7 +19,7 @@ A loss may need a partner for each sample: another one of its class, say. Then a
 partner of an innocent sample. A copy of the sample is a partner, too, so a sample that only lacks one is
 finite beside it. Where no part is finite for that reason, the search is made with every sample beside its copy.
 
-Nothing here uses torch: `tests/retry/test_search.py` tests it against plain models of a batch.
+Nothing here uses torch: `tests/retry/test_sample_search.py` tests it against plain models of a batch.
 """
 
 import enum
