@@ -109,7 +109,9 @@ def wandb(tmp_path, monkeypatch):
         monkeypatch.setenv(f"WANDB_{name}", value)
     import wandb
 
-    return wandb
+    wandb.teardown()  # settings of an earlier run in this process
+    yield wandb
+    wandb.teardown()
 
 
 def log_three_steps(logger):
@@ -156,7 +158,7 @@ def test_wandb_has_every_number_and_text(wandb):
         def log(self, values, step):
             wandb.log(values, step=step)
 
-    run = wandb.init(project="torchguard")
+    run = wandb.init(project="torchguard", mode="offline")
     logged = log_three_steps(Wandb())
     wandb.finish()
     (file,) = Path(run.dir).parent.glob("*.wandb")
@@ -203,7 +205,7 @@ def test_only_health_from_inside_leaves_the_graph_whole(how, error, wandb):
             run(torch.randn(3, 4))
 
     run_ten_times()
-    with wandb.init(project="torchguard"):
+    with wandb.init(project="torchguard", mode="offline"):
         wandb.watch(model, log="parameters", **how)
         torch._dynamo.reset()
         with pytest.raises((TorchDynamoException, FailOnRecompileLimitHit), match=error):
