@@ -24,6 +24,7 @@ with warnings.catch_warnings():
 
 from torchguard.integrations import lightning, transformers
 
+pytestmark = pytest.mark.long
 SCALE, TOO_LARGE = 2.0**10, 2.0**120
 HAS_GPU = torch.cuda.is_available()
 

@@ -215,6 +215,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Between, OwnParameters])
 @pytest.mark.parametrize(
     "name",
