@@ -40,7 +40,7 @@ def part_bytes() -> int:
 
 
 def measured_locally(ranks: int) -> dict[str, Any]:
-    """Microseconds of a digest in a group of so many ranks that sends nothing, and the bytes that it would send."""
+    """Microseconds of a digest in a group of `ranks` ranks that sends nothing, and the bytes that it would send."""
     dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
     try:
         sent: list[int] = []

@@ -7,6 +7,18 @@ from torchguard._torch.guards import children_of
 from torchguard.guards import _cost
 from torchguard.locations._registry import registry
 
+_NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=[pytest.mark.gpu, _NEEDS_GPU]),
+    ]
+)
+def device(request):
+    return request.param
+
 
 @pytest.fixture(autouse=True)
 def fresh_locations():

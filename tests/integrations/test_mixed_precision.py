@@ -26,17 +26,6 @@ from torchguard.integrations import lightning, transformers
 
 pytestmark = pytest.mark.long
 SCALE, TOO_LARGE = 2.0**10, 2.0**120
-HAS_GPU = torch.cuda.is_available()
-
-
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]),
-    ]
-)
-def device(request):
-    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -10,17 +10,6 @@ from torchguard import err
 from torchguard._watch import watch
 
 NAN = float("nan")
-HAS_GPU = torch.cuda.is_available()
-
-
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]),
-    ]
-)
-def device(request):
-    return request.param
 
 
 def model_on(device):
