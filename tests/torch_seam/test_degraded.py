@@ -140,18 +140,6 @@ class TestTracing:
         asked(x)
         assert found == [True, False]
 
-    def test_without_the_stack_of_transforms_none_counts_as_forward_mode(self, monkeypatch):
-        found = []
-
-        def function(x):
-            found.append(tracing.forward_depth())
-            return x.sum()
-
-        torch.func.jacfwd(function)(torch.ones(2))
-        monkeypatch.delattr(torch._C._functorch, "get_interpreter_stack")
-        torch.func.jacfwd(function)(torch.ones(2))
-        assert found == [1, 0]
-
 
 class TestTensors:
     def test_autocast_is_asked_for_cuda_alone(self, monkeypatch):

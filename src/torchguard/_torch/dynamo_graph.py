@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torchguard._torch.dispatch import DispatchMode
 from torchguard._torch.nodes import hint
 from torchguard._torch.support import torch_is_at_least
+from torchguard._torch.tracing import leave_transforms, transform_depth
 
 RUN = object()
 
@@ -127,18 +128,21 @@ class TracedGraph:
 def run(graph: fx.Graph, attribute: Callable[[str], Any], intercept: Intercept) -> None:
     """Run the nodes of a graph on fake tensors of the sizes that it is traced with.
 
-    Tensors that the graph makes of constants are real. Gradients are off, and modes that the graph sets are left again.
+    Tensors that the graph makes of constants are real. Gradients are off, and modes and transforms that the graph
+    enters are left again.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     entered: list[Any] = []
+    depth = transform_depth()
     with torch.no_grad():
         try:
             _run(graph, attribute, intercept, lambda node: _input(node, mode), entered)
         finally:
             for autocast in reversed(entered):
                 torch.amp.autocast_mode._exit_autocast(autocast)
+            leave_transforms(depth)
 
 
 def _run(
