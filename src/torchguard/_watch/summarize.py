@@ -23,7 +23,7 @@ from torchguard._channel.config import ErrorConfig
 from torchguard._channel.packing import Flags, capacity, pack, zero_flags
 from torchguard._channel.slot_bits import LOCATION_SHIFT, pack_slot
 from torchguard._operators import define, define_opaque, use_operators
-from torchguard._torch.tracing import can_read, is_shape_only, is_traced
+from torchguard._torch.tracing import can_read, is_exporting, is_shape_only, is_traced
 from torchguard._watch.batch import Batch, row_code
 from torchguard._watch.detect import (
     FAULT_CODES,
@@ -123,10 +123,17 @@ def _summarize(
     location_bits = location_ids.to(location.device)[location] << LOCATION_SHIFT
     slots = torch.where(fault == OK, 0, location_bits | lookup(fault, _FAULT_SLOTS))
     if handling.quarantine:
-        slots = torch.stack([slots, torch.where(fault == OK, 0, location_bits | _FALLBACK)], 1).flatten(0, 1)
+        slots = _alternate(slots, torch.where(fault == OK, 0, location_bits | _FALLBACK))
     if warnings is not None:
         slots = _empty_last(torch.cat([slots, _warning_slots(warnings, location_ids)]))
     return pack(slots[:room].t(), f), torch.stack([location[0], times - 1, position])
+
+
+def _alternate(a: Tensor, b: Tensor) -> Tensor:
+    """Rows of both tensors in turn."""
+    if is_exporting():  # before torch 2.13, `flatten` would limit the batch of an exported program
+        return torch.stack([row for pair in zip(a, b, strict=True) for row in pair])
+    return torch.stack([a, b], 1).flatten(0, 1)
 
 
 def _all_ok(statuses: list[Tensor]) -> bool:
