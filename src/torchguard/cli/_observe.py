@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 _MOST_RETRIES = 10_000
 _MOST_COSTS = 100  # compilations whose guards are measured
+_NOT_WATCHED = (
+    "No model was watched. --watch watches modules with parameters: those that are compiled, and those that are called "
+    "before anything is compiled, in scripts without Retry. Others: torchguard.watch(model) in the script."
+)
 
 
 class ProgressLine:
@@ -127,6 +131,8 @@ class Observation:
     def finish(self) -> None:
         if self.watcher is not None:
             self.watcher.finish()
+            if not self.watcher.logs and not self.watcher.unwatched:
+                self.problems.append(_NOT_WATCHED)
         self.device_report = self._check_graphs()
         try:
             self._contexts.close()
@@ -150,11 +156,14 @@ class Observation:
 
             self.watcher = Watcher(self._options.quarantine)
             self.watcher.install()
+            self.watcher.eager_models.install()
 
     def _observe_retries(self) -> None:
         from torchguard._retry.report import OBSERVERS
 
         OBSERVERS.append(self._record_retry)
+        if self.watcher is not None:
+            self.watcher.eager_models.remove()  # a step that restores its model must not find it changed
 
     def _observe_audits(self) -> None:
         from torchguard.guards._audit import OBSERVERS
@@ -184,6 +193,8 @@ class Observation:
 
             if self._options.progress:
                 ProgressLine().install()
+            if self.watcher is not None:
+                self.watcher.eager_models.remove_before_compilations()
             self.inspection = self._contexts.enter_context(guards.inspect())
             if self._options.guard_costs:
                 add_listener(GuardsBuiltEvent, self._record_cost)
