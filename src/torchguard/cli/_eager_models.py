@@ -44,6 +44,7 @@ class EagerModels:
     ) -> None:
         self._watch_in_place, self._unwatched = watch_in_place, unwatched
         self._depth, self._original = _Depth(), nn.Module.__call__
+        self._call: Callable[..., Any] | None = None  # what replaces it
         self._known: dict[int, nn.Module] = {}  # by id, which stays unique while the module is here
 
     def install(self) -> None:
