@@ -41,7 +41,7 @@ def order_number(locations: tuple[int, ...]) -> int:
 
 
 def records_in_graph(device: torch.device) -> bool:
-    """Whether compiled calls record paths. On a GPU the bits would be a kernel of every call, also of good ones."""
+    """Whether compiled calls record paths. On a GPU that is two or three kernels more in every call."""
     return device.type == "cpu"
 
 
