@@ -144,18 +144,20 @@ def _over_steps(
     map_title = "Where samples were bad, origins first"
     return [
         curve,
-        HeatMap(map_title, "module", unit, names, steps, found, "samples"),
+        HeatMap(map_title, "module", unit, names, steps, found, "samples", numbers.start),
         *([_INFERRED] if any(not one.is_recorded and one.path for _, one in known) else []),
     ]
 
 
 def _incidents(faults: Sequence[Fault], total: int, unit: str) -> Table:
-    columns = ("incident", unit, "sample", "dataset id", "code", "origin", "further locations", "cause")
-    rows: list[tuple[Cell, ...]] = [
+    names = ("incident", unit, "sample", "dataset id", "code", "origin", "further locations", "cause")
+    found: list[tuple[Cell, ...]] = [
         (i, one.step, one.sample, one.id, one.code, one.where, one.further, one.cause) for i, one in enumerate(faults)
     ]
+    shown = [at for at in range(len(names)) if any(row[at] not in (None, "") for row in found)]
+    columns, rows = tuple(names[at] for at in shown), tuple(tuple(row[at] for at in shown) for row in found)
     links = tuple(f"incident-{i}" if i < _PAGES else "" for i in range(len(faults)))
-    return Table(columns, tuple(rows), "Incidents", links, total if total > len(faults) else None)
+    return Table(columns, rows, "Incidents", links, total if total > len(faults) else None)
 
 
 def _path_text(fault: Fault) -> str:
