@@ -143,3 +143,10 @@ def test_a_script_with_retry_is_reported_by_retry_alone(command, tmp_path):
     assert ran.returncode == 0, ran.stderr
     (problem,) = json.loads((tmp_path / "run.json").read_text())["problems"]
     assert problem.startswith("No model was watched.")
+
+
+def test_a_strict_run_that_checked_nothing_does_not_pass(command, tmp_path):
+    (tmp_path / "train.py").write_text("import torch\ntorch.nn.Linear(4, 2)(torch.ones(3, 4))\n")
+    ran = command("run", "--strict", "--device", "edge-npu", "train.py")
+    assert ran.returncode == 4
+    assert "The device was not checked" in ran.stderr
