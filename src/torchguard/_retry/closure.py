@@ -23,7 +23,7 @@ from torchguard.exceptions import RetryError
 Closure = Callable[[Any], Any]
 Scale = Callable[[Tensor], Tensor]
 
-_running_again = 0
+_running_again: list[None] = []  # one item for each: several threads may train, and `+= 1` is no single operation
 
 
 def is_retrying() -> bool:
@@ -32,17 +32,16 @@ def is_retrying() -> bool:
     >>> is_retrying()
     False
     """
-    return _running_again > 0
+    return bool(_running_again)
 
 
 @contextlib.contextmanager
 def running_again() -> Iterator[None]:
-    global _running_again
-    _running_again += 1
+    _running_again.append(None)
     try:
         yield
     finally:
-        _running_again -= 1
+        _running_again.pop()
 
 
 class BatchedClosure:
