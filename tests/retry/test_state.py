@@ -731,6 +731,18 @@ def test_a_large_critic_that_changes_for_the_first_time_in_a_bad_step_is_named(b
         guard.step(closure, batch)
 
 
+def test_a_retry_in_the_closure_that_reads_parameters_which_the_outer_one_trains():
+    model, critic = nn.Linear(4, 1), nn.Linear(4, 1)
+    inner = Retry(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+
+    def closure(x):
+        report = inner.step(lambda x: (critic(x) - model(x).detach()).square()[:, 0], x)
+        assert report.bad == [2]
+        return losses(model, x.nan_to_num()) + critic(x.nan_to_num())[:, 0].detach()
+
+    assert Retry(model, torch.optim.SGD(model.parameters(), lr=0.1)).step(closure, bad_batch()).ok
+
+
 def test_a_module_on_the_meta_device_gets_its_values_from_elsewhere():
     model = nn.Linear(4, 1)
     shape = copy.deepcopy(model).to("meta")
