@@ -129,6 +129,13 @@ def gloo() -> str:
     return _table(head, [[f"{size} ranks", *map(_duration, one.values())] for size, one in found.items()])
 
 
+def store() -> str:
+    """What `name_failures` asks of the store, by the number of ranks."""
+    found = json.loads((RESULTS / "ranks.json").read_text())["store"]
+    head = ["ranks", "one sign of life", "reading the notes of all ranks"]
+    return _table(head, [[f"{int(ranks):,}", *map(_duration, one.values())] for ranks, one in found.items()])
+
+
 def _duration(us: float) -> str:
     return f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms" if us < 10_000 else f"{us / 1000:.0f} ms"
 
@@ -283,6 +290,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "retry": retry,
     "ranks": ranks,
     "gloo": gloo,
+    "store": store,
 }
 
 

@@ -95,7 +95,7 @@ class History:
 
         Returns the summary to use from now on.
         """
-        summary = summary._replace(ids=ids) if ids is not None else summary
+        summary = CallSummary(*summary[:3], ids, *summary[4:]) if ids is not None else summary
         f, origins, warnings, _, _ = summary
         in_graph = use_operators()
         if not in_graph and (not is_plain(f) or backward_number() != -1):  # in backward, a checkpoint repeats a call
