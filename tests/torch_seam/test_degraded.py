@@ -139,6 +139,23 @@ class TestTracing:
         asked(x)
         assert found == [True, False]
 
+    def test_without_the_tracer_of_dynamo_nothing_counts_as_a_branch(self, monkeypatch):
+        """`is_in_branch`."""
+        import torch._dynamo.symbolic_convert as dynamo
+
+        x, found = torch.ones(2), []
+        note = tracing.constant_in_graphs(lambda: found.append(tracing.is_in_branch()))
+
+        def branch(x):
+            note()
+            return x * 2
+
+        torch.compile(lambda x: (note(), torch.cond(x.sum() > 0, branch, torch.sin, (x,)))[1], backend="eager")(x)
+        assert found[0] is False
+        assert True in found
+        monkeypatch.setattr(dynamo, "tls", None)
+        assert not tracing.is_in_branch()
+
     def test_without_the_stack_of_transforms_none_counts_as_forward_mode(self, monkeypatch):
         found = []
 

@@ -124,16 +124,20 @@ class TracedGraph:
 def run(graph: fx.Graph, attribute: Callable[[str], Any], intercept: Intercept) -> None:
     """Run the nodes of a graph on fake tensors of the sizes that it is traced with.
 
-    Tensors that the graph makes of constants are real. Gradients are off, and modes that the graph sets are left again.
+    Tensors that the graph makes of constants are real. Gradients are off. Modes and transforms of `torch.func` that the
+    graph enters are left again, also if it cannot be run to its end.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     entered: list[Any] = []
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    depth = functorch.get_dynamic_layer_stack_depth()
     with torch.no_grad():
         try:
             _run(graph, attribute, intercept, lambda node: _input(node, mode), entered)
         finally:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
             for autocast in reversed(entered):
                 torch.amp.autocast_mode._exit_autocast(autocast)
 

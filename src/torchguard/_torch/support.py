@@ -49,6 +49,7 @@ _NEEDED = {
         "torch._functorch.pyfunctorch": "temporarily_pop_interpreter_stack",
         "torch.utils._python_dispatch": "TorchDispatchMode",
         "torch._C": "_dispatch_has_kernel_for_dispatch_key",
+        "torch._C._functorch": "get_dynamic_layer_stack_depth pop_dynamic_layer_stack_and_undo_to_depth",
     },
     "Retry": {
         "torch": "_foreach_copy_ _foreach_add_ _foreach_norm",
@@ -107,6 +108,8 @@ _ONLY_HELPS = {
         "torch._dynamo.output_graph.OutputGraph._call_user_compiler": _NO_REGIONS,
         _STAGE_2: _NO_REGIONS,
         "torch._higher_order_ops.invoke_subgraph.get_invoke_subgraph_cache": "compile_once compiles more slowly",
+        "torch._higher_order_ops.utils.setup_compilation_env": "torch.cond and the like fail in eager mode",
+        "torch.utils.checkpoint._CheckpointFrame": "checkpoints around compiled blocks fail in eager mode",
     },
     "Retry": {},
     "guards": {
