@@ -3,11 +3,11 @@
 import copy
 import logging
 import math
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.integrations.launch import become_rank
 from tests.models import gpt2
 
 from torchguard import watch
@@ -18,6 +18,8 @@ pytest.importorskip("accelerate")
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -59,6 +61,14 @@ def llama():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, pad_token_id=0)).double()
+
+
+def mixtral():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_key_value_heads": 1, "num_local_experts": 2, "output_router_logits": True}
+    config = MixtralConfig(**sizes, **experts, vocab_size=50, pad_token_id=0, experts_implementation="eager")
+    return MixtralForCausalLM(config).double()
 
 
 def vit():
@@ -206,6 +216,14 @@ def test_losses_that_are_not_the_trainers_are_refused(tmp_path):
         OtherLosses(vit(), arguments(tmp_path), train_dataset=images()).train()
 
 
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
+@pytest.mark.parametrize("way", ["retry", "watch"])
+def test_a_loss_of_the_whole_batch_is_refused(way, tmp_path):
+    """The balance of experts: small, and no sample has a share in it."""
+    with pytest.raises(RetryError, match="aux_loss of the whole batch"):
+        guarded_trainer(way, mixtral(), arguments(tmp_path), tokens()).train()
+
+
 def test_the_callback_asks_for_a_watched_model_that_returns_its_output():
     with pytest.raises(WatchError, match='returns="output"'):
         TorchGuardCallback(watch(vit(), quarantine=True))
@@ -226,10 +244,10 @@ def test_training_that_is_resumed_goes_on_as_if_it_had_not_stopped(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["retry", "watch"])
-def test_bf16_training_survives(way, tmp_path):
+def test_bf16_training_survives(way, device, tmp_path):
     model, bad = lm().float(), [4, 10]
     data = [{**one, "inputs_embeds": one["inputs_embeds"].float()} for one in tokens(bad)]
-    trainer = guarded_trainer(way, model, arguments(tmp_path, bf16=True), data)
+    trainer = guarded_trainer(way, model.to(device), arguments(tmp_path, bf16=True, use_cpu=device == "cpu"), data)
     trainer.train()
     assert all(p.isfinite().all() for p in model.parameters())
     losses = logged_losses(trainer)
@@ -247,10 +265,9 @@ def test_two_ranks_train_as_one_without_the_bad_samples(make, data, shift, smoot
     want, losses = trained_without(model, rows, bad, shift, smoothing, window=4 * accumulate)
 
     def train():
-        rank = str(dist.get_rank())
-        os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+        become_rank()
         how = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulate}
-        args = arguments(tmp_path / rank, label_smoothing_factor=smoothing, **how)
+        args = arguments(tmp_path / str(dist.get_rank()), label_smoothing_factor=smoothing, **how)
         trainer = guarded_trainer(way, model, args, rows)
         trainer.train()
         assert trainer.accelerator.num_processes == 2

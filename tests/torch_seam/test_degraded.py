@@ -31,6 +31,7 @@ from torchguard._torch import (
     ops,
     process,
     settings,
+    support,
     tensors,
     tracing,
     training,
@@ -155,18 +156,6 @@ class TestTracing:
         assert True in found
         monkeypatch.setattr(dynamo, "tls", None)
         assert not tracing.is_in_branch()
-
-    def test_without_the_stack_of_transforms_none_counts_as_forward_mode(self, monkeypatch):
-        found = []
-
-        def function(x):
-            found.append(tracing.forward_depth())
-            return x.sum()
-
-        torch.func.jacfwd(function)(torch.ones(2))
-        monkeypatch.delattr(torch._C._functorch, "get_interpreter_stack")
-        torch.func.jacfwd(function)(torch.ones(2))
-        assert found == [1, 0]
 
 
 class TestTensors:
@@ -621,7 +610,7 @@ class TestTraining:
         assert training.skips_on_device(optimizer)
         monkeypatch.delattr(optimizer, "_step_supports_amp_scaling")
         assert not training.skips_on_device(optimizer)
-        with pytest.raises(RetryError, match="AdamW is not fused"):
+        with pytest.raises(RetryError, match="AdamW is fused, but skips no steps"):
             Retry(model, optimizer, wait=False).step(lambda x: model(x).squeeze(1), torch.ones(3, 2))
 
     def test_without_their_names_no_step_hooks_are_seen(self, monkeypatch):
@@ -648,8 +637,8 @@ class TestTraining:
 class TestDynamoGraph:
     def test_keep_writes_after_calls_says_that_torch_lacks_the_table(self, monkeypatch):
         assert dynamo_graph.keep_writes_after_calls()
-        monkeypatch.delattr("torch._dynamo.variables.dicts.SideEffectsProxyDict")
-        assert not dynamo_graph.keep_writes_after_calls()
+        monkeypatch.delattr("torch._dynamo.variables.dicts.SideEffectsProxyDict", raising=False)
+        assert dynamo_graph.keep_writes_after_calls() == (not support.torch_is_at_least(2, 13))
 
 
 class TestHookGuards:

@@ -49,7 +49,6 @@ _NEEDED = {
         "torch._functorch.pyfunctorch": "temporarily_pop_interpreter_stack",
         "torch.utils._python_dispatch": "TorchDispatchMode",
         "torch._C": "_dispatch_has_kernel_for_dispatch_key",
-        "torch._C._functorch": "get_dynamic_layer_stack_depth pop_dynamic_layer_stack_and_undo_to_depth",
     },
     "Retry": {
         "torch": "_foreach_copy_ _foreach_add_ _foreach_norm",
