@@ -151,7 +151,11 @@ class TestTracing:
             note()
             return x * 2
 
-        torch.compile(lambda x: (note(), torch.cond(x.sum() > 0, branch, torch.sin, (x,)))[1], backend="eager")(x)
+        def function(x):
+            note()
+            return torch.cond(x.sum() > 0, branch, torch.sin, (x,))
+
+        torch.compile(function, backend="eager", fullgraph=True)(x)
         assert found[0] is False
         assert True in found
         monkeypatch.setattr(dynamo, "tls", None)

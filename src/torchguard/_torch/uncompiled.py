@@ -11,8 +11,8 @@ Three things of torch compile on their own, and are kept from it here:
 - **Checkpoints** run their function once more in backward. That run has to save the same tensors, so it runs as the
   first one did. Patches `_CheckpointFrame.__init__` of `torch.utils.checkpoint`.
 
-The stance is public. Degraded where torch lacks what is patched: models with such operators, or with checkpoints around
-compiled functions, fail with an error of torch when they are called in eager mode.
+The stance is public, the patched names are those of torch 2.11 to 2.15. Degraded where torch lacks them: models with
+such operators, or with checkpoints around compiled functions, fail with an error of torch when called in eager mode.
 """
 
 import contextlib
