@@ -51,6 +51,8 @@ class BatchedClosure:
         closure: returns the losses of a batch.
         batches: one batch, or the micro-batches of a window.
         ranks: those that share the gradients.
+        wrappers: DDP and FSDP2 around the models.
+        aside: a context that puts back what is changed in it, but gradients.
         keep_shapes: fill up parts with copies of their samples, whose losses do not count.
     """
 
@@ -68,7 +70,7 @@ class BatchedClosure:
         self.call_again = closure  # how the closure is called when the step is run again
         self.is_scalar = False
         self.raised_in: set[tuple[int, int]] = set()  # the ranks and micro-batches whose closure raised an exception
-        self.exception: Exception | None = None  # the first one that made a part unknown, on this rank
+        self.first_exception = ""  # of those that made a part unknown on this rank, as text
         self._sizes: list[list[int]] | None = None  # of the micro-batches of each rank
         self._weight: Tensor | None = None  # of all samples of this rank
 
@@ -207,7 +209,8 @@ class BatchedClosure:
                 except Exception as exception:
                     if of_ranks == [None] or (self.ranks.size > 1 and communicates):  # other ranks wait in this pass
                         raise
-                    has_raised, self.exception = True, self.exception or exception.with_traceback(None)
+                    has_raised = True
+                    self._note_exception(exception)
                 if of_ranks != [None] and not communicates and self.ranks.any(has_raised):
                     flags = self.ranks.gather(has_raised)
                     self.raised_in = {(rank, number) for rank, flag in enumerate(flags) if flag}
@@ -246,8 +249,8 @@ class BatchedClosure:
                 lambda: self._losses(batch, given[self.ranks.rank], stand_in), lambda: self.call_again(batch.whole())
             )
         except Exception as exception:
-            raised = exception.with_traceback(None)  # which would keep the tensors of the run alive
-            self.exception = self.exception or raised
+            raised = exception
+            self._note_exception(exception)
         # An exception of the closure makes this part unknown. A RetryError ends the step, on every rank.
         outcome = self.ranks.largest(0 if raised is None else 2 if isinstance(raised, RetryError) else 1)
         if outcome == 2:
@@ -261,6 +264,10 @@ class BatchedClosure:
             weights = None if found.weights is None else found.weights[: len(own)]
             found = Losses(found.sums[: len(own)], weights)
         return found, len(own) or 1
+
+    def _note_exception(self, exception: Exception) -> None:
+        lines = str(exception).splitlines() or [""]
+        self.first_exception = self.first_exception or f"{type(exception).__name__}: {lines[0][:200]}"
 
     def _losses(self, batch: Batch, rows: list[int], stand_in: Any) -> Losses:
         if not rows:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchguard._retry.retry import Retry
 
 Gradients = dict[str, Tensor]
-UNKNOWN = torch.zeros((), dtype=torch.float32, device="cpu")
+_NO_NORM = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 class GuardedStep:
@@ -49,7 +49,7 @@ class GuardedStep:
         self.is_random = False
         self.loss = self.norm = float("nan")
         self.is_all_trained = False  # whether the optimizers train all that got a gradient in the last run
-        self.device_norm: Tensor = UNKNOWN  # of the gradients of the last run, those that are scaled included
+        self.device_norm: Tensor = _NO_NORM  # of the gradients of the last run, those that are scaled included
 
     # The step.
 
@@ -155,10 +155,10 @@ class GuardedStep:
                     before = before + parameter.grad
                 parameter.grad = before
 
-    def trained_before(self) -> dict[int, Tensor]:
-        """The gradients of before the step to which those of trained parameters are added, by the parameter's id.
+    def accumulated_gradients(self) -> dict[int, Tensor]:
+        """The gradients of before the step that trained parameters have, by the parameter's id.
 
-        Those that a `GradScaler` scales are left out: it has to see that they overflow.
+        Empty with a `GradScaler`, which has to see that scaled gradients overflow.
         """
         if not self.has_accumulated or self.scaler is not None:
             return {}
@@ -194,7 +194,7 @@ class GuardedStep:
             not math.isnan(loss)  # an infinite one may be an overflow of a sum
             and result.is_finite()
             and all_finite(self._gradients())
-            and (self.runs > 1 or all_finite([*self.trained_before().values()]))
+            and (self.runs > 1 or all_finite([*self.accumulated_gradients().values()]))
             and not self.retry.tensors.newly_non_finite()
             and not any(bool(one.has_fault()) for one in self.scope.python.replaced())
         )
@@ -226,7 +226,7 @@ class GuardedStep:
         weight = () if result.weight is None else (result.weight,)
         replaced = self.scope.python.replaced() if replaced is None else replaced
         faults = [torch.where(one.has_fault(), torch.inf, 0.0) for one in replaced]
-        before = [*self.trained_before().values()] if self.runs == 1 else []
+        before = [*self.accumulated_gradients().values()] if self.runs == 1 else []
         norms = [total_norm(before)] if before else []
         return [loss, norm, *weight, *norms, *self.retry.tensors.finiteness(), *faults]
 

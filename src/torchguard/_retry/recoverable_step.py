@@ -130,7 +130,7 @@ class RecoverableStep(GuardedStep):
             named = ", ".join(bad)
             return f"not finite before the step: {named}. No sample is to blame: load an earlier checkpoint", bad
         names = {id(one): name for name, one in self.parameters.items()}
-        gradients = {names[key]: one for key, one in self.trained_before().items()}
+        gradients = {names[key]: one for key, one in self.accumulated_gradients().items()}
         if bad := self.ranks.union(_named(health_of(gradients).bad)):
             named = ", ".join(bad)
             return f"the gradients of before the step are not finite: {named}. No sample is to blame: clear them", []
@@ -316,10 +316,9 @@ class RecoverableStep(GuardedStep):
         )
 
     def _raised(self) -> str:
-        """What the last part that could not be run raised, for a note."""
-        raised = self.closure.exception
-        lines = str(raised).splitlines() or [""]
-        return "" if raised is None else f". A run on some samples raised {type(raised).__name__}: {lines[0][:200]}"
+        """What the first part that could not be run raised, for a note."""
+        raised = self.closure.first_exception
+        return f". A run on some samples raised {raised}" if raised else ""
 
     def _left_to_the_scaler(self, scaled: Gradients) -> RetryReport:
         for name, parameter in self.parameters.items():
