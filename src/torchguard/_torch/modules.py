@@ -71,14 +71,8 @@ def is_compiled_or_scripted(module: nn.Module) -> bool:
 
 def has_compiled_parts(model: nn.Module) -> bool:
     """Whether a module within a model is compiled on its own, by `compile()` or `torch.compile`."""
-    return bool(modules_in_compiled_parts(model))
-
-
-def modules_in_compiled_parts(model: nn.Module) -> frozenset[int]:
-    """The ids of all modules in parts of a model that are compiled on their own."""
     parts = [module for module in model.modules() if module is not model]
-    roots = [m for m in parts if "_orig_mod" in m._modules or m.__dict__.get("_compiled_call_impl") is not None]
-    return frozenset([id(one) for root in roots for one in root.modules()])
+    return any(is_compiled_module(part) or is_compiled_in_place(part) for part in parts)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
