@@ -107,6 +107,8 @@ _ONLY_HELPS = {
         "torch._dynamo.output_graph.OutputGraph._call_user_compiler": _NO_REGIONS,
         _STAGE_2: _NO_REGIONS,
         "torch._higher_order_ops.invoke_subgraph.get_invoke_subgraph_cache": "compile_once compiles more slowly",
+        "torch._higher_order_ops.utils.setup_compilation_env": "torch.cond and the like fail in eager mode",
+        "torch.utils.checkpoint._CheckpointFrame": "checkpoints around compiled blocks fail in eager mode",
     },
     "Retry": {},
     "guards": {
