@@ -73,6 +73,8 @@ def _slots(kind: type) -> list[str]:
 
 def _inner(value: Any, objects: int) -> int:
     """How many plain objects to enter in the children of a value."""
+    if value is None:  # Dynamo of torch 2.11 cannot tell whether it is a dataclass
+        return objects
     if not objects or isinstance(value, (Mapping, tuple, list)) or dataclasses.is_dataclass(value):
         return objects
     return objects - 1

@@ -213,7 +213,8 @@ RULES: dict[str, Rule] = {
         pointwise,
         "clone _to_copy lift_fresh native_dropout _fused_dropout bernoulli where masked_fill addr ger tril triu "
         "conj _conj _conj_physical _neg_view resolve_conj prelu _prelu_kernel rrelu_with_noise "
-        "floor_divide polar complex",
+        "floor_divide polar complex "
+        "leaky_relu leaky_relu_ celu_ elu_ hardsigmoid_ hardtanh_ selu_",  # tagged as pointwise since torch 2.12
     ),
     **_table(
         moved,
