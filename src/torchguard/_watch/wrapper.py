@@ -4,7 +4,7 @@ import copyreg
 import functools
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -124,6 +124,11 @@ class WatchedModel:
                 output = forward(*args, **kwargs)
         finally:
             watch.end(call_record)
+        if isinstance(output, Iterator):
+            raise WatchError(
+                f"watch: {type(watch.model).__name__} returned an iterator. What it yields is computed after the call, "
+                "and would not be checked. Return a list, or watch the module that computes each item."
+            )
         return checked_output(self, output, call_record, len(watch.paths) - 1)
 
     def _call_with_plan(
