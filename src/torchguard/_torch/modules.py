@@ -40,10 +40,19 @@ def remove_forward_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -
     The handles that `register_forward_hook` returns do not help: a copy of a model has copies of the hooks, and no
     handles. Required: nn.Module itself calls the hooks in these dicts.
     """
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key in [key for key, hook in hooks.items() if is_ours(getattr(hook, "__self__", hook))]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for hooks, key, _ in _forward_hooks(module, is_ours):
+        del hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def forward_hooks(model: nn.Module, is_ours: Callable[[object], bool]) -> list[tuple[dict[int, Any], int, Any]]:
+    """The same hooks of all modules of a model: the dict that each is in, its key, and the hook."""
+    return [found for module in model.modules() for found in _forward_hooks(module, is_ours)]
+
+
+def _forward_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> list[tuple[dict[int, Any], int, Any]]:
+    dicts = (module._forward_hooks, module._forward_pre_hooks)
+    return [(one, key, hook) for one in dicts for key, hook in one.items() if is_ours(getattr(hook, "__self__", hook))]
 
 
 def with_parameters(model: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
