@@ -18,6 +18,8 @@ pytest.importorskip("accelerate")
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -59,6 +61,14 @@ def llama():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, pad_token_id=0)).double()
+
+
+def mixtral():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_key_value_heads": 1, "num_local_experts": 2, "output_router_logits": True}
+    config = MixtralConfig(**sizes, **experts, vocab_size=50, pad_token_id=0, experts_implementation="eager")
+    return MixtralForCausalLM(config).double()
 
 
 def vit():
@@ -206,6 +216,14 @@ def test_losses_that_are_not_the_trainers_are_refused(tmp_path):
         OtherLosses(vit(), arguments(tmp_path), train_dataset=images()).train()
 
 
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
+@pytest.mark.parametrize("way", ["retry", "watch"])
+def test_a_loss_of_the_whole_batch_is_refused(way, tmp_path):
+    """The balance of experts: small, and no sample has a share in it."""
+    with pytest.raises(RetryError, match="aux_loss of the whole batch"):
+        guarded_trainer(way, mixtral(), arguments(tmp_path), tokens()).train()
+
+
 def test_the_callback_asks_for_a_watched_model_that_returns_its_output():
     with pytest.raises(WatchError, match='returns="output"'):
         TorchGuardCallback(watch(vit(), quarantine=True))
@@ -226,10 +244,10 @@ def test_training_that_is_resumed_goes_on_as_if_it_had_not_stopped(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["retry", "watch"])
-def test_bf16_training_survives(way, tmp_path):
+def test_bf16_training_survives(way, device, tmp_path):
     model, bad = lm().float(), [4, 10]
     data = [{**one, "inputs_embeds": one["inputs_embeds"].float()} for one in tokens(bad)]
-    trainer = guarded_trainer(way, model, arguments(tmp_path, bf16=True), data)
+    trainer = guarded_trainer(way, model.to(device), arguments(tmp_path, bf16=True, use_cpu=device == "cpu"), data)
     trainer.train()
     assert all(p.isfinite().all() for p in model.parameters())
     losses = logged_losses(trainer)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from tests.models import Residual
 from torch._dynamo.exc import UncapturedHigherOrderOpError
-from torch._dynamo.variables.dicts import SideEffectsProxyDict
+from torch._dynamo.variables import dicts
 from torch.func import jvp, vjp
 
 from torchguard import watch
 from torchguard._graphs.op_facts import has_wrong_jvp
 from torchguard._torch import settings
+from torchguard._torch.support import minor_version
 
 
 @pytest.mark.long
@@ -31,7 +32,7 @@ def test_gradients_of_regions_are_wrong_without_the_settings(monkeypatch):
     assert not all(torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-5) for one, other in pairs)
 
 
-def test_dynamo_loses_what_is_written_after_a_branch(monkeypatch):
+def test_dynamo_loses_what_is_written_after_a_branch_in_torch_2_13_and_2_14(monkeypatch):
     """`dynamo_graph.keep_writes_after_calls`."""
 
     class Note:
@@ -43,11 +44,12 @@ def test_dynamo_loses_what_is_written_after_a_branch(monkeypatch):
         note.value = None
         return x
 
-    note = Note()
-    if "side_effects" in vars(SideEffectsProxyDict):  # patched
-        monkeypatch.delattr(SideEffectsProxyDict, "side_effects")
+    note, proxy = Note(), getattr(dicts, "SideEffectsProxyDict", None)
+    patched = vars(proxy).get("side_effects") if proxy else None
+    if isinstance(patched, property) and patched.fset:  # torch 2.15 has one without a setter
+        monkeypatch.delattr(proxy, "side_effects")
     torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2), note)
-    assert note.value is not None
+    assert (note.value is not None) == (minor_version(torch.__version__) in [(2, 13), (2, 14)])
 
 
 def test_a_region_may_not_return_its_input():

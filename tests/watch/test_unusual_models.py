@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -425,6 +426,51 @@ def test_flex_attention_in_a_graph_keeps_samples_apart(quarantine, recwarn):
     assert [one.sample for one in guarded.report()] == [1]
     assert err.is_err(f).tolist() == [False, True, False]
     assert not [one for one in recwarn if one.category is MixedRowsWarning]
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_flex_attention_in_a_graph_with_gradients_keeps_samples_apart(quarantine, monkeypatch):
+    """torch refuses gradients on the CPU when it is called; its implementation for `aot_eager` has them."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *given: None)
+    model, x = Flexible().double(), torch.randn(3, 4, 16, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    torch.compile(plain, backend="aot_eager", fullgraph=True)(x[[0, 2]]).square().sum().backward()
+    guarded = watch(model, quarantine=quarantine)
+    x[1, 2] = float("nan")
+    out, f = torch.compile(guarded, backend="aot_eager", fullgraph=True)(x)
+    assert err.is_err(f).tolist() == [False, True, False]
+    out.square().sum().backward()
+    for one, two in zip(guarded.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, two.grad, rtol=1e-9) == quarantine
+
+
+class VmappedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return torch.vmap(lambda row: torch.mv(self.weight, row).tanh())(self.first(x))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_model_that_calls_vmap_is_exact_or_declared_with_gradients(backend):
+    model, x = VmappedBlock().double(), torch.randn(3, 4, dtype=torch.float64)
+    want = model(x)
+    guarded = watch(model, quarantine=True)
+    call = torch.compile(guarded, backend=backend, fullgraph=True) if backend else guarded
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        out, f = call(x)
+        assert torch.equal(out, want)
+        assert not err.is_err(f).any()
+        x[1, 2] = float("nan")
+        out, f = call(x)
+    is_declared = any(one.category is MixedRowsWarning for one in seen)
+    assert err.is_err(f).tolist() == [is_declared, True, is_declared]
+    assert is_declared or torch.equal(out[[0, 2]], want[[0, 2]])
+    out.square().sum().backward()
+    assert all(one.grad.isfinite().all() for one in model.parameters())
 
 
 class Biased(Flexible):

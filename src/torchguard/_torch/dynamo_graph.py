@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 from torchguard._torch.dispatch import DispatchMode
 from torchguard._torch.nodes import hint
+from torchguard._torch.support import torch_is_at_least
+from torchguard._torch.tracing import leave_transforms, transform_depth
 
 RUN = object()
 
@@ -45,15 +47,17 @@ _CALLS_GRAPH = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1,
 def keep_writes_after_calls() -> bool:
     """Have Dynamo keep what is written to attributes after an operator that calls functions (`cond`, FlexAttention).
 
-    For such an operator, Dynamo replaces its table of writes by a copy. What stands for the `__dict__` of an object
-    goes on to write into the old one. Patches `SideEffectsProxyDict`, which gets the current table instead. Degraded
-    where torch lacks what it uses: False, and such models are refused.
+    For such an operator, Dynamo replaces its table of writes by a copy. In torch 2.13 and 2.14, what stands for the
+    `__dict__` of an object goes on to write into the old one. Patches `SideEffectsProxyDict` there, which gets the
+    current table instead. Before, attributes are written to the current table, and 2.15 does what the patch does.
+    Degraded where a later torch lacks this class: False, and such models are refused.
     """
-    from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables import dicts
 
+    if not torch_is_at_least(2, 13):
+        return True
     proxy = getattr(dicts, "SideEffectsProxyDict", None)
-    if proxy is None or not hasattr(SideEffects, "store_instance_dict_attr"):
+    if proxy is None:
         return False
     if not isinstance(vars(proxy).get("side_effects"), property):
         proxy.side_effects = property(_current_table, _note_graph)
@@ -124,18 +128,21 @@ class TracedGraph:
 def run(graph: fx.Graph, attribute: Callable[[str], Any], intercept: Intercept) -> None:
     """Run the nodes of a graph on fake tensors of the sizes that it is traced with.
 
-    Tensors that the graph makes of constants are real. Gradients are off, and modes that the graph sets are left again.
+    Tensors that the graph makes of constants are real. Gradients are off, and modes and transforms that the graph
+    enters are left again.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     entered: list[Any] = []
+    depth = transform_depth()
     with torch.no_grad():
         try:
             _run(graph, attribute, intercept, lambda node: _input(node, mode), entered)
         finally:
             for autocast in reversed(entered):
                 torch.amp.autocast_mode._exit_autocast(autocast)
+            leave_transforms(depth)
 
 
 def _run(

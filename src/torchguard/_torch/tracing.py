@@ -88,13 +88,20 @@ def in_transform() -> bool:
     return _functorch.maybe_current_level() is not None
 
 
-def forward_depth() -> int:
-    """How many forward-mode transforms of `torch.func` (`jvp`, `jacfwd`) are active, one within the other.
+def transform_depth() -> int:
+    """How many transforms of `torch.func` are active, one within the other. Required."""
+    return len(_functorch.get_interpreter_stack() or [])
 
-    Degraded where torch names the stack of transforms otherwise: 0.
-    """
-    stack = getattr(_functorch, "get_interpreter_stack", lambda: None)() or []
-    return sum(one.key().name == "Jvp" for one in stack)
+
+def leave_transforms(depth: int) -> None:
+    """Leave transforms of `torch.func` that were entered beyond a depth. Required."""
+    while transform_depth() > depth:
+        _functorch.pop_dynamic_layer_stack()
+
+
+def forward_depth() -> int:
+    """How many forward-mode transforms of `torch.func` (`jvp`, `jacfwd`) are active, one within the other. Required."""
+    return sum(one.key().name == "Jvp" for one in _functorch.get_interpreter_stack() or [])
 
 
 def can_read(tensor: Tensor) -> bool:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from torchguard._operators import define
-from torchguard._torch.dynamo_graph import is_operation
+from torchguard._torch.dynamo_graph import CannotRunError, is_operation
 from torchguard._torch.tensors import flatten, mutation_count, storage_of
-from torchguard._torch.tracing import is_shape_only
+from torchguard._torch.tracing import is_shape_only, is_wrapped
 from torchguard._watch.batch import MIXED, UNBATCHED, Batch, size_free
 from torchguard._watch.detect import REVISION, empty_status
 from torchguard._watch.parameter_uses import (
@@ -69,7 +69,16 @@ class GraphUses:
         self._clean[storage_of(new) or 0] = (new, mutation_count(new))
 
     def ran(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A node other than a check was run."""
+        """A node other than a check was run.
+
+        Raises:
+            CannotRunError: it is part of a transform of `torch.func`, where dims of tensors are hidden.
+        """
+        wrapped = [one for one in flatten((args, kwargs, result))[0] if isinstance(one, Tensor) and is_wrapped(one)]
+        if any(one.is_floating_point() or one.is_complex() for one in wrapped):
+            raise CannotRunError("the model calls a transform of torch.func while gradients are enabled")
+        if wrapped:  # integers, such as the blocks of FlexAttention's mask
+            return
         given = [one for one in flatten((args, kwargs))[0] if _has_storage(one)]
         results = [one for one in flatten(result)[0] if _has_storage(one)]
         is_view = bool(results) and all(any(storage_of(z) == storage_of(one) for one in given) for z in results)
