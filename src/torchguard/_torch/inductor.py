@@ -1,7 +1,8 @@
 """Inductor: the options of a mode, its decompositions, and its compilers.
 
-None of these has a public name; they are the same in torch 2.11 to 2.15. All but `mode_options` are required: the call
-raises ImportError where a name is missing. Every function imports Inductor itself: loading it takes seconds.
+None of these has a public name; they are the same in torch 2.11 to 2.15. All but `mode_options` and `compile_in_place`
+are required: the call raises ImportError where a name is missing. Every function imports Inductor itself: loading it
+takes seconds.
 """
 
 import operator
@@ -88,7 +89,8 @@ def compile_in_place(functional: Any, in_place: Any, function: str) -> None:
 
     Of an op that changes its argument, Inductor makes copies that fuse with nothing: of an argument that has another
     use, and of one that is a view of what is not in memory yet (to which it copies the result back). Here the buffer is
-    the argument's own if nothing else uses it; else the kernel that computes the argument writes it.
+    the argument's own if nothing else uses it; else the kernel that computes the argument writes it. Degraded where
+    torch has no `register_lowering`: Inductor calls the op, which makes a copy.
 
     Args:
         functional: the op. It has the arguments of `in_place`, and may have more, which are left out.
@@ -96,9 +98,12 @@ def compile_in_place(functional: Any, in_place: Any, function: str) -> None:
         function: `module:name` of a function that does what `in_place` does for sizes that are known. It is called
             instead, since calling an op takes the host longer than launching a kernel.
     """
-    from torch._inductor import ir
-    from torch._inductor.lowering import register_lowering
-    from torch._inductor.virtualized import V
+    try:
+        from torch._inductor import ir
+        from torch._inductor.lowering import register_lowering
+        from torch._inductor.virtualized import V
+    except ImportError:
+        return
 
     module, name = function.split(":")
 
@@ -109,14 +114,14 @@ def compile_in_place(functional: Any, in_place: Any, function: str) -> None:
                 wrapper.add_import_once(f"from {module} import {name} as torchguard_{name}")
             super().codegen(wrapper)
 
-    @register_lowering(functional, type_promotion_kind=None)
+    @register_lowering(functional.default, type_promotion_kind=None)
     def lower(*args: Any) -> Any:
-        node, (z, *others) = V.graph.current_node, args[: len(in_place._schema.arguments)]
+        node, (z, *others) = V.graph.current_node, args[: len(in_place.default._schema.arguments)]
         result = node.meta["val"]
         buffer = z if _is_own_buffer(node.args[0]) else ir.ExternKernel.copy_input(z)
         buffer = ir.ExternKernel.require_exact_strides(buffer, result.stride())
         is_static = all(isinstance(size, int) for size in result.shape)
-        (Call if is_static else ir.FallbackKernel).create(in_place, buffer, *others)
+        (Call if is_static else ir.FallbackKernel).create(in_place.default, buffer, *others)
         return buffer
 
 

@@ -156,4 +156,4 @@ _MASK_GRADIENT = define_opaque(
 @functools.cache
 def _compile_mask_gradient() -> None:
     """Have Inductor launch the kernel itself. Only when it is first needed, since this loads all of Inductor."""
-    compile_in_place(_MASK_GRADIENT.default, _MASK_GRADIENT_.default, "torchguard._watch.kernels:mask_gradient")
+    compile_in_place(_MASK_GRADIENT, _MASK_GRADIENT_, "torchguard._watch.kernels:mask_gradient")
