@@ -3,6 +3,9 @@
 A mask mostly finds nothing. It is an operator that is not compiled: on a GPU one kernel that only reads, on the CPU a
 check that ends early; as traced operations it would write the gradient in every case. What it finds is recorded by the
 gradient probes (`gradient_probes.py`).
+
+There are two operators. `mask_gradient_` changes its argument, and Inductor calls it. `mask_gradient` returns a masked
+copy; in its place Inductor's code launches the kernel, on a buffer that Inductor's own kernels write.
 """
 
 import functools
