@@ -3,6 +3,8 @@
 Measured here: what a rank computes for a digest of a group of that size, by the real function in a group whose
 collectives send nothing; the bytes that it would send; and small reductions of gloo on the loopback device, by size.
 
+Also measured: what `name_failures` asks of a TCPStore that has the notes of that many ranks.
+
 Simulated: a reduction by recursive doubling, as NCCL's trees need log2(ranks) rounds too, against a gather in a ring,
 which needs ranks - 1 rounds. Assumed of the network: a message takes `--latency` microseconds, and its bytes at
 `--bandwidth`; ranks arrive up to `--jitter` microseconds apart. The time of a digest is what a rank computes, and the
@@ -12,6 +14,7 @@ time from the arrival of the last rank until all ranks have the result.
 import argparse
 import math
 import time
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from record import RESULTS, environment, write
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchguard import distributed, err
-from torchguard.distributed import _digest
+from torchguard.distributed import _digest, _failures
 from torchguard.testing import run_ranks
 
 RANKS = (8, 1_024, 16_384)
@@ -66,6 +69,25 @@ def measured_on_gloo(size: int) -> dict[str, float]:
 
     found = run_ranks(measure, size=size, timeout=300)
     return {name: round(float(np.median([one[name] for one in found]))) for name in found[0]}
+
+
+def measured_store(ranks: int) -> dict[str, float]:
+    """What `name_failures` asks of the store with the notes of many ranks: a TCPStore of this process."""
+    board = object.__new__(_failures._Board)
+    board.rank, board._others, board._prefix = 0, [*range(1, ranks)], f"block of {ranks}"
+    board._store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    process = _failures._own_process()
+    for rank in range(ranks):
+        board._store.set(board._key(rank), f"alive 0 {process}")
+
+    def sign_of_life() -> None:
+        board._store.set(board._key(0), f"alive 1 {process}")
+        board._store.check(["found"])
+
+    return {
+        "sign of life, us": round(min(timeit.repeat(sign_of_life, number=500, repeat=3)) / 500 * 1e6),
+        "notes of all ranks, us": round(min(timeit.repeat(board._notes, number=1, repeat=5)) * 1e6),
+    }
 
 
 def _fastest(call: Any, x: torch.Tensor, rounds: int = 300, repeat: int = 2) -> float:
@@ -126,9 +148,12 @@ def main() -> None:
         own = measured_locally(ranks)
         digests[str(ranks)] = {**own, **simulated(ranks, own["bytes"], assumed)}
         print(f"{ranks:>6} ranks: {digests[str(ranks)]}")
+    stores = {str(ranks): measured_store(ranks) for ranks in RANKS}
+    print(f"store: {stores}")
     for size, found in on_gloo.items():
         print(f"gloo, {size} ranks, us: {found}")
-    write({"environment": environment(), "assumed": assumed, "digest": digests, "gloo, us": on_gloo}, options.result)
+    found = {"digest": digests, "gloo, us": on_gloo, "store": stores}
+    write({"environment": environment(), "assumed": assumed, **found}, options.result)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 `python backend_worker.py CHECK DEVICE`. What NCCL returns is compared bit by bit with what gloo returns on the CPU.
 """
 
+import faulthandler
 import os
 import signal
 import sys
+import traceback
 from datetime import timedelta
 
 import pytest
@@ -179,7 +181,6 @@ def a_rank_that_dies(device):
         dist.all_reduce(one)
         one.item()
     assert [*caught.value.ranks] == [1]
-    os._exit(0)  # NCCL may wait for the rank that died
 
 
 def assert_same(got, want):
@@ -213,6 +214,7 @@ def have_one_rank_send():
 
 
 def main(check, device):
+    faulthandler.dump_traceback_later(60 if check == "death" else 250, exit=True)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     limit = timedelta(seconds=20 if check == "death" else 120)
@@ -221,8 +223,12 @@ def main(check, device):
     if dist.get_world_size() == 1:
         have_one_rank_send()
     CHECKS[check](device)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # an ordinary end may wait for the other ranks
+    os._exit(0)

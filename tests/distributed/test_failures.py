@@ -119,13 +119,51 @@ def test_a_rank_of_one_of_two_groups():
     assert found[:3] == [("returned", []), ("returned", []), ("returned", [3])]
 
 
-def test_a_rank_that_raises():
-    found = outcomes(step, fail, 1, size=3, timeout=20)
-    assert "ValueError: no such file" in found[1][1]  # its own error
+def time_out():
+    raise RuntimeError("DataLoader timed out after 5 seconds")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [(fail, "ValueError: no such file"), (time_out, "RuntimeError: DataLoader timed out after 5 seconds")],
+)
+def test_a_rank_that_raises(how, text):
+    found = outcomes(step, how, 1, size=3, timeout=20)
+    assert text in found[1][1]  # its own error
+    assert "RankFailedError" not in found[1][1]
     for rank in (0, 2):
         ranks, message = found[rank][1]
         assert ranks == [1]
-        assert "rank 1 raised ValueError: no such file" in message
+        assert f"rank 1 raised {text}" in message
+
+
+@pytest.mark.parametrize("missing", [[], [1], [2, 3, 11]])
+def test_the_notes_of_all_ranks_are_read_in_a_few_requests(missing):
+    """Some ranks have none: they never came into the block."""
+    board, asked = object.__new__(_failures._Board), []
+
+    class Counting(dist.HashStore):
+        def check(self, keys):
+            asked.append(keys)
+            return super().check(keys)
+
+    board.rank, board._others, board._prefix, board._store = 0, [*range(1, 1000)], "block", Counting()
+    for rank in {*board._others} - {*missing}:
+        board._store.set(board._key(rank), f"alive 0 {rank}")
+    assert board._notes() == {rank: f"alive 0 {rank}" for rank in board._others if rank not in missing}
+    assert len(asked) <= 1 + 20 * len(missing)
+
+
+def test_one_rank_reads_the_notes_and_the_others_take_what_it_finds():
+    def run():
+        readings = []
+        read = _failures._Board._notes
+        _failures._Board._notes = lambda self: readings.append(1) or read(self)
+        return step(kill, 1), len(readings)
+
+    found = [one for kind, one in outcomes(run, size=4, timeout=20) if kind == "returned"]
+    assert [ranks for (ranks, _), _ in found] == [[1]] * 3
+    assert sorted(count > 0 for _, count in found) == [False, False, True]
 
 
 @pytest.mark.long

@@ -2,13 +2,13 @@
 
 import copy
 import logging
-import os
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.integrations.launch import become_rank
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -157,16 +157,14 @@ def test_two_ranks_train_as_one_without_the_bad_sample(way, accumulate, strategy
             return distributed.mean_ok(self.net.flags, losses)
 
     def train():
-        rank = str(dist.get_rank())
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        os.environ.update({**ranks, "TORCHELASTIC_RUN_ID": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+        become_rank()
         of_way = Guarded if way == "retry" else Watched
         guarded = net if way == "retry" else watch(net, quarantine=True, returns="output")
         module = (of_way if strategy == "ddp" else type("Module", (Sharded, of_way), {}))(guarded)
         how = {"devices": 2, "use_distributed_sampler": False, "accumulate_grad_batches": accumulate}
         how["strategy"] = "ddp" if strategy == "ddp" else ModelParallelStrategy(2, 1)
         how["callbacks"] = [TorchGuardCallback(guarded)] if way == "watch" else []
-        fit = trainer(tmp_path / rank, **how)
+        fit = trainer(tmp_path / str(dist.get_rank()), **how)
         fit.fit(module, DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False)))
         assert fit.world_size == 2
         assert isinstance(net[0].weight, DTensor) == (strategy == "fsdp2")

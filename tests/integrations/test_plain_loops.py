@@ -1,11 +1,11 @@
 """Loops of the user's own: accelerate, a `GradScaler`, a metric over ranks."""
 
 import copy
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.integrations.launch import become_rank
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -35,18 +35,15 @@ def batch():
 def trained_by_accelerate(way, samples, accumulate):
     """The weights after one epoch of a loop as accelerate shows it, and how many samples of this rank were bad."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # shared with what ran before the fork
-    GradientState._reset_state()
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
+    become_rank()
+    size = dist.get_world_size()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    assert accelerator.num_processes == int(size)
+    assert accelerator.num_processes == size
     net = layers()
     guarded = watch(net, quarantine=True, returns="output") if way == "watch" else net
     optimizer = torch.optim.SGD(guarded.parameters(), lr=0.1, momentum=0.9)
-    loader = DataLoader(samples, 4 // int(size))
+    loader = DataLoader(samples, 4 // size)
     model, optimizer, loader = accelerator.prepare(guarded, optimizer, loader)
     guard, found = Retry(model, optimizer) if way == "retry" else None, 0
     for x in loader:

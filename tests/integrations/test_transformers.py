@@ -3,11 +3,11 @@
 import copy
 import logging
 import math
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.integrations.launch import become_rank
 from tests.models import gpt2
 
 from torchguard import watch
@@ -265,10 +265,9 @@ def test_two_ranks_train_as_one_without_the_bad_samples(make, data, shift, smoot
     want, losses = trained_without(model, rows, bad, shift, smoothing, window=4 * accumulate)
 
     def train():
-        rank = str(dist.get_rank())
-        os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+        become_rank()
         how = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulate}
-        args = arguments(tmp_path / rank, label_smoothing_factor=smoothing, **how)
+        args = arguments(tmp_path / str(dist.get_rank()), label_smoothing_factor=smoothing, **how)
         trainer = guarded_trainer(way, model, args, rows)
         trainer.train()
         assert trainer.accelerator.num_processes == 2

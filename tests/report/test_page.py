@@ -4,7 +4,7 @@ import pytest
 from tests.report.browser import Opened, browser
 from tests.report.hostile import EVIL, hostile_report
 
-from torchguard.report import Code, HeatMap, Pane, Report, Section, Table
+from torchguard.report import Code, HeatMap, LineChart, Pane, Report, Section, Series, Table
 
 pytestmark = pytest.mark.long
 
@@ -169,3 +169,15 @@ def test_a_narrow_window_does_not_scroll_sideways(chromium, path):
     opened = Opened(chromium, path, width=400)
     opened.see_all()
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_print_has_the_range_that_was_chosen_and_no_slider(chromium, tmp_path):
+    curve = LineChart("Memory", "step", "bytes", tuple(range(100)), (Series("live", tuple(map(float, range(100)))),))
+    page = Opened(chromium, Report("r", (Section("s", (curve,)),)).save(tmp_path / "r.html")).page
+    chart = "echarts.getInstanceByDom(document.querySelector('.canvas'))"
+    page.evaluate(f"{chart}.dispatchAction({{ type: 'dataZoom', start: 25, end: 75 }})")
+    zoom = f"(({{ start, end, show }}) => [start, end, show])({chart}.getOption().dataZoom[0])"
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(zoom) == [25, 75, False]
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(zoom) == [25, 75, True]

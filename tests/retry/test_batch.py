@@ -95,3 +95,44 @@ def test_inputs_that_are_sparse_or_of_eight_bits(model, kind):
     x = torch.randn(6, 3)
     x[2] = nan
     assert Retry(model).backward(lambda x: model(x.to_dense().float()).square().mean(1), kind(x)).bad == [2]
+
+
+def bags(**numbers):
+    """The tokens of four samples one after the other: 2, 1, 3 and 2 of them."""
+    batch = {"y": torch.randn(4, 3), "z": torch.zeros(4), "tokens": torch.randn(8, 3), **numbers}
+    batch["y"][2] = nan
+    return batch
+
+
+RAGGED = {
+    "lengths": torch.tensor([2, 1, 3, 2]),
+    "offsets": torch.tensor([0, 2, 3, 6]),
+    "ends": torch.tensor([0, 2, 3, 6, 8]),
+    "index": torch.tensor([0, 0, 1, 2, 2, 2, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_rows_that_lengths_offsets_or_indices_give_to_samples_are_refused(model, name):
+    batch = bags(**{name: RAGGED[name]})
+    closure = lambda b: (model(b["tokens"]).mean() - b["y"]).square().mean(1)  # noqa: E731
+    with pytest.raises(RetryError, match=f"tokens of the batch has 8 rows for 4 samples, and {name} seems to tell"):
+        Retry(model).backward(closure, batch)
+    assert Retry(model, shared=["tokens", name]).backward(closure, batch).bad == [2]
+
+
+@pytest.mark.parametrize(
+    "numbers", [[0, 0, 1, 1], [0, 1, 2, 3], [3, 1, 3, 2], [2, 2, 2, 2, 0], [0, 1, 1, 0, 0, 1, 1, 0], [5]]
+)
+def test_numbers_that_give_rows_to_no_sample(model, numbers):
+    closure = lambda b: (model(b["tokens"]).mean() - b["y"]).square().mean(1)  # noqa: E731
+    report = Retry(model).backward(closure, bags(numbers=torch.tensor(numbers)))
+    assert (report.bad, report.note) == ([2], "")
+
+
+def test_a_tensor_that_was_passed_whole_is_named_if_the_losses_do_not_show_that_it_belongs_to_no_sample(model):
+    closure = lambda b: (model(b["tokens"]).mean() - b["y"]).square().mean()  # noqa: E731
+    report = Retry(model, size=lambda b: 4).backward(closure, bags())
+    assert report.bad == [2]
+    assert report.note.startswith("tokens of the batch was passed whole")
+    assert Retry(model, shared=["tokens"]).backward(closure, bags()).note == ""

@@ -15,6 +15,7 @@ from torch import nn
 from torchguard import Retry, RetryError
 from torchguard._retry import device_step, guarded_step, retry
 from torchguard._retry.copies import Copies, elements_of
+from torchguard._torch.support import torch_is_at_least
 
 nan = float("nan")
 
@@ -59,8 +60,9 @@ def test_twenty_steps_with_faults_equal_twenty_without(kind, clip, ahead):
     compare(with_optimizer, make_batch, spoil, bad, clip=clip)
     states = [one.optimizers[0].state_dict() for one in loops]
     torch.testing.assert_close(states[0], states[1], rtol=1e-9, atol=1e-12)  # the counts of steps are exact, too
-    assert len(ahead) >= 18  # the first finite step waits
-    assert ahead == [float(bool(rows)) for rows in bad[-len(ahead) :]]
+    skips = kind != "adagrad" or torch_is_at_least(2, 12)  # torch 2.11 does not say that fused Adagrad skips steps
+    assert len(ahead) >= 18 if skips else not ahead  # the first finite step waits
+    assert ahead == [float(bool(rows)) for rows in bad[len(bad) - len(ahead) :]]
 
 
 @pytest.mark.parametrize("clip", [None, 1e3])

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchguard import Retry, RetryError
+from torchguard._retry.reach import reach
 
 B = 6
 VALUES = types.ModuleType("values_of_test_reach")  # a module of the user's own
@@ -222,3 +223,9 @@ def test_memory_of_ctypes_that_changes_is_refused_by_name():
 
     with pytest.raises(RetryError, match="changes counter, which is not saved"):
         step(model, closure)
+
+
+def test_a_key_that_is_a_tensor_is_named_by_its_kind():
+    key = nn.Parameter(torch.zeros(3))
+    names = [name for name, _ in reach({"state": {key: torch.ones(2), "lr": torch.ones(1)}}).tensors]
+    assert {"state[Parameter]", "state['lr']"} <= {*names}

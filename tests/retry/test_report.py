@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import torchguard
 from torchguard import Retry, RetryError, check_grads, check_params, is_retrying
+from torchguard.exceptions import RetryWarning
 
 B = 6
 nan, inf = float("nan"), float("inf")
@@ -55,6 +56,29 @@ def test_a_step_with_bad_samples(model):
 
 def test_one_bad_sample_that_shows_takes_two_runs_more(model):
     assert Retry(model).backward(lambda x: losses(model, x), bad_batch(3)).runs == 3
+
+
+def test_why_no_part_could_be_run_is_in_the_note(model):
+    hidden = torch.randn(B, 1)
+    report = Retry(model).backward(lambda x: (model(x) * hidden).square().mean(), bad_batch(3))
+    assert report.skipped
+    assert "raised RuntimeError: The size of tensor a (5) must match the size of tensor b (6)" in report.note
+
+
+def test_losses_whose_weights_add_up_to_zero(model):
+    report = Retry(model).backward(lambda x: (losses(model, x) * 0, torch.zeros(B)), torch.randn(B, 4))
+    assert (report.skipped, report.runs, model.weight.grad) == (True, 1, None)
+    assert report.note.startswith("the weights of the losses add up to 0")
+
+
+@pytest.mark.parametrize("fault", [nan, inf])
+def test_gradients_that_were_not_finite_before_the_step_are_named(model, fault):
+    model.weight.grad, model.bias.grad = torch.full((1, 4), fault), torch.ones(1)
+    report = Retry(model).backward(lambda x: losses(model, x), torch.randn(B, 4))
+    assert (report.skipped, report.bad, model.bias.grad.item()) == (True, [], 1)
+    assert report.note.startswith("the gradients of before the step are not finite: weight (")
+    model.weight.grad = torch.full((1, 4), 1e30)  # whose norm overflows
+    assert Retry(model).backward(lambda x: losses(model, x), torch.randn(B, 4)).ok
 
 
 @pytest.mark.parametrize("name", ["index", "sample_id", "ids"])
@@ -350,6 +374,14 @@ def test_what_a_closure_must_return(model):
         guard.backward(lambda x: x * model.weight, x)
     with pytest.raises(RetryError, match=r"for 6 samples"):
         guard.backward(lambda x: (losses(model, x), torch.ones(3)), x)
+    with pytest.raises(RetryError, match=r"losses of torch\.int64"):
+        guard.backward(lambda x: losses(model, x).long(), x)
+    with pytest.raises(RetryError, match="weights that require gradients"):
+        guard.backward(lambda x: (losses(model, x), losses(model, x)), x)
+    with pytest.raises(RetryError, match="requires no gradient"):
+        guard.backward(lambda x: losses(model, x).detach(), x)
+    with pytest.raises(RetryError, match=r"expected a closure .* got Tensor"):
+        guard.backward(losses(model, x), x)
 
 
 def test_what_a_batch_must_be(model):
@@ -360,13 +392,37 @@ def test_what_a_batch_must_be(model):
         guard.backward(lambda b: b, {"x": pack_sequence([torch.randn(2, 4), torch.randn(1, 4)])})
     with pytest.raises(RetryError, match="no 'name'"):
         Retry(model, ids="name").backward(lambda b: losses(model, b["x"]), {"x": bad_batch(1)})
-    with pytest.raises(RetryError, match="window=True needs a list"):
+    with pytest.raises(RetryError, match="a window needs a list"):
         guard.backward(lambda b: b, torch.randn(2, 4), window=True)
+    with pytest.raises(RetryError, match="got an empty list"):
+        guard.backward(lambda b: b, [])
+    with pytest.raises(RetryError, match=r"size= has to return the number of samples, got str"):
+        Retry(model, size=lambda b: "6").backward(lambda b: b, torch.randn(2, 4))
+    with pytest.warns(RetryWarning, match="shared= names 'tabel', which the batch does not have"):
+        Retry(model, shared=["tabel"]).backward(lambda b: losses(model, b["x"]), {"x": torch.randn(2, 4)})
+
+
+def test_a_list_that_was_taken_for_micro_batches_is_said_beside_the_closures_own_exception(model):
+    with pytest.raises(KeyError) as caught:
+        Retry(model).backward(lambda b: losses(model, b[0]["x"]), [{"x": torch.randn(2, 4)}, {"x": torch.randn(2, 4)}])
+    assert "window=False" in caught.value.__notes__[0]
+
+
+def test_the_size_of_a_batch_may_be_a_tensor(model):
+    guard = Retry(model, size=lambda x: torch.tensor(len(x)))
+    assert guard.backward(lambda x: losses(model, x).mean(), bad_batch(3)).bad == [3]
 
 
 def test_what_retry_takes(model):
     with pytest.raises(RetryError, match=r"expected an nn\.Module"):
         Retry("model")
+    with pytest.raises(RetryError, match=r"expected an nn\.Module or several, got SGD"):
+        Retry(torch.optim.SGD(model.parameters()), model)
+    with pytest.raises(RetryError, match="expected an optimizer or several, got str"):
+        Retry(model, "adam")
+    for name in ("min_batch", "max_runs", "max_bad", "history"):
+        with pytest.raises(RetryError, match=f"{name} is -1"):
+            Retry(model, **{name: -1})
     with pytest.raises(RetryError, match="'eager' or 'compiled'"):
         Retry(model, retries="fast")
     with pytest.raises(RetryError, match="step needs an optimizer"):

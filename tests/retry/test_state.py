@@ -682,6 +682,78 @@ def test_a_teacher_that_requires_gradients_but_is_not_trained():
     torch.testing.assert_close(teacher.weight.detach(), before / 2)
 
 
+def train_gan(critic, batches):
+    """A GAN whose closure trains the critic, with its own optimizer, on what a bad sample makes non-finite."""
+    torch.manual_seed(0)
+    generator, optimizer = nn.Linear(3, 4).double(), torch.optim.Adam(critic.parameters())
+    guard = Retry([generator, critic], torch.optim.SGD(generator.parameters(), lr=0.1))
+
+    def closure(x):
+        optimizer.zero_grad()
+        fake = generator(torch.randn(len(x), 3).double())
+        (critic(x) - critic(fake.detach())).square().mean().backward()
+        optimizer.step()
+        return critic(fake).squeeze(1)
+
+    found = [guard.step(closure, x).bad for x in batches]
+    return found, [*generator.parameters(), *critic.parameters()]
+
+
+@pytest.mark.parametrize("width", [8, 20_000], ids=["small", "large"])
+def test_a_critic_that_a_bad_sample_makes_non_finite_is_restored(width):
+    critic = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1)).double()
+    spoilt = [torch.randn(B, 4).double() for _ in range(4)]
+    for x in spoilt[1::2]:
+        x[2] = float("nan")
+    good = [x[x.isfinite().all(1)] for x in spoilt]
+    found, weights = train_gan(copy.deepcopy(critic), spoilt)
+    assert found == [[], [2], [], [2]]
+    torch.testing.assert_close(weights, train_gan(critic, good)[1], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("batch", [torch.full((B, 4), float("nan")), bad_batch()], ids=["all", "one"])
+def test_a_large_critic_that_changes_for_the_first_time_in_a_bad_step_is_named(batch):
+    critic = nn.Sequential(nn.Linear(4, 20_000), nn.Tanh(), nn.Linear(20_000, 1))
+    model = nn.Linear(4, 1)
+    optimizer, calls = torch.optim.SGD(critic.parameters(), lr=0.1), [0]
+
+    def closure(x):
+        calls[0] += 1
+        if calls[0] > 2:
+            critic(x).mean().backward()
+            optimizer.step()
+        return losses(model, x) + critic(x).squeeze(1).detach()
+
+    guard = Retry(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        guard.step(closure, torch.randn(B, 4))
+    with pytest.raises(RetryError, match=r"changes critic\.0\.weight.*which it did not before"):
+        guard.step(closure, batch)
+
+
+def test_a_retry_in_the_closure_that_reads_parameters_which_the_outer_one_trains():
+    model, critic = nn.Linear(4, 1), nn.Linear(4, 1)
+    inner = Retry(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+
+    def closure(x):
+        report = inner.step(lambda x: (critic(x) - model(x).detach()).square()[:, 0], x)
+        assert report.bad == [2]
+        return losses(model, x.nan_to_num()) + critic(x.nan_to_num())[:, 0].detach()
+
+    assert Retry(model, torch.optim.SGD(model.parameters(), lr=0.1)).step(closure, bad_batch()).ok
+
+
+def test_a_module_on_the_meta_device_gets_its_values_from_elsewhere():
+    model = nn.Linear(4, 1)
+    shape = copy.deepcopy(model).to("meta")
+    x = bad_batch()
+    guard = Retry(model)
+    report = guard.backward(
+        lambda x: torch.func.functional_call(shape, dict(model.named_parameters()), x).square()[:, 0], x
+    )
+    assert report.bad == [2]
+
+
 def test_generators_of_random_numbers():
     own, theirs, numpy = torch.Generator().manual_seed(3), random.Random(3), np.random.default_rng(3)
     drawn = []

@@ -593,7 +593,7 @@ class TestTraining:
         assert training.skips_on_device(optimizer)
         monkeypatch.delattr(optimizer, "_step_supports_amp_scaling")
         assert not training.skips_on_device(optimizer)
-        with pytest.raises(RetryError, match="AdamW is not fused"):
+        with pytest.raises(RetryError, match="AdamW is fused, but skips no steps"):
             Retry(model, optimizer, wait=False).step(lambda x: model(x).squeeze(1), torch.ones(3, 2))
 
     def test_without_their_names_no_step_hooks_are_seen(self, monkeypatch):

@@ -371,7 +371,7 @@ def test_the_samples_of_a_list_of_images_are_the_images(run_light, sizes, recwar
     sum(one["scores"].square().sum() for one in model([images[i] for i in good], [targets[i] for i in good])).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)
-    assert not recwarn.list
+    assert not [one for one in recwarn if issubclass(one.category, UserWarning)]  # Dynamo warns of Python 3.13.0
 
 
 class Branching(nn.Module):

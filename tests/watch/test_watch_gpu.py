@@ -5,6 +5,7 @@ import torch
 from tests.compare import take_gradients
 from torch import nn
 from torch._inductor.utils import run_and_get_code
+from torch.nn.attention.flex_attention import flex_attention
 
 from torchguard import err, flags
 from torchguard._watch import watch
@@ -12,6 +13,7 @@ from torchguard._watch.batch import Batch
 from torchguard._watch.detect import is_finite, scan
 from torchguard._watch.gradient_mask import masked_gradient
 from torchguard._watch.zeros import zero_nonfinite_, zero_vectors
+from torchguard.exceptions import MixedRowsWarning
 
 pytestmark = [
     pytest.mark.gpu,
@@ -351,6 +353,49 @@ def test_gradients_through_attention(once):
     err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
     for name, got in take_gradients(model).items():
         torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
+
+
+class Flexible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 96), nn.Linear(32, 2)
+
+    def forward(self, x):
+        q, k, v = self.first(x).reshape(len(x), -1, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        mixed = flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: torch.where(i >= j, score, -1e9))
+        return self.last(mixed.transpose(1, 2).reshape(x.shape))
+
+
+def test_gradients_through_flex_attention():
+    model, x = Flexible().cuda(), torch.randn(4, 128, 32, device="cuda")
+    torch.compile(model, fullgraph=True)(x[GOOD]).square().mean().backward()
+    want = take_gradients(model)
+    x[BAD, 3] = NAN
+    out, f = torch.compile(watch(model, quarantine=True), fullgraph=True)(x)
+    assert err.is_err(f).tolist() == [False, True, False, False]
+    err.mean_ok(f, out.square().flatten(1).mean(1)).backward()
+    for name, got in take_gradients(model).items():
+        torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,)))
+
+
+def test_a_model_with_torch_cond_is_declared():
+    guarded, x = watch(Branching().cuda(), quarantine=True), torch.randn(4, 32, device="cuda")
+    x[BAD] = NAN
+    with pytest.warns(MixedRowsWarning, match="cond cannot be followed"):
+        out, f = torch.compile(guarded, fullgraph=True)(x, sample_ids=torch.arange(4, device="cuda"))
+    assert err.is_err(f).all()
+    out.sum().backward()
+    assert all(p.grad.isfinite().all() for p in guarded.parameters())
 
 
 class Halves(nn.Module):

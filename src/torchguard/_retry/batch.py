@@ -1,6 +1,7 @@
 """A batch: how many samples it has, some of them as a batch of their own, and which have non-finite inputs."""
 
 import collections
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -97,6 +98,7 @@ class Batch:
     def part(self, rows: Sequence[int]) -> Any:
         if self._select is not None:
             return self._select(self.whole(), [*rows])
+        self._refuse_ragged()
         return self._part(self.value, list(rows))
 
     def _part(self, value: Any, rows: list[int]) -> Any:
@@ -120,6 +122,36 @@ class Batch:
             return tensor
         chosen = tensor.index_select(0, torch.tensor(rows, device=tensor.device))
         return chosen.detach().requires_grad_() if tensor.requires_grad and tensor.is_leaf else chosen
+
+    def passed_whole(self) -> list[tuple[str, Any]]:
+        """The tensors and arrays of several rows that every part of the batch gets whole, by name."""
+        inputs = self._inputs(self.value, "") if self._select is None else []
+        return [(name, one) for name, one in inputs if len(one) not in (0, 1, self.size)]
+
+    def _inputs(self, value: Any, name: str) -> list[tuple[str, Any]]:
+        """The tensors and arrays of a value by name, but shared ones and the items of a list with one per sample."""
+        if isinstance(value, (Tensor, np.ndarray)):
+            return [(name or "the tensor", value)] if value.ndim and not getattr(value, "is_nested", False) else []
+        if type(value) in (list, tuple) and len(value) == self.size and self._is_of_samples(value):
+            return []
+        return [
+            found
+            for key, child in children(value)
+            if key not in self.shared
+            for found in self._inputs(child, f"{name}.{key}" if name else str(key))
+        ]
+
+    def _refuse_ragged(self) -> None:
+        """Refuse tensors with different numbers of rows for each sample, where lengths, offsets or indices show it."""
+        integers = [(name, one.tolist()) for name, one in self._inputs(self.value, "") if _is_list_of_integers(one)]
+        for name, tensor in self.passed_whole():
+            for other, numbers in integers:
+                if _gives_rows(numbers, self.size, len(tensor)):
+                    raise RetryError(
+                        f"Retry: {name} of the batch has {len(tensor)} rows for {self.size} samples, and {other} seems "
+                        "to tell which rows belong to which sample. Give select=, which returns the batch of some "
+                        f"samples. If {name} belongs to no sample, name it in shared=."
+                    )
 
     def _has_rows(self, value: Any) -> bool:
         if isinstance(value, (Tensor, np.ndarray)):
@@ -239,6 +271,24 @@ def _arrays_in(value: Any) -> list[Any]:
     return [one for _, child in children(value) for one in _arrays_in(child)]
 
 
+def _is_list_of_integers(value: Any) -> bool:
+    return value.ndim == 1 and str(value.dtype).removeprefix("torch.") in ("int32", "int64")
+
+
+def _gives_rows(numbers: list[int], samples: int, rows: int) -> bool:
+    """Whether numbers tell which of some rows belong to which sample: as lengths, offsets, or an index for each row."""
+    if len(numbers) == samples and min(numbers) > 0 and sum(numbers) == rows:
+        return True
+    rises = [later - number for number, later in itertools.pairwise(numbers)]
+    if not rises or numbers[0] != 0 or min(rises) < 0:
+        return False
+    if len(numbers) == samples:  # without the last offset; the ids of samples rise by 1
+        return min(rises) > 0 and max(rises) > 1 and numbers[-1] < rows
+    if len(numbers) == samples + 1:
+        return numbers[-1] == rows
+    return len(numbers) == rows and {*numbers} == {*range(samples)}
+
+
 def _holds_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence) or any(_holds_packed(child) for _, child in children(value))
 
@@ -253,6 +303,12 @@ def tensors_of(value: Any, shared: Collection[Any] = ()) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [tensor for key, child in children(value) if key not in shared for tensor in tensors_of(child, shared)]
+
+
+def keys_of(value: Any) -> set[Any]:
+    """The keys, names and positions of all that a pytree holds."""
+    found = children(value)
+    return {key for key, _ in found}.union(*(keys_of(child) for _, child in found))
 
 
 def micro_batches(value: Any, window: bool | None) -> list[Any]:
@@ -273,5 +329,6 @@ def micro_batches(value: Any, window: bool | None) -> list[Any]:
     if not window:
         return [value]
     if not isinstance(value, (list, tuple)) or not value:
-        raise RetryError(f"Retry: window=True needs a list of micro-batches, got {type(value).__name__}.")
+        given = f"an empty {type(value).__name__}" if isinstance(value, (list, tuple)) else type(value).__name__
+        raise RetryError(f"Retry: a window needs a list of micro-batches, got {given}.")
     return [*value]

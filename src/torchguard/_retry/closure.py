@@ -6,7 +6,6 @@ samples are found, and at last on the good ones.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +13,17 @@ from torch import Tensor
 
 from torchguard._pytrees import map_tensors
 from torchguard._retry.batch import Batch, tensors_of
+from torchguard._retry.losses import Losses, RunResult, losses_of
 from torchguard._retry.ranks import Alone
 from torchguard._retry.sample_search import Rows
 from torchguard._retry.wrappers import NOTHING, Wrappers
+from torchguard._torch.training import tracing_errors
 from torchguard.exceptions import RetryError
 
 Closure = Callable[[Any], Any]
 Scale = Callable[[Tensor], Tensor]
 
-_running_again = 0
+_running_again: list[None] = []  # one item for each: several threads may train, and `+= 1` is no single operation
 
 
 def is_retrying() -> bool:
@@ -31,91 +32,16 @@ def is_retrying() -> bool:
     >>> is_retrying()
     False
     """
-    return _running_again > 0
+    return bool(_running_again)
 
 
 @contextlib.contextmanager
 def running_again() -> Iterator[None]:
-    global _running_again
-    _running_again += 1
+    _running_again.append(None)
     try:
         yield
     finally:
-        _running_again -= 1
-
-
-@dataclass
-class Losses:
-    """What a closure returned for the samples of one batch.
-
-    Args:
-        sums: the loss of each sample, or one loss for all of them.
-        weights: what the sum of the losses is divided by, for each sample; None for 1.
-    """
-
-    sums: Tensor
-    weights: Tensor | None
-
-    @property
-    def is_scalar(self) -> bool:
-        return self.sums.ndim == 0
-
-    def non_finite(self) -> list[int]:
-        """The samples whose loss or weight is not finite. Waits for the device."""
-        is_bad = ~self.sums.isfinite()
-        if self.weights is not None:
-            is_bad |= ~self.weights.isfinite()
-        return is_bad.nonzero().flatten().tolist()
-
-
-def losses_of(returned: Any, size: int) -> Losses:
-    """Read what a closure returned for a batch of `size` samples.
-
-    Raises:
-        RetryError: it is neither a loss per sample, nor sums and weights, nor a scalar.
-    """
-    weights = None
-    if isinstance(returned, (tuple, list)) and len(returned) == 2:
-        returned, weights = returned
-    if not isinstance(returned, Tensor) or not (weights is None or isinstance(weights, Tensor)):
-        raise RetryError(
-            f"Retry: the closure returned {type(returned).__name__}. Return a loss for each sample, (sums, weights) of "
-            "each sample, or one loss."
-        )
-    if returned.ndim == 0 and weights is None:
-        return Losses(returned, None)
-    if returned.numel() != size or (weights is not None and weights.numel() != size):
-        given = tuple(returned.shape) if weights is None else (tuple(returned.shape), tuple(weights.shape))
-        raise RetryError(
-            f"Retry: the closure returned losses of shape {given} for {size} samples. Return one for each sample; of "
-            "losses per token the sums and the numbers of tokens, (sums, weights). If the batch has another number of "
-            "samples, name what belongs to no sample in shared=, or give select= and size=."
-        )
-    if returned.ndim != 1:  # a view is one more operation in the backward pass
-        returned = returned.reshape(-1)
-    return Losses(returned, None if weights is None else weights.detach().reshape(-1))
-
-
-@dataclass
-class RunResult:
-    """A run that went through: its loss, not read yet, and what the closure returned for each micro-batch.
-
-    Args:
-        loss: of this rank's samples; the sum over ranks is that of the step.
-        losses: for each micro-batch, None where it has no samples in this run.
-        correction: what the gradients have yet to be multiplied by.
-        weight: the sum of all weights, if there are some.
-    """
-
-    loss: Tensor
-    losses: list[Losses | None]
-    correction: Tensor | None = None
-    weight: Tensor | None = None
-
-    def is_finite(self) -> bool:
-        """Whether all losses and weights of this rank are finite. Waits for the device."""
-        found = [losses for losses in self.losses if losses is not None]
-        return all(bool(one.sums.isfinite()) if one.is_scalar else not one.non_finite() for one in found)
+        _running_again.pop()
 
 
 class BatchedClosure:
@@ -125,6 +51,8 @@ class BatchedClosure:
         closure: returns the losses of a batch.
         batches: one batch, or the micro-batches of a window.
         ranks: those that share the gradients.
+        wrappers: DDP and FSDP2 around the models.
+        aside: a context that puts back what is changed in it, but gradients.
         keep_shapes: fill up parts with copies of their samples, whose losses do not count.
     """
 
@@ -142,6 +70,7 @@ class BatchedClosure:
         self.call_again = closure  # how the closure is called when the step is run again
         self.is_scalar = False
         self.raised_in: set[tuple[int, int]] = set()  # the ranks and micro-batches whose closure raised an exception
+        self.first_exception = ""  # of those that made a part unknown on this rank, as text
         self._sizes: list[list[int]] | None = None  # of the micro-batches of each rank
         self._weight: Tensor | None = None  # of all samples of this rank
 
@@ -277,10 +206,11 @@ class BatchedClosure:
                 has_raised = False
                 try:
                     scale(loss * self.ranks.size if self.ranks.size > 1 else loss).backward()
-                except Exception:
+                except Exception as exception:
                     if of_ranks == [None] or (self.ranks.size > 1 and communicates):  # other ranks wait in this pass
                         raise
                     has_raised = True
+                    self._note_exception(exception)
                 if of_ranks != [None] and not communicates and self.ranks.any(has_raised):
                     flags = self.ranks.gather(has_raised)
                     self.raised_in = {(rank, number) for rank, flag in enumerate(flags) if flag}
@@ -297,6 +227,11 @@ class BatchedClosure:
         if of_ranks == [None]:
             found = losses_of(self.function(batch.whole()), batch.size)
             batch.is_one_loss = found.is_scalar
+            if batch.size and not found.sums.requires_grad:
+                raise RetryError(
+                    "Retry: the loss that the closure returned requires no gradient. It was detached or computed under "
+                    "torch.no_grad(), or no parameter that it depends on requires one."
+                )
             if found.is_scalar and not batch.is_clear():
                 raise RetryError(
                     "Retry: the closure returned one loss, and the sizes of the batch's tensors do not tell which are "
@@ -315,6 +250,7 @@ class BatchedClosure:
             )
         except Exception as exception:
             raised = exception
+            self._note_exception(exception)
         # An exception of the closure makes this part unknown. A RetryError ends the step, on every rank.
         outcome = self.ranks.largest(0 if raised is None else 2 if isinstance(raised, RetryError) else 1)
         if outcome == 2:
@@ -328,6 +264,10 @@ class BatchedClosure:
             weights = None if found.weights is None else found.weights[: len(own)]
             found = Losses(found.sums[: len(own)], weights)
         return found, len(own) or 1
+
+    def _note_exception(self, exception: Exception) -> None:
+        lines = str(exception).splitlines() or [""]
+        self.first_exception = self.first_exception or f"{type(exception).__name__}: {lines[0][:200]}"
 
     def _losses(self, batch: Batch, rows: list[int], stand_in: Any) -> Losses:
         if not rows:
@@ -369,3 +309,26 @@ def _dtype_of(sums: Tensor, weights: Tensor) -> torch.dtype:
 def _filled(rows: list[int], size: int) -> list[int]:
     """As many rows as there are in the whole batch: copies follow the given ones."""
     return (rows * size)[: max(size, len(rows))]
+
+
+def compiled_apart(closure: Closure) -> Closure:
+    """A closure compiled with dynamic sizes, beside what is compiled already.
+
+    Dynamo stores compiled code by code object. It traces the closure and all it calls into the graph of this function,
+    so nothing is added to the code of the model. Where the closure cannot be traced into one graph, it is called
+    eagerly.
+    """
+
+    def call(batch: Any) -> Any:
+        return closure(batch)
+
+    compiled = torch.compile(call, dynamic=True, fullgraph=True)
+
+    def call_compiled(batch: Any) -> Any:
+        try:
+            return compiled(batch)
+        except tracing_errors():
+            with torch.compiler.set_stance("force_eager"):
+                return closure(batch)
+
+    return call_compiled

@@ -83,14 +83,14 @@ class Copies:
             copy_all(flat, [part for part, one in zip(self._parts, self._flat, strict=True) if one is not None])
             for index, one in enumerate(self._flat):
                 if one is None:
-                    self.tensors[index].detach().copy_(self.value(index))
+                    _memory(self.tensors[index]).copy_(self.value(index))
 
     def restore_where(self, flag: Tensor) -> None:
         """Put the values back on the device, without waiting, where a flag says so."""
         with torch.no_grad():
             if not self.fits():
                 for index, tensor in enumerate(self.tensors):
-                    elements = elements_of(tensor).detach()
+                    elements = _memory(elements_of(tensor))
                     elements.copy_(torch.where(flag.to(tensor.device), self.value(index), elements))
                 return
             for kind, indices in self._groups.items():
@@ -101,7 +101,7 @@ class Copies:
 
     def _flat_or_whole(self, index: int) -> Tensor:
         flat = self._flat[index]
-        return self.tensors[index].detach() if flat is None else flat
+        return _memory(self.tensors[index]) if flat is None else flat
 
     def _shaped(self, indices: Sequence[int], parts: Sequence[Tensor]) -> list[Tensor]:
         return [
@@ -157,6 +157,11 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _WITH_NORM else tensor.to(torch.float32)
 
 
+def _memory(tensor: Tensor) -> Tensor:
+    """A tensor to write to without moving its version: what is put back is no change for a `Retry` around this one."""
+    return tensor.data  # noqa: TG221 (on purpose)
+
+
 def _extent(tensor: Tensor) -> int:
     """How many elements of memory a tensor reaches over."""
     return 1 + sum(map(operator.mul, (size - 1 for size in tensor.shape), tensor.stride()))
@@ -167,7 +172,7 @@ def _flat_view(tensor: Tensor) -> Tensor | None:
     if tensor.numel() == 0:
         return None
     extent = _extent(tensor)
-    return tensor.detach().as_strided((extent,), (1,)) if extent <= tensor.numel() else None
+    return _memory(tensor).as_strided((extent,), (1,)) if extent <= tensor.numel() else None
 
 
 def elements_of(tensor: Tensor) -> Tensor:
@@ -185,6 +190,6 @@ def alike(one: Tensor, other: Tensor) -> bool:
 def _copy_back(tensor: Tensor, value: Tensor) -> None:
     elements = elements_of(tensor)
     if alike(elements, value):
-        elements.detach().copy_(value)
+        _memory(elements).copy_(value)
     else:  # resized, or moved to another dtype
         tensor.data = value.clone()

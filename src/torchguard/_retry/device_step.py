@@ -131,6 +131,8 @@ def update(
 def why_not(optimizer: torch.optim.Optimizer) -> str:
     """Why an optimizer cannot skip a step on the device; empty if it can."""
     if not skips_on_device(optimizer):
+        if optimizer.defaults.get("fused"):  # Adagrad of torch 2.11
+            return f"is fused, but skips no steps in torch {torch.__version__}. Use another optimizer"
         return "is not fused. Give fused=True where the optimizer has it"
     if has_step_hooks(optimizer):
         return "has step hooks, which would run for skipped steps, too. Remove them"

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchguard._health import all_finite, total_norm, wide_norm
+from torchguard._health import all_finite, local, total_norm, wide_norm
 from torchguard._retry.batch import Batch
-from torchguard._retry.closure import BatchedClosure, Closure, Losses, RunResult
+from torchguard._retry.closure import BatchedClosure, Closure
 from torchguard._retry.device_step import DeviceStep, Status
+from torchguard._retry.losses import Losses, RunResult
 from torchguard._retry.python_state import PythonState
 from torchguard._retry.sample_search import Rows
 from torchguard._retry.step_scope import Scope
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torchguard._retry.retry import Retry
 
 Gradients = dict[str, Tensor]
-UNKNOWN = torch.zeros((), dtype=torch.float32, device="cpu")
+_NO_NORM = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 class GuardedStep:
@@ -48,7 +49,7 @@ class GuardedStep:
         self.is_random = False
         self.loss = self.norm = float("nan")
         self.is_all_trained = False  # whether the optimizers train all that got a gradient in the last run
-        self.device_norm: Tensor = UNKNOWN  # of the gradients of the last run, those that are scaled included
+        self.device_norm: Tensor = _NO_NORM  # of the gradients of the last run, those that are scaled included
 
     # The step.
 
@@ -154,6 +155,19 @@ class GuardedStep:
                     before = before + parameter.grad
                 parameter.grad = before
 
+    def accumulated_gradients(self) -> dict[int, Tensor]:
+        """The gradients of before the step that trained parameters have, by the parameter's id.
+
+        Empty with a `GradScaler`, which has to see that scaled gradients overflow.
+        """
+        if not self.has_accumulated or self.scaler is not None:
+            return {}
+        return {
+            id(one): local(grad)
+            for one, grad in zip(self.scope.leaves, self.accumulated, strict=True)
+            if grad is not None and id(one) in self.trained
+        }
+
     def _gradients(self) -> list[Tensor]:
         return [one for one in [*map(_gradient_of, self.scope.leaves)] if one is not None]
 
@@ -180,6 +194,7 @@ class GuardedStep:
             not math.isnan(loss)  # an infinite one may be an overflow of a sum
             and result.is_finite()
             and all_finite(self._gradients())
+            and (self.runs > 1 or all_finite([*self.accumulated_gradients().values()]))
             and not self.retry.tensors.newly_non_finite()
             and not any(bool(one.has_fault()) for one in self.scope.python.replaced())
         )
@@ -211,7 +226,9 @@ class GuardedStep:
         weight = () if result.weight is None else (result.weight,)
         replaced = self.scope.python.replaced() if replaced is None else replaced
         faults = [torch.where(one.has_fault(), torch.inf, 0.0) for one in replaced]
-        return [loss, norm, *weight, *self.retry.tensors.finiteness(), *faults]
+        before = [*self.accumulated_gradients().values()] if self.runs == 1 else []
+        norms = [total_norm(before)] if before else []
+        return [loss, norm, *weight, *norms, *self.retry.tensors.finiteness(), *faults]
 
     def _status(self, values: Sequence[Tensor]) -> Status:
         """The loss, the norm of the gradients, and whether anything may be non-finite on any rank."""

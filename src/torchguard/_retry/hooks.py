@@ -136,11 +136,11 @@ class Observer:
         return not callable(value) or isinstance(value, nn.Module)  # a module is not called: see `Walk`
 
 
-class Chain(NamedTuple):
-    """An expression that names an object, or any other one.
+class Expression(NamedTuple):
+    """An expression in the code of a hook.
 
     Args:
-        value: the object, or `_UNKNOWN`.
+        value: the object that it names, or `_UNKNOWN`.
         first, last: its instructions.
         place: where the object was found: an owner and a name.
     """
@@ -163,14 +163,13 @@ class Walk:
     ) -> None:
         self.observer, self.code, self.namespace, self.cells, self.owner = observer, code, namespace, cells, owner
         self.steps = [*_instructions(code)]
-        self.chains: list[Chain] = []
-        self.copies: list[Chain] = []  # targets of `x += 1` whose value is being computed
+        self.expressions: list[Expression] = []
+        self.copies: list[Expression] = []  # targets of `x += 1` whose value is being computed
 
     def only_observes(self) -> bool:
         constants = [one for one in self.code.co_consts if isinstance(one, tuple)]
-        if any("out" in one for one in constants) or self.code.co_flags & inspect.CO_GENERATOR:
-            return False
-        if not _IS_KNOWN_PYTHON:
+        is_generator = self.code.co_flags & inspect.CO_GENERATOR
+        if not _IS_KNOWN_PYTHON or is_generator or any("out" in one for one in constants):
             return False
         inner = [one for one in self.code.co_consts if isinstance(one, types.CodeType)]
         return all(self._may_run(number, step) for number, step in enumerate(self.steps)) and all(
@@ -200,16 +199,16 @@ class Walk:
             is_update = self._is_update(number - 1)
             if target is _UNKNOWN:  # a variable of this function that an inner one uses
                 return not is_update
-            return self._store(Chain(target, number, number), step.argval, is_update)
+            return self._store(Expression(target, number, number), step.argval, is_update)
         if name.startswith("STORE_FAST"):
             return step.argval != self._self_name() and not self._is_update(number - 1)
         if name == "BINARY_OP" and step.argrepr.endswith("="):
             after = self.steps[number + 1].opname
-            self.chains.append(Chain(_UNKNOWN, number, number))
+            self.expressions.append(Expression(_UNKNOWN, number, number))
             return after in ("SWAP", "STORE_DEREF", "STORE_GLOBAL")
         if name in ("STORE_SLICE", "CALL_FUNCTION_EX", "IMPORT_NAME", "STORE_NAME", "DELETE_DEREF", "DELETE_GLOBAL"):
             return False
-        self.chains.append(Chain(_UNKNOWN, number, number))
+        self.expressions.append(Expression(_UNKNOWN, number, number))
         return True
 
     def returns_a_value(self) -> bool:
@@ -226,9 +225,9 @@ class Walk:
     def _first_call_returns_none(self) -> bool:
         """Whether the first function that is loaded returns None. As None cannot be called, it is called last."""
         jumps = [one.opname for one in self.steps if "JUMP" in one.opname]
-        if not self.chains or {*jumps} - {"JUMP_BACKWARD"}:  # which is that of a comprehension
+        if not self.expressions or {*jumps} - {"JUMP_BACKWARD"}:  # which is that of a comprehension
             return False
-        first = [one for one in self.chains if one.first == self.chains[0].first][-1].value
+        first = [one for one in self.expressions if one.first == self.expressions[0].first][-1].value
         if isinstance(first, (types.FunctionType, types.MethodType)) and is_own(_home(first)):
             function: Any = getattr(first, "__func__", first)
             return not Walk(self.observer, function.__code__, {}, {}, _UNKNOWN).returns_a_value()
@@ -257,7 +256,7 @@ class Walk:
             value, place = found, (id(self.namespace), name)
             if "NULL" in step.argrepr and not self._is_called(number, value):
                 return False
-        self.chains.append(Chain(value, number, number, place))
+        self.expressions.append(Expression(value, number, number, place))
         if value is self.owner:
             return not _has_operators(type(value))
         return value is _UNKNOWN or self.observer.may_load(value, str(name))
@@ -266,7 +265,7 @@ class Walk:
         name, (owner, first, _, place) = str(step.argval), self._ended(number - 1)
         if owner is _UNKNOWN or isinstance(owner, (Tensor, nn.Module, np.ndarray)):
             is_called = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
-            self.chains.append(Chain(_UNKNOWN, first, number))
+            self.expressions.append(Expression(_UNKNOWN, first, number))
             return _is_harmless(name) and (not is_called or name in _READS)
         self.observer.relied_on.add(place)
         value = inspect.getattr_static(owner, name, _UNKNOWN)
@@ -280,7 +279,7 @@ class Walk:
             return False  # a property or a slot
         if value is _UNKNOWN:
             return False
-        self.chains.append(Chain(value, first, number, (id(owner), name)))
+        self.expressions.append(Expression(value, first, number, (id(owner), name)))
         return self.observer.may_load(value, name)
 
     def _is_callable_known(self, number: int) -> bool:
@@ -301,30 +300,31 @@ class Walk:
             number, value = number + 1, getattr(value, self.steps[number + 1].argval, None)
         return _is_function(value) and self.steps[number + 1].opname not in ("LOAD_ATTR", "LOAD_METHOD", "COPY")
 
-    def _ended(self, number: int) -> Chain:
+    def _ended(self, number: int) -> Expression:
         """The expression that ends here."""
-        if not self.chains or self.chains[-1].last != number or self._has_jumps(self.chains[-1].first, number):
-            return Chain(_UNKNOWN, number + 1, number)
-        return self.chains[-1]
+        last = self.expressions[-1] if self.expressions else None
+        if last is None or last.last != number or self._has_jumps(last.first, number):
+            return Expression(_UNKNOWN, number + 1, number)
+        return last
 
-    def _container(self, number: int) -> Chain:
+    def _container(self, number: int) -> Expression:
         """The container, where its index ends here: two expressions, one right behind the other."""
         index = self._ended(number)
-        before = [one for one in self.chains if one.last == index.first - 1]
+        before = [one for one in self.expressions if one.last == index.first - 1]
         if not before or self._has_jumps(before[-1].first, number):
-            return Chain(_UNKNOWN, number, number)
+            return Expression(_UNKNOWN, number, number)
         return before[-1]
 
     def _has_jumps(self, first: int, last: int) -> bool:
         """Whether the value may be that of another expression: `(one if flag else other).x`."""
         return any(step.is_jump_target for step in self.steps[first + 1 : last + 2])
 
-    def _pop(self) -> Chain:
-        return self.copies.pop() if self.copies else Chain(_UNKNOWN, 0, 0)
+    def _pop(self) -> Expression:
+        return self.copies.pop() if self.copies else Expression(_UNKNOWN, 0, 0)
 
-    def _store(self, chain: Chain, name: Any, is_update: bool) -> bool:
+    def _store(self, stored_in: Expression, name: Any, is_update: bool) -> bool:
         """Note that the code changes an object; False if that may be one of the model."""
-        target = chain.value
+        target = stored_in.value
         if target is _UNKNOWN or isinstance(target, (Tensor, nn.Module, np.ndarray, type, types.ModuleType)):
             return False
         is_subscript = name is None and not isinstance(target, types.CellType)
@@ -333,7 +333,7 @@ class Walk:
         ):
             return False  # its class may have code that runs now
         place = id(target), None if isinstance(target, types.CellType) else name
-        self.observer.relied_on.add(chain.place)
+        self.observer.relied_on.add(stored_in.place)
         if not is_update:
             self.observer.assigned.add(place)
         else:  # which may change a tensor in place

@@ -287,7 +287,7 @@ def _fingerprint(value: Any) -> Any:
 
 
 def _tensor_fingerprint(tensor: torch.Tensor) -> Any:
-    if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
+    if tensor.is_nested or tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
         return mutation_count(tensor)
     if tensor.layout is torch.strided:
         return checksum(tensor).tolist()

@@ -20,11 +20,11 @@ from torchguard.exceptions import RetryError
 
 
 class Alone:
-    """One process, or one with each of its samples alone.
+    """Ranks of which none has samples that others have not: one process, or tensor parallelism alone.
 
     Args:
         device: of the numbers that are sent.
-        deciding: groups over which decisions are made.
+        deciding: groups of ranks that agree on each outcome. With tensor parallelism they have the same samples.
     """
 
     rank, size = 0, 1

@@ -198,7 +198,7 @@ def _enter_kind(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
             return []
         found.states.append((name, value))
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(f"{name}[{key!r}]", item) for key, item in items]
+        return [(f"{name}[{_text(key)}]", item) for key, item in items]
     if isinstance(value, (tuple, frozenset)):
         return [(f"{name}[{key}]", item) for key, item in enumerate(value)] if len(value) <= _MAX_ITEMS else []
     if isinstance(value, random.SystemRandom):
@@ -232,6 +232,11 @@ def _enter_kind(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
             found.unsaved.append((name, value))
         return []
     return _enter_attributes(name, value, found)
+
+
+def _text(key: Any) -> str:
+    """A key as messages show it: the repr of a tensor, such as an optimizer's parameter, reads all its elements."""
+    return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
 
 
 def _enter_attributes(name: str, value: Any, found: Reached) -> list[tuple[str, Any]]:
@@ -358,11 +363,8 @@ def _is_code(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _modules_named(code: types.CodeType) -> frozenset[str]:
     """The user's own modules that code imports, or takes from `sys.modules`."""
-    texts = (
-        [one for one in code.co_consts if isinstance(one, str)]
-        if {"modules", "import_module"} & {*code.co_names}
-        else []
-    )
+    are_looked_up = bool({"modules", "import_module"} & {*code.co_names})
+    texts = [one for one in code.co_consts if are_looked_up and isinstance(one, str)]
     inner = (_modules_named(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(one for one in (*code.co_names, *texts) if one in sys.modules and is_own(one)).union(*inner)
 

@@ -1,16 +1,16 @@
 """A step that is not finite: which samples cause it, and the step again without them."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from torchguard._health import health_of
-from torchguard._retry.closure import Closure, Losses, RunResult
+from torchguard._retry.closure import compiled_apart
 from torchguard._retry.device_step import DeviceStep
 from torchguard._retry.guarded_step import GuardedStep
+from torchguard._retry.losses import Losses, RunResult
 from torchguard._retry.report import SCALE_OVERFLOWS, RetryReport
 from torchguard._retry.sample_search import (
     COMES_AND_GOES,
@@ -21,7 +21,6 @@ from torchguard._retry.sample_search import (
     SearchResult,
     Unexplained,
 )
-from torchguard._torch.training import tracing_errors
 from torchguard.exceptions import RetryError
 
 Gradients = dict[str, Tensor]
@@ -68,19 +67,18 @@ class RecoverableStep(GuardedStep):
     # A step that is not finite.
 
     def _recovered(self, first: RunResult) -> RetryReport:
-        if bad := self._bad_parameters():
-            self._undo()
-            note = f"not finite before the step: {', '.join(bad)}. No sample is to blame: load an earlier checkpoint"
-            return self._skipped(note, parameters=bad)
-        if not self.closure.size:
-            self._undo()
-            return self._skipped("the batch of every rank is empty")
         if lost := self.ranks.union(self.retry.tensors.lost()):
             raise RetryError(
                 f"Retry: the first step changed {', '.join(lost)} and was not finite. Trained parameters are not "
                 "copied, nor tensors of this size before they were seen to change, so they cannot be restored. Change "
                 "trained parameters outside of the closure; run a step on good samples first."
             )
+        self._refuse_newly_changing(self.retry.tensors.newly_changing())
+        self.retry.tensors.restore()  # a critic that the closure trains was finite before this run, and may not be now
+        note, parameters = self._cause_beside_samples(first)
+        if note:
+            self._undo()
+            return self._skipped(note, parameters=parameters)
         inputs, shown = self._suspects(first)
         if len(inputs) == len(shown) == self.closure.size and not self.closure.is_scalar:
             self._undo()
@@ -109,11 +107,7 @@ class RecoverableStep(GuardedStep):
                 self.retry.is_steady = False
             elif self.retry.is_steady is None and search.is_steady:
                 self.retry.is_steady = True
-            if changed := self.ranks.union(self.retry.tensors.changed_constants(constants)):
-                raise RetryError(
-                    f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
-                    "before this step is lost. From now on it is saved."
-                )
+            self._refuse_newly_changing(self.retry.tensors.changed_constants(constants))
             if changed := self.ranks.union(unsaved.changed()):
                 raise RetryError(
                     f"Retry: the closure changes {', '.join(changed)}, which is not saved before a step: a large "
@@ -122,15 +116,36 @@ class RecoverableStep(GuardedStep):
                 )
             return self._concluded(search, finding, inputs, shown, scaled)
 
+    def _refuse_newly_changing(self, names: list[str]) -> None:
+        """Refuse a change of tensors that are not saved, because no step has changed them before."""
+        if changed := self.ranks.union(names):
+            raise RetryError(
+                f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
+                "before this step is lost. From now on it is saved."
+            )
+
+    def _cause_beside_samples(self, first: RunResult) -> tuple[str, list[str]]:
+        """Why the step is not finite whatever its samples are, if that is so; and the parameters that are to blame."""
+        if bad := self._bad_parameters():
+            named = ", ".join(bad)
+            return f"not finite before the step: {named}. No sample is to blame: load an earlier checkpoint", bad
+        names = {id(one): name for name, one in self.parameters.items()}
+        gradients = {names[key]: one for key, one in self.accumulated_gradients().items()}
+        if bad := self.ranks.union(_named(health_of(gradients).bad)):
+            named = ", ".join(bad)
+            return f"the gradients of before the step are not finite: {named}. No sample is to blame: clear them", []
+        if not self.closure.size:
+            return "the batch of every rank is empty", []
+        if first.weight is not None and not bool(first.weight):
+            return "the weights of the losses add up to 0, so that there is nothing to train on", []
+        return "", []
+
     def _bad_parameters(self) -> list[str]:
         """Trained parameters that are not finite, and frozen ones with NaN: some masks are frozen parameters of Inf."""
         bad = health_of(self.parameters).bad
-        found = [
-            f"{name.removeprefix('model.')} ({kind})"
-            for name, kind in bad.items()
-            if kind == "NaN" or self.parameters[name].requires_grad
-        ]
-        return self.ranks.union(found)
+        return self.ranks.union(
+            _named({name: kind for name, kind in bad.items() if kind == "NaN" or self.parameters[name].requires_grad})
+        )
 
     def _suspects(self, first: RunResult) -> tuple[list[int], list[int]]:
         """The samples of all ranks whose inputs, and those whose losses, are not finite."""
@@ -250,6 +265,7 @@ class RecoverableStep(GuardedStep):
             self._undo()
             others = self.retry.tensors.non_finite()
             note = ". NaN before the step: ".join([finding.reason.value, *([", ".join(others)] if others else [])])
+            note += self._raised()
             return self._skipped(note, bad=[*range(count)] if is_all and not others else [], inputs=inputs, shown=shown)
         else:
             note = ""
@@ -272,13 +288,13 @@ class RecoverableStep(GuardedStep):
                 outcome = self._try(good, is_final=True, is_scaled=True)
             if outcome is Outcome.UNKNOWN or (outcome is Outcome.NON_FINITE and self.scaler is None):
                 self._undo()
-                note = "the step without the bad samples is not finite, or raised an exception"
+                note = "the step without the bad samples is not finite, or raised an exception" + self._raised()
                 return self._skipped(note, bad=[*finding.bad])
             if outcome is Outcome.NON_FINITE:
                 note = SCALE_OVERFLOWS
         self._accumulate()
         report = self._report([*finding.bad], inputs, shown)
-        report.loss, report.grad_norm, report.note = self.loss, self.norm, note
+        report.loss, report.grad_norm, report.note = self.loss, self.norm, note or self._note_of_tensors(good)
         report.groups = [rows for group in finding.groups if (rows := self._own(group))]
         report.left_out = self._own([*finding.left_out, *sorted({*finding.good} - {*good})])
         for group in finding.groups:
@@ -288,6 +304,21 @@ class RecoverableStep(GuardedStep):
                 partners = [str([one for one in own if one != row])] if len(own) > 1 else []
                 report.because[row] = f"bad only together with {' and '.join([*partners, *others])}"
         return report
+
+    def _note_of_tensors(self, good: Rows) -> str:
+        """Say which tensors the good samples were trained with whole, if their losses do not show that it is right."""
+        names = {name: None for batch in self.closure.batches for name, _ in batch.passed_whole()}
+        if not self.ranks.any(len(good) < self.closure.size and bool(names)) or not self._is_coupled(good):
+            return ""
+        return (
+            f"{', '.join(names)} of the batch was passed whole to the step without the bad samples. If its rows belong "
+            "to samples, give select=; if not, name it in shared="
+        )
+
+    def _raised(self) -> str:
+        """What the first part that could not be run raised, for a note."""
+        raised = self.closure.first_exception
+        return f". A run on some samples raised {raised}" if raised else ""
 
     def _left_to_the_scaler(self, scaled: Gradients) -> RetryReport:
         for name, parameter in self.parameters.items():
@@ -344,27 +375,8 @@ class RecoverableStep(GuardedStep):
         return {name: one for name, one in zip(self.parameters, kept, strict=True) if one is not None}
 
 
-def compiled_apart(closure: Closure) -> Closure:
-    """A closure compiled with dynamic sizes, beside what is compiled already.
-
-    Dynamo stores compiled code by code object. It traces the closure and all it calls into the graph of this function,
-    so nothing is added to the code of the model. Where the closure cannot be traced into one graph, it is called
-    eagerly.
-    """
-
-    def call(batch: Any) -> Any:
-        return closure(batch)
-
-    compiled = torch.compile(call, dynamic=True, fullgraph=True)
-
-    def call_compiled(batch: Any) -> Any:
-        try:
-            return compiled(batch)
-        except tracing_errors():
-            with torch.compiler.set_stance("force_eager"):
-                return closure(batch)
-
-    return call_compiled
+def _named(bad: Mapping[str, str]) -> list[str]:
+    return [f"{name.removeprefix('model.')} ({kind})" for name, kind in bad.items()]
 
 
 def _because(in_input: bool, in_loss: bool) -> str:

@@ -2,14 +2,16 @@
 
 import collections
 import inspect
-from collections.abc import Callable, Collection, Sequence
+import operator
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchguard._retry.batch import Batch, Select, micro_batches
+from torchguard._retry.batch import Batch, Select, keys_of, micro_batches
 from torchguard._retry.closure import Closure
 from torchguard._retry.device_step import DeviceStep, clear_gradients, has_state, update, why_not
 from torchguard._retry.packages import Followed
@@ -18,7 +20,7 @@ from torchguard._retry.report import OBSERVERS, PendingReport, RetryReport, retr
 from torchguard._retry.step_scope import Scope
 from torchguard._retry.tensor_state import TensorState
 from torchguard._torch.support import warn_of_missing
-from torchguard.exceptions import RetryError
+from torchguard.exceptions import RetryError, RetryWarning
 from torchguard.report import Section, Shown
 
 _NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -77,11 +79,10 @@ class Retry(Shown, Followed):
         history: int = 1000,
     ) -> None:
         warn_of_missing("Retry")
-        self.models = [model] if isinstance(model, nn.Module) else [*model]
-        self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
-        for one in self.models:
-            if not isinstance(one, nn.Module):
-                raise RetryError(f"Retry: expected an nn.Module or several, got {type(one).__name__}.")
+        self.models: list[nn.Module] = _all_given(model, lambda one: isinstance(one, nn.Module), "an nn.Module")
+        self.optimizers: list[torch.optim.Optimizer] = (
+            [] if optimizer is None else _all_given(optimizer, lambda one: hasattr(one, "param_groups"), "an optimizer")
+        )
         for one in self.optimizers:
             if inspect.signature(one.step).parameters.get("closure", _NO_CLOSURE).default is inspect.Parameter.empty:
                 raise RetryError(
@@ -90,6 +91,10 @@ class Retry(Shown, Followed):
                 )
         if retries not in ("eager", "compiled"):
             raise RetryError(f"Retry: retries is {retries!r}. Give 'eager' or 'compiled'.")
+        numbers = {"min_batch": (min_batch, 1), "max_runs": (max_runs, 1), "max_bad": (max_bad, 0)}
+        for name, (value, least) in {**numbers, "history": (history, 0)}.items():
+            if value is not None and value < least:
+                raise RetryError(f"Retry: {name} is {value!r}. Give {least} or more.")
         self.shared = (shared,) if isinstance(shared, (str, int)) else tuple(shared)
         self.select, self.size, self.ids = select, size, ids
         self.min_batch, self.max_bad, self.max_runs = min_batch, max_bad, max_runs
@@ -257,20 +262,44 @@ class Retry(Shown, Followed):
     ) -> RetryReport:
         """Run a step. `late` is the number of one that was run before without waiting for its outcome."""
         if late is None:
-            return step.run_recovered(ahead)
+            try:
+                return step.run_recovered(ahead)
+            except Exception as exception:
+                if (count := len(step.closure.batches)) > 1:
+                    exception.add_note(
+                        f"Retry called the closure with each of {count} micro-batches, the items of the given list. "
+                        "Give window=False if the list is one batch."
+                    )
+                raise
         self._steps, step.number = self._steps - 1, late
         report = step.run_recovered()
         report.runs += 1
         return report
 
     def _guarded(self, closure: Closure, batch: Any, window: bool | None, scaler: Any) -> RecoverableStep:
-        batches = [
-            Batch(one, self.shared, self.select, None if self.size is None else self.size(one))
-            for one in micro_batches(batch, window)
-        ]
+        if not callable(closure):
+            raise RetryError(
+                f"Retry: expected a closure that takes a batch and returns its losses, got {type(closure).__name__}."
+            )
+        parts = micro_batches(batch, window)
+        batches = [Batch(one, self.shared, self.select, self._size_of(one)) for one in parts]
+        if self._steps == 0 and (unknown := {*self.shared}.difference(*map(keys_of, parts))):
+            warnings.warn(
+                f"Retry: shared= names {', '.join(sorted(map(repr, unknown)))}, which the batch does not have.",
+                RetryWarning,
+                stacklevel=5,
+            )
         if self._scope is None or not self._scope.update(closure):
             self._scope = Scope(self.models, self.optimizers, self.process_group, closure)
         return RecoverableStep(self, self._scope, closure, batches, scaler)
+
+    def _size_of(self, batch: Any) -> int | None:
+        if self.size is None:
+            return None
+        size = self.size(batch)
+        if not hasattr(size, "__index__"):
+            raise RetryError(f"Retry: size= has to return the number of samples, got {type(size).__name__}.")
+        return operator.index(size)
 
     def next_number(self) -> int:
         self._steps += 1
@@ -306,6 +335,19 @@ class Pending:
         if self.retry._pending is self:
             self.retry._pending = None
         return self.resolve()
+
+
+def _all_given(given: Any, is_one: Callable[[Any], bool], what: str) -> list[Any]:
+    """One object or several as a list.
+
+    Raises:
+        RetryError: one is something else.
+    """
+    found = [*given] if not is_one(given) and isinstance(given, Iterable) else [given]
+    for one in found:
+        if not is_one(one):
+            raise RetryError(f"Retry: expected {what} or several, got {type(one).__name__}.")
+    return found
 
 
 def runs_ahead(devices: Collection[torch.device]) -> bool:

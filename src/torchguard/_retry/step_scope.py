@@ -146,7 +146,7 @@ class Scope:
             name = f"optimizer{number or ''}"
             for group in optimizer.param_groups:
                 found |= {id(one): (name, one) for one in group["params"] if id(one) not in found}
-        leaves = [(name, one) for name, one in found.values() if one.is_leaf and _is_differentiable(one)]
+        leaves = [(name, one) for name, one in found.values() if one.is_leaf and _can_get_gradient(one)]
         return dict(_unique(leaves))
 
     def _refuse(self) -> None:
@@ -176,8 +176,9 @@ class Scope:
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _can_get_gradient(tensor: Tensor) -> bool:
+    """Whether a leaf may get a gradient. One on the meta device is a shape, whose values `functional_call` gives."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
 
 
 def _parts_of(closure: Any) -> list[Any]:

@@ -10,7 +10,7 @@ given up. The parameters that an optimizer trains are never copied. A closure th
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -127,7 +127,7 @@ class TensorState:
                 frozen += [] if key in trained else [tensor]
             elif key in trained:
                 self._checksums[key] = name, tensor, checksum(tensor)
-            elif tensor.nbytes <= _SMALL and not tensor.requires_grad and small_bytes + tensor.nbytes <= _MAX_SMALL:
+            elif tensor.nbytes <= _SMALL and small_bytes + tensor.nbytes <= _MAX_SMALL:
                 small_bytes += tensor.nbytes
                 known.add(key)  # copied before every step, whether it changes or not
                 wanted.append((name, tensor))
@@ -159,10 +159,7 @@ class TensorState:
             The names of those that an optimizer trains.
         """
         self.has_learned = True
-        for tensor in self._changed:
-            if self._constant.pop(id(tensor), None) is not None:
-                self._changing.add(id(tensor))
-                self._source = None
+        self.newly_changing()
         if not self._unknown and not self._checksums:
             return []
         for index in self._unknown:
@@ -198,19 +195,28 @@ class TensorState:
         """Tensors that were not copied and changed in the first step."""
         return [name for name, tensor, before in self._checksums.values() if bool((checksum(tensor) != before).any())]
 
-    def constants(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The tensors that are assumed not to change, each with its checksum."""
-        known = [(name, tensor()) for name, tensor, _ in self._constant.values()]
-        return {name: (tensor, checksum(tensor)) for name, tensor in known if tensor is not None}
+    def newly_changing(self) -> list[str]:
+        """The tensors whose versions this step moved, and no step before it. They are saved from now on."""
+        return self._save_from_now_on({id(tensor) for tensor in self._changed})
 
-    def changed_constants(self, before: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
-        changed = [name for name, (tensor, old) in before.items() if bool((checksum(tensor) != old).any())]
-        for key, (name, _, _) in [*self._constant.items()]:
-            if name in changed:
-                del self._constant[key]
-                self._changing.add(key)
-                self._source = None
-        return changed
+    def _save_from_now_on(self, keys: Collection[int]) -> list[str]:
+        """Have these tensors copied before each step. The names of those that were not."""
+        found = [self._constant.pop(key)[0] for key in keys if key in self._constant]
+        if found:
+            self._changing.update(keys)
+            self._source = None
+        return found
+
+    def constants(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """The tensors that are assumed not to change, by id, each with its checksum."""
+        known = [(key, tensor()) for key, (_, tensor, _) in self._constant.items()]
+        return {key: (tensor, checksum(tensor)) for key, tensor in known if tensor is not None}
+
+    def changed_constants(self, before: dict[int, tuple[Tensor, Tensor]]) -> list[str]:
+        """The names of those that changed since. They are saved from now on."""
+        return self._save_from_now_on(
+            [key for key, (tensor, old) in before.items() if bool((checksum(tensor) != old).any())]
+        )
 
     def finiteness(self) -> list[Tensor]:
         """On the devices: finite numbers if all copied tensors are finite. NaN and Inf of before do not count.
@@ -273,7 +279,8 @@ def tensors_of(reached: Reached, parameters: Iterable[Tensor]) -> tuple[Named, N
 
 def can_be_saved(tensor: Tensor) -> bool:
     """A tensor with values of its own. A result of autograd is made anew by whoever holds it, not written to."""
-    return tensor.layout is torch.strided and not tensor.is_nested and (tensor.is_leaf or not tensor.requires_grad)
+    has_values = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    return has_values and (tensor.is_leaf or not tensor.requires_grad)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from torchguard._torch.process import process_state
 from torchguard._torch.settings import without_fused_layers
+from torchguard._torch.support import torch_is_at_least
 from torchguard._torch.tensors import flatten
 from torchguard.exceptions import CompileError
 
@@ -230,27 +231,35 @@ def expanded_control_flow(expansions: Mapping[str, Callable[..., Any]]) -> Itera
 
     `torch.cond` and `scan` run through `_hop_compile_and_call`, which makes graphs of the functions they are given with
     Dynamo. Dynamo does not trace under torchguard's modes, and never compiles a function that it first met under one: a
-    later `torch.cond` outside would fail. So this function is replaced while torchguard traces, by thread. Since torch
-    2.13. Degraded where it is missing: control flow reaches the modes as a higher-order operation, and is refused.
+    later `torch.cond` outside would fail. So this function is replaced while torchguard traces, by thread. torch 2.11
+    does not have it and calls `torch.compile` itself, which is replaced there. Degraded where a later torch calls
+    neither: control flow reaches the modes as a higher-order operation, and is refused.
     """
     from torch._higher_order_ops import utils
 
-    plain = getattr(utils, "_hop_compile_and_call", None)
+    thread = threading.get_ident()
+    owner, name = (utils, "_hop_compile_and_call") if torch_is_at_least(2, 12) else (torch, "compile")
+    plain = getattr(owner, name, None)
     if plain is None:
         yield
         return
-    thread = threading.get_ident()
 
     def call(fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
         if threading.get_ident() != thread:
             return plain(fn, args, kwargs)
         return expansions.get(fn.__name__, fn)(*args, **(kwargs or {}))
 
-    utils._hop_compile_and_call = call
+    def compile(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_torchs_own = getattr(fn, "__module__", "").startswith("torch._higher_order_ops.")
+        if threading.get_ident() != thread or not is_torchs_own:
+            return plain(fn, *args, **kwargs)
+        return expansions.get(fn.__name__, fn)
+
+    setattr(owner, name, call if owner is utils else compile)
     try:
         yield
     finally:
-        utils._hop_compile_and_call = plain
+        setattr(owner, name, plain)
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

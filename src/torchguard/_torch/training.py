@@ -109,22 +109,40 @@ def _groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
 
 
+def gradients_so_far(model: nn.Module) -> list[Tensor]:
+    """The gradients of a step whose later micro-batches are still to come.
+
+    Between its passes an FSDP2 module shows either parts of its parameters or whole ones. It keeps gradients of both:
+    those of whole parameters if `set_requires_gradient_sync(False)` puts off their sum. There is no public way to them.
+    Required.
+    """
+    sharded = [one for group in _sharded_groups(model.modules()) for one in group.fsdp_params]
+    holders = [*model.parameters()]
+    for one in sharded:
+        holders += [one.sharded_param, *([one._unsharded_param] if hasattr(one, "_unsharded_param") else [])]
+    found = [*(one.grad for one in holders), *(one.unsharded_accumulated_grad for one in sharded)]
+    return [*{id(one): one for one in found if one is not None}.values()]
+
+
+def _sharded_groups(modules: Iterable[nn.Module]) -> list[Any]:
+    """The parameter groups of FSDP2 modules."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who uses it has imported it, which takes long
+    if fsdp is None:
+        return []
+    sharded: list[Any] = [one for one in modules if isinstance(one, fsdp.FSDPModule)]
+    return [group for one in sharded for group in _groups_of(one._get_fsdp_state())]
+
+
 def sharding_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     """What FSDP2 will do in a forward pass: gather the parameters of a module, for the first time or again, or not.
 
     There is no public way to ask. A forward pass with another gathering has other operations.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who uses it has imported it, which takes long
-    if fsdp is None:
-        return ()
-    groups = [
-        group
-        for module in modules
-        if isinstance(module, fsdp.FSDPModule)
-        for group in _groups_of(module._get_fsdp_state())  # pyright: ignore[reportCallIssue]
-    ]
     return tuple(
-        [(group._sharded_state, any(hasattr(one, "_unsharded_param") for one in group.fsdp_params)) for group in groups]
+        [
+            (group._sharded_state, any(hasattr(one, "_unsharded_param") for one in group.fsdp_params))
+            for group in _sharded_groups(modules)
+        ]
     )
 
 

@@ -26,8 +26,9 @@ State that is not visible in signatures, here and in the rest of torchguard, and
   lists the settings and patches.
 - On exceptions, since Dynamo and `make_fx` raise them again: `torchguard_line`, the source line of the operation that
   raised, while `compiled` traces (`compiled/_purity.py`).
-- Caches: classes of watched models (`wrapper.py`), constants by device (`origins.py`), configurations (`summarize.py`),
-  compiled kernels (`kernels.py`).
+- Caches: classes of watched models (`wrapper.py`), constants by device (`origins.py`, `path_bits.py`), configurations
+  (`summarize.py`), compiled kernels (`kernels.py`). And the orders of checks that calls had (`path_bits.py`), since a
+  graph can return no more than the number of its order.
 """
 
 import sys

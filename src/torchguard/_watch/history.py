@@ -20,6 +20,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchguard._channel.packing import unpack
@@ -27,7 +28,8 @@ from torchguard._channel.slot_bits import slot_code
 from torchguard._operators import define_opaque, use_operators
 from torchguard._torch.dynamo import keep_in_place
 from torchguard._torch.tracing import backward_number, is_plain, is_surely
-from torchguard._watch.summarize import CallSummary
+from torchguard._watch.path_bits import MAX_WORDS, NO_ORDER, read_path
+from torchguard._watch.summarize import NUM_ORIGINS, CallSummary
 
 HALF = 512
 # The row of the table where entries of good samples go.
@@ -39,7 +41,13 @@ NO_ID = -(2**63)
 
 
 class Entry(NamedTuple):
-    """A fault of one sample in one call, as integers. `size` is that of the batch, `origin` as in `CallSummary`."""
+    """A fault of one sample in one call, as integers.
+
+    Args:
+        size: that of the batch.
+        origin: as in `CallSummary`.
+        path: the locations where the sample was bad, in the order of the checks; empty where that is not known.
+    """
 
     step: int
     size: int
@@ -49,8 +57,12 @@ class Entry(NamedTuple):
     further: int
     position: int
     code: int
+    path: tuple[int, ...] = ()
 
 
+# The columns of the table: the fields of an entry, of which `path` takes several.
+_FIELDS = len(Entry._fields) - 1
+_COLUMNS = _FIELDS + 1 + MAX_WORDS
 _HISTORIES: weakref.WeakValueDictionary[int, "History"] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
@@ -74,7 +86,7 @@ class History:
         self.table = self.counts = None
         if device.type != "cpu" if on_device is None else on_device:
             with torch.inference_mode(False):
-                table = torch.zeros(_UNREAD + 1, len(Entry._fields), dtype=torch.int64, device=device)
+                table = torch.zeros(_UNREAD + 1, _COLUMNS, dtype=torch.int64, device=device)
                 self.table = keep_in_place(table)
                 self.counts = keep_in_place(torch.tensor([self.calls, 0], device=device))
 
@@ -83,7 +95,7 @@ class History:
 
         Returns the summary to use from now on.
         """
-        summary = summary._replace(ids=ids) if ids is not None else summary
+        summary = CallSummary(*summary[:3], ids, *summary[4:]) if ids is not None else summary
         f, origins, warnings, _, _ = summary
         in_graph = use_operators()
         if not in_graph and (not is_plain(f) or backward_number() != -1):  # in backward, a checkpoint repeats a call
@@ -100,13 +112,13 @@ class History:
         """Add the faults of a call. Reads them, so waits for the device if there is one."""
         with self._lock:
             step, self.calls = self.calls, self.calls + 1
-        if summary.is_clean or summary.origins.numel() == 0 or summary.origins.amax().item() < 0:  # all are -1
+        if summary.is_clean or summary.origins.numel() == 0 or summary.origins[0].amax().item() < 0:  # all are -1
             return
-        found = torch.stack(_columns(summary), -1).tolist()
+        found = torch.stack([*_columns(summary), *summary.origins[NUM_ORIGINS:]], -1).tolist()
         with self._lock:
-            for size, sample, *rest in found:
-                if rest[1] >= 0:
-                    self._add(Entry(step, size, sample, *rest))
+            for size, sample, id_, origin, *rest in found:
+                if origin >= 0:
+                    self._add(_entry([step, size, sample, id_, origin, *rest]))
 
     def entries(self) -> tuple[list[Entry], int]:
         """All entries in the order of the run, and how many of the middle of the run were not kept."""
@@ -136,7 +148,7 @@ class History:
             rows = self.table.tolist() if count else []
             for rank in range(count):
                 if rank < HALF or rank >= count - HALF:
-                    self._add(Entry(*rows[_slot(rank)]))
+                    self._add(_entry(rows[_slot(rank)]))
                 else:
                     self.total += 1
             self.counts[1] = 0
@@ -148,17 +160,21 @@ class History:
         self.__init__()  # a copy begins a history of its own
 
 
+def _entry(columns: list[int]) -> Entry:
+    return Entry(*columns[:_FIELDS], path=read_path(columns[_FIELDS:]))
+
+
 def _slot(rank: int) -> int:
     return rank if rank < HALF else HALF + (rank - HALF) % HALF
 
 
 def _columns(summary: CallSummary) -> list[Tensor]:
-    """What an entry has beside the step, each for all samples of a call."""
+    """What an entry has beside the step and the path, each for all samples of a call."""
     origins, batch = summary.origins, summary.origins.shape[1]
     samples = torch.arange(batch, device=origins.device)
     code = slot_code(unpack(summary.flags)[:, 0].to(torch.int64))
     ids = torch.full_like(samples, NO_ID) if summary.ids is None else summary.ids.to(origins.device)
-    return [torch.full_like(samples, batch), samples, ids, *origins, code]
+    return [torch.full_like(samples, batch), samples, ids, *origins[:NUM_ORIGINS], code]
 
 
 def _write(table: Tensor, counts: Tensor, summary: CallSummary) -> None:
@@ -174,6 +190,8 @@ def _write(table: Tensor, counts: Tensor, summary: CallSummary) -> None:
             # Of a call with more entries than the second half has room for, the last ones are kept.
             is_kept = is_bad & ((rank < HALF) | (so_far > total - HALF))
         entries = torch.stack([counts[0].expand_as(samples), *columns], -1)
+        path = summary.origins[NUM_ORIGINS:].t()
+        entries = F.pad(torch.cat([entries, path], -1), (0, _COLUMNS - _FIELDS - path.shape[1]), value=NO_ORDER)
         table.index_copy_(0, torch.where(is_kept, slot, _UNREAD), entries)
         counts += torch.stack([torch.ones_like(total), total])
 

@@ -71,12 +71,14 @@ class Faults(NamedTuple):
         check: `(most, batch)`, the number of the check that found it; the number of all checks where there is none.
         position: `(batch,)`, the first bad vector of the first fault, -1 where there is none.
         times: `(batch,)`, how many checks found a fault.
+        keys: `(keys, batch)`, those of all checks.
     """
 
     fault: Tensor
     check: Tensor
     position: Tensor
     times: Tensor
+    keys: Tensor
 
 
 def earliest_faults(checked: RowStatuses, batch: Batch, most: int, mixes: bool) -> Faults:
@@ -92,14 +94,18 @@ def earliest_faults(checked: RowStatuses, batch: Batch, most: int, mixes: bool) 
         keys = torch.cat([keys, torch.where((keys > 0).any(0, keepdim=True), 0, worst)])
     times = (keys > 0).sum(0)
     if most == 1:
-        keys = keys.amax(0, keepdim=True)
+        firsts = keys.amax(0, keepdim=True)
     else:
         missing = max(0, most - keys.shape[0])
-        keys = F.pad(keys, (0, 0, 0, missing)).topk(most, dim=0).values
-    fault = keys & _FAULT_MASK
-    check = len(checked.statuses) - (keys >> _ORDER_SHIFT)
-    position = torch.where(fault[0] == OK, -1, _MAX_POSITION - ((keys[0] >> _POSITION_SHIFT) & _MAX_POSITION))
-    return Faults(fault, check, position, times)
+        firsts = F.pad(keys, (0, 0, 0, missing)).topk(most, dim=0).values
+    fault = firsts & _FAULT_MASK
+    position = torch.where(fault[0] == OK, -1, _MAX_POSITION - ((firsts[0] >> _POSITION_SHIFT) & _MAX_POSITION))
+    return Faults(fault, checks_of(firsts, len(checked.statuses)), position, times, keys)
+
+
+def checks_of(keys: Tensor, checks: int) -> Tensor:
+    """The number of the check of each key; that of all checks where there is no fault."""
+    return checks - (keys >> _ORDER_SHIFT)
 
 
 def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:

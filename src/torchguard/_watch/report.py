@@ -10,6 +10,7 @@ from torchguard._channel.codes import ErrorCode
 from torchguard._channel.packing import unpack
 from torchguard._channel.slot_bits import slot_code
 from torchguard._watch.history import NO_ID
+from torchguard._watch.path_bits import read_path
 from torchguard._watch.summarize import CallSummary
 
 
@@ -30,6 +31,8 @@ class Incident:
         id: that of the sample, if `sample_ids` were given.
         step: the number of the call, in a history.
         cause: what else is known of it, such as a parameter that is NaN.
+        locations: where the sample was bad, in words and in the order in which the modules ran, the origin first.
+            Empty for a warning, and where that was not recorded.
     """
 
     sample: int
@@ -42,15 +45,12 @@ class Incident:
     id: int | None = None
     step: int | None = None
     cause: str = ""
+    locations: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
         """The origin in words: "layer", "input of layer", "input pixel_values"."""
-        if self.argument is None:
-            return self.path
-        if self.path != "input":
-            return f"input of {self.path}"
-        return "input" if self.argument in ("", "input") else f"input {self.argument}"
+        return _in_words(self.path, self.argument)
 
     def __str__(self) -> str:
         step = "" if self.step is None else f"step {self.step}, "
@@ -75,10 +75,22 @@ class Labels(NamedTuple):
     arguments: tuple[str | None, ...]
     messages: dict[int, str]
 
+    def in_words(self, numbers: tuple[int, ...]) -> tuple[str, ...]:
+        """Locations in words, as `Incident.where` has them."""
+        return tuple(_in_words(self.paths[i], self.arguments[i]) for i in numbers)
+
+
+def _in_words(path: str, argument: str | None) -> str:
+    if argument is None:
+        return path
+    if path != "input":
+        return f"input of {path}"
+    return "input" if argument in ("", "input") else f"input {argument}"
+
 
 def incidents_of(summary: CallSummary, labels: Labels) -> list[Incident]:
     """The incidents of a call, sample by sample: first the fault, then the warnings. Waits for the device."""
-    return _incidents(_packed(summary).cpu(), labels)
+    return _incidents(_packed(summary).cpu(), len(summary.origins), labels)
 
 
 class Poll:
@@ -87,21 +99,22 @@ class Poll:
     def __init__(self) -> None:
         self._summary: CallSummary | None = None
         self._copy: Tensor | None = None
+        self._rows = 0  # of origins in the copy
         self._event: Any = None
         self._newest: list[Incident] | None = None
 
     def read(self, summary: CallSummary | None, labels: Labels) -> list[Incident] | None:
         if self._copy is not None and (self._event is None or self._event.query()):
-            self._newest, self._copy = _incidents(self._copy, labels), None
+            self._newest, self._copy = _incidents(self._copy, self._rows, labels), None
         if summary is not None and summary is not self._summary and self._copy is None:
-            self._summary, packed = summary, _packed(summary)
+            self._summary, packed, self._rows = summary, _packed(summary), len(summary.origins)
             if packed.is_cuda:
                 self._copy = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
                 self._copy.copy_(packed, non_blocking=True)
                 self._event = torch.cuda.Event()
                 self._event.record()
             else:
-                self._newest, self._copy = _incidents(packed.cpu(), labels), None
+                self._newest, self._copy = _incidents(packed.cpu(), self._rows, labels), None
         return self._newest
 
 
@@ -113,14 +126,17 @@ def _packed(summary: CallSummary) -> Tensor:
     return torch.cat([code.unsqueeze(0), ids.unsqueeze(0), summary.origins, *warnings])
 
 
-def _incidents(packed: Tensor, labels: Labels) -> list[Incident]:
+def _incidents(packed: Tensor, rows: int, labels: Labels) -> list[Incident]:
+    """The incidents in a packed summary that has that many rows of origins."""
     incidents = []
-    for sample, (code, known, origin, further, position, *warnings) in enumerate(packed.t().tolist()):
+    for sample, (code, known, *columns) in enumerate(packed.t().tolist()):
         number = None if known == NO_ID else known
+        origin, further, position, *path = columns[:rows]
         if origin >= 0:
-            where = (labels.paths[origin], position, further + 1)
-            incidents.append(Incident(sample, code, *where, argument=labels.arguments[origin], id=number))
-        for location, other in (divmod(warning, 16) for warning in warnings if warning >= 0):
+            where, argument = (labels.paths[origin], position, further + 1), labels.arguments[origin]
+            locations = labels.in_words(read_path(path))
+            incidents.append(Incident(sample, code, *where, argument=argument, id=number, locations=locations))
+        for location, other in (divmod(warning, 16) for warning in columns[rows:] if warning >= 0):
             message = labels.messages.get(other, "")
             incidents.append(Incident(sample, other, labels.paths[location], None, 1, message, id=number))
     return incidents

@@ -112,12 +112,16 @@ def fault_of(incident: Incident, locations: tuple[str, ...], step: int | None = 
         incident.position,
         incident.times - 1,
         incident.cause,
-        _path(incident, locations),
+        incident.locations or _path(incident, locations),
+        bool(incident.locations),
     )
 
 
 def _path(incident: Incident, locations: tuple[str, ...]) -> tuple[str, ...]:
-    """The locations from the origin of an incident on; empty for warnings, and where the origin is no location."""
+    """The locations from the origin of an incident on, as the model defines them.
+
+    Empty for warnings, and where the origin is no location.
+    """
     if incident.position is None:
         return ()
     if incident.path == "input":
@@ -166,6 +170,7 @@ def incident_of(entry: Entry, labels: Labels) -> Incident:
         argument=labels.arguments[entry.origin],
         id=None if entry.id == NO_ID else entry.id,
         step=entry.step,
+        locations=labels.in_words(entry.path),
     )
 
 

@@ -9,9 +9,9 @@ from torchguard.report import Answer, Cell, Facts, HeatMap, LineChart, Section, 
 _PAGES = 100  # incidents that get a page of their own
 _MOST_STEPS = 100_000  # of a curve and a heat map
 _UNKNOWN = "(origin not recorded)"
-_AFTER = Text(
-    "Origins are recorded. A module after an origin is inferred: the model defines it later, and the sample was bad at "
-    "as many checks as there are such modules. Where the numbers differ, only the origin is shown."
+_INFERRED = Text(
+    "Inferred: in some calls the locations after an origin were not recorded. They are shown where the sample was bad "
+    "at as many checks as there are locations that the model defines after its origin; otherwise only the origin is."
 )
 
 
@@ -22,8 +22,11 @@ class Fault:
     Attributes:
         step: the number of the call; None where it is not known.
         where: the origin in words.
-        further: at how many locations the sample was bad after that.
-        path: the watched locations from the origin on, in the order of the model; empty if it is not known.
+        further: at how many checks the sample was bad after that.
+        path: where the sample was bad, in the order in which the modules ran, if that was recorded. Otherwise the
+            watched locations from the origin on, in the order in which the model defines them. Empty if neither is
+            known.
+        is_recorded: which of the two it is.
         text: the incident in one line.
         retry: what `Retry` did about it.
     """
@@ -38,7 +41,14 @@ class Fault:
     further: int = 0
     cause: str = ""
     path: tuple[str, ...] = ()
+    is_recorded: bool = False
     retry: str = ""
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """Where the sample was bad after its origin: recorded, or inferred where all locations must have been."""
+        is_known = self.is_recorded or self.further == len(self.path) - 1
+        return self.path[1:] if is_known else ()
 
 
 def values_section(
@@ -118,8 +128,7 @@ def _over_steps(
     affected: dict[str, None] = {}
     for step, one in known:
         cells[one.where, step] += 1
-        # Which locations these were is known only if they were as many as there are.
-        for path in one.path[1:] if one.further == len(one.path) - 1 else ():
+        for path in dict.fromkeys(one.after):
             if path not in origins:
                 affected[path] = None
                 cells[path, step] += 1
@@ -135,22 +144,31 @@ def _over_steps(
     map_title = "Where samples were bad, origins first"
     return [
         curve,
-        HeatMap(map_title, "module", unit, names, steps, found, "samples"),
-        *([_AFTER] if affected else []),
+        HeatMap(map_title, "module", unit, names, steps, found, "samples", numbers.start),
+        *([_INFERRED] if any(not one.is_recorded and one.path for _, one in known) else []),
     ]
 
 
 def _incidents(faults: Sequence[Fault], total: int, unit: str) -> Table:
-    columns = ("incident", unit, "sample", "dataset id", "code", "origin", "further locations", "cause")
-    rows: list[tuple[Cell, ...]] = [
+    names = ("incident", unit, "sample", "dataset id", "code", "origin", "further locations", "cause")
+    found: list[tuple[Cell, ...]] = [
         (i, one.step, one.sample, one.id, one.code, one.where, one.further, one.cause) for i, one in enumerate(faults)
     ]
+    shown = [at for at in range(len(names)) if any(row[at] not in (None, "") for row in found)]
+    columns, rows = tuple(names[at] for at in shown), tuple(tuple(row[at] for at in shown) for row in found)
     links = tuple(f"incident-{i}" if i < _PAGES else "" for i in range(len(faults)))
-    return Table(columns, tuple(rows), "Incidents", links, total if total > len(faults) else None)
+    return Table(columns, rows, "Incidents", links, total if total > len(faults) else None)
 
 
 def _path_text(fault: Fault) -> str:
     """What of the path is recorded, and what is inferred."""
+    if fault.is_recorded:
+        text = (
+            "Recorded: where the sample was bad, in the order in which the modules ran. Where it was finite, or where "
+            "quarantine had replaced its values before, a location is not listed."
+        )
+        is_shorter = len(fault.path) <= fault.further
+        return text + (" Successive checks of one location are listed once." if is_shorter else "")
     after = len(fault.path) - 1
     checks = f"{fault.further} check{'' if fault.further == 1 else 's'}"
     recorded = f"Recorded: the origin, and that the sample was bad at {checks} after it."
@@ -163,11 +181,8 @@ def _path_text(fault: Fault) -> str:
 
 
 def _path_table(fault: Fault) -> Table:
-    is_inferred = fault.further == len(fault.path) - 1
-    rows = tuple(
-        (i, name, ("bad, inferred" if is_inferred else "not known") if i else "origin, recorded")
-        for i, name in enumerate(fault.path)
-    )
+    after = "bad, recorded" if fault.is_recorded else "bad, inferred" if fault.after else "not known"
+    rows = tuple((i, name, after if i else "origin, recorded") for i, name in enumerate(fault.path))
     return Table(("", "location", "the sample there"), rows, "Its path through the model")
 
 

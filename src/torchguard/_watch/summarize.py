@@ -23,7 +23,7 @@ from torchguard._channel.config import ErrorConfig
 from torchguard._channel.packing import Flags, capacity, pack, zero_flags
 from torchguard._channel.slot_bits import LOCATION_SHIFT, pack_slot
 from torchguard._operators import define, define_opaque, use_operators
-from torchguard._torch.tracing import can_read, is_shape_only, is_traced
+from torchguard._torch.tracing import can_read, in_transform, is_exporting, is_shape_only, is_traced
 from torchguard._watch.batch import Batch, row_code
 from torchguard._watch.detect import (
     FAULT_CODES,
@@ -36,7 +36,8 @@ from torchguard._watch.detect import (
     scan,
 )
 from torchguard._watch.gradient_probes import set_origins
-from torchguard._watch.origins import RowStatuses, earliest_faults, grouped, lookup
+from torchguard._watch.origins import RowStatuses, checks_of, earliest_faults, grouped, lookup
+from torchguard._watch.path_bits import NO_ORDER, CallOrder, all_checks, order_number, records_in_graph
 from torchguard.checks import floats_of
 
 # The slot of each fault, and of each code that a warning may have, without the location.
@@ -44,16 +45,18 @@ _FAULT_SLOTS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY[code]) for code in FAUL
 _WARNING_SLOTS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY.get(code, Severity.WARN)) for code in range(16))
 _FALLBACK = pack_slot(ErrorCode.FALLBACK_VALUE, 0, Severity.WARN)
 _CPU = torch.device("cpu")
+# The rows of `CallSummary.origins` before those of the path.
+NUM_ORIGINS = 3
 
 
 class CallSummary(NamedTuple):
     """One call, sample by sample. Locations are given by their index in `WatchState.paths`.
 
     Args:
-        origins: `(3, batch)`: the location where the sample went bad first (`CallRecord.check` has the numbers of
-            arguments), at how many further locations it was bad, and the position of the first bad vector at the
-            origin, counted over the dims between batch and last. All three are -1 for a sample that is finite
-            everywhere.
+        origins: `(NUM_ORIGINS, batch)`: the location where the sample went bad first (`CallRecord.check` has the
+            numbers of arguments), at how many further locations it was bad, and the position of the first bad vector at
+            the origin, counted over the dims between batch and last. All three are -1 for a sample that is finite
+            everywhere. Further rows, if there are any, are the path of the sample: see `path_bits.py`.
         warnings: `(codes, batch)`, if there are any: 16 times the location where the warning came up first, plus its
             code; -1 for none.
         ids: `(batch,)`, the ids of the samples, if they were given.
@@ -98,10 +101,16 @@ def summarize(
         probes: the gradient probes of the call, if it has any. Their backward pass is given the origins.
     """
     if use_operators():
-        found = _call_summarize(checked, probes, warnings, location_ids, batch, handling, config)
+        number = order_number(tuple(checked.locations)) if records_in_graph(batch.device) else NO_ORDER
+        found = _call_summarize(checked, probes, warnings, location_ids, batch, handling, config, number)
         return CallSummary(*found, warnings)
-    is_clean = warnings is None and _all_ok(checked.statuses)
-    found = _clean(batch, config) if is_clean else _summarize(checked, warnings, location_ids, batch, handling, config)
+    if is_clean := warnings is None and _all_ok(checked.statuses):
+        found = _clean(batch, config)
+    else:
+        can_record = not is_exporting() and not in_transform()
+        number = order_number(tuple(checked.locations)) if can_record else NO_ORDER
+        order = all_checks(number, len(checked.statuses))
+        found = _summarize(checked, warnings, location_ids, batch, handling, config, order)
     set_origins(probes, found[1])
     return CallSummary(*found, warnings, None, is_clean)
 
@@ -113,12 +122,13 @@ def _summarize(
     batch: Batch,
     handling: FaultHandling,
     config: ErrorConfig,
+    order: CallOrder,
 ) -> tuple[Flags, Tensor]:
     """Flags and origins."""
     f = zero_flags(batch.size, batch.device, config.flag_dtype, config)
     room = capacity(f, config)
     most = max(1, min(room // 2, len(checked.statuses))) if handling.replaced else 1
-    fault, check, position, times = earliest_faults(checked, batch, most, handling.mixes)
+    fault, check, position, times, keys = earliest_faults(checked, batch, most, handling.mixes)
     location = lookup(check, [*checked.locations, -1])
     location_bits = location_ids.to(location.device)[location] << LOCATION_SHIFT
     slots = torch.where(fault == OK, 0, location_bits | lookup(fault, _FAULT_SLOTS))
@@ -126,7 +136,10 @@ def _summarize(
         slots = torch.stack([slots, torch.where(fault == OK, 0, location_bits | _FALLBACK)], 1).flatten(0, 1)
     if warnings is not None:
         slots = _empty_last(torch.cat([slots, _warning_slots(warnings, location_ids)]))
-    return pack(slots[:room].t(), f), torch.stack([location[0], times - 1, position])
+    origins = torch.stack([location[0], times - 1, position])
+    if order.num_rows:
+        origins = torch.cat([origins, order.rows(checks_of(keys, len(checked.statuses)))])
+    return pack(slots[:room].t(), f), origins
 
 
 def _all_ok(statuses: list[Tensor]) -> bool:
@@ -145,10 +158,10 @@ def _is_ok(status: Tensor) -> bool:
     return all_finite(status)
 
 
-def _clean(batch: Batch, config: ErrorConfig) -> tuple[Flags, Tensor]:
+def _clean(batch: Batch, config: ErrorConfig, path_rows: int = 0) -> tuple[Flags, Tensor]:
     """Flags and origins of a call without faults."""
     f = zero_flags(batch.size, batch.device, config.flag_dtype, config)
-    return f, torch.full((3, batch.size), -1, dtype=torch.int64, device=batch.device)
+    return f, torch.full((NUM_ORIGINS + path_rows, batch.size), -1, dtype=torch.int64, device=batch.device)
 
 
 def first_warnings(recorded: Sequence[tuple[int, int, Tensor]]) -> Tensor | None:
@@ -202,10 +215,12 @@ def _call_summarize(
     batch: Batch,
     handling: FaultHandling,
     config: ErrorConfig,
+    order: int,
 ) -> tuple[Flags, Tensor]:
-    """Call the operator `summarize_call`."""
+    """Call the operator `summarize_call`. `order` is the number of the order of the checks."""
     samples = (batch.size, batch.lengths, batch.dim, batch.device)
-    return _SUMMARIZE_CALL(*checked, probes, warnings, location_ids, *samples, *handling, *_layout(config), REVISION)
+    how = (*handling, *_layout(config), order, REVISION)
+    return _SUMMARIZE_CALL(*checked, probes, warnings, location_ids, *samples, *how)
 
 
 def _summarize_call_op(
@@ -225,12 +240,15 @@ def _summarize_call_op(
     dtype: torch.dtype,
     slots: int,
     transposes_from: int | None,
+    order: int,
     revision: int,
 ) -> tuple[Flags, Tensor]:
     checked, batch = RowStatuses(statuses, locations, rows), Batch(size, tuple(lengths), dim, device)
     config = _config(dtype, slots, transposes_from)
     handling = FaultHandling(quarantine, replaced, mixes)
-    found = _summarize_traced(checked, warnings, location_ids, batch, handling, config)
+    found = _summarize_traced(
+        checked, warnings, location_ids, batch, handling, config, all_checks(order, len(statuses))
+    )
     set_origins(probes, found[1])
     return found
 
@@ -242,13 +260,15 @@ def _summarize_traced(
     batch: Batch,
     handling: FaultHandling,
     config: ErrorConfig,
+    order: CallOrder,
 ) -> tuple[Flags, Tensor]:
     if is_shape_only(checked.statuses[0]):
-        return _clean(batch, config)
-    checked = checked.only([i for i, status in enumerate(checked.statuses) if not is_skipped(status)])
+        return _clean(batch, config, order.num_rows)
+    kept = [i for i, status in enumerate(checked.statuses) if not is_skipped(status)]
+    checked, order = checked.only(kept), order._replace(kept=tuple(kept))
     statuses, locations, rows = checked
     if not statuses or compiles_summary(batch.device) or not is_traced(statuses[0]):
-        return _summarize(checked, warnings, location_ids, batch, handling, config)
+        return _summarize(checked, warnings, location_ids, batch, handling, config, order)
     sources = {i: one.tensor for i, one in enumerate(map(deferred_scan, statuses)) if one is not None}
     rest = [i for i in range(len(statuses)) if i not in sources]
     groups, alone = grouped(statuses, rows, batch, rest)
@@ -258,19 +278,20 @@ def _summarize_traced(
         [group.stacked for group in groups],
         [statuses[i] for i in alone],
         [*sources.values()],
-        json.dumps([in_groups, alone, [*sources], locations, rows]),
+        json.dumps([in_groups, alone, [*sources], locations, rows, kept]),
         warnings,
         location_ids,
         batch,
         handling,
         config,
+        order,
     )
 
 
 _SUMMARIZE_CALL = define(
     "summarize_call(Tensor[] statuses, int[] locations, int[] rows, Tensor? probes, Tensor? warnings, "
     "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, Device device, bool quarantine, bool replaced, "
-    "bool mixes, ScalarType dtype, int slots, int? transposes_from, int revision) -> (Tensor, Tensor)",
+    "bool mixes, ScalarType dtype, int slots, int? transposes_from, int order, int revision) -> (Tensor, Tensor)",
     _summarize_call_op,
 )
 
@@ -285,6 +306,7 @@ def _call_summarize_eager(
     batch: Batch,
     handling: FaultHandling,
     config: ErrorConfig,
+    order: CallOrder,
 ) -> tuple[Flags, Tensor]:
     """Call the operator `summarize_call_eager`.
 
@@ -292,14 +314,12 @@ def _call_summarize_eager(
         groups: stacked statuses.
         alone: the statuses of unbatched tensors.
         sources: tensors whose scan was deferred.
-        numbers: five lists as JSON, because passing lists of integers to an operator takes longer than all its work:
-            the numbers of the checks in `groups`, `alone` and `sources`; and for every check its location and
-            its row code.
+        numbers: six lists as JSON, because passing lists of integers to an operator takes longer than all its work:
+            the numbers of the checks in `groups`, `alone` and `sources`; and for every check its location, its row
+            code, and its number among all checks of the call.
     """
-    samples = (batch.size, batch.lengths, batch.dim)
-    return _SUMMARIZE_CALL_EAGER(
-        groups, alone, sources, numbers, warnings, location_ids, *samples, *handling, *_layout(config)
-    )
+    how = (batch.size, batch.lengths, batch.dim, *handling, *_layout(config), order.number, order.checks)
+    return _SUMMARIZE_CALL_EAGER(groups, alone, sources, numbers, warnings, location_ids, *how)
 
 
 def _summarize_call_eager_op(
@@ -318,30 +338,32 @@ def _summarize_call_eager_op(
     dtype: torch.dtype,
     slots: int,
     transposes_from: int | None,
+    order: int,
+    checks: int,
 ) -> tuple[Flags, Tensor]:
     batch, config = Batch(size, tuple(lengths), dim, _CPU), _config(dtype, slots, transposes_from)
     is_ok = all(map(_is_ok, groups)) and all(map(_is_ok, alone)) and all(all_finite(floats_of(z)) for z in sources)
     if warnings is None and is_ok:
-        return _clean(batch, config)
-    in_groups, in_alone, in_sources, locations, rows = json.loads(numbers)
+        return _clean(batch, config, all_checks(order, checks).num_rows)
+    in_groups, in_alone, in_sources, locations, rows, kept = json.loads(numbers)
     statuses = dict(zip(in_groups, (one for group in groups for one in group), strict=True))
     statuses |= zip(in_alone, alone, strict=True)
     statuses |= zip(in_sources, map(scan, sources), strict=True)
-    order = sorted(statuses)
-    checked = RowStatuses([statuses[i] for i in order], [locations[i] for i in order], [rows[i] for i in order])
-    handling = FaultHandling(quarantine, replaced, mixes)
-    return _summarize(checked, warnings, location_ids, batch, handling, config)
+    found = sorted(statuses)
+    checked = RowStatuses([statuses[i] for i in found], [locations[i] for i in found], [rows[i] for i in found])
+    handling, path = FaultHandling(quarantine, replaced, mixes), CallOrder(order, checks, tuple(kept[i] for i in found))
+    return _summarize(checked, warnings, location_ids, batch, handling, config, path)
 
 
 def _summarize_call_eager_shapes(*arguments: Any) -> tuple[Flags, Tensor]:
-    size, lengths, dim, _, _, _, *layout = arguments[6:]
-    return _clean(Batch(size, tuple(lengths), dim, _CPU), _config(*layout))
+    size, lengths, dim, _, _, _, *layout, order, checks = arguments[6:]
+    return _clean(Batch(size, tuple(lengths), dim, _CPU), _config(*layout), all_checks(order, checks).num_rows)
 
 
 _SUMMARIZE_CALL_EAGER = define_opaque(
     "summarize_call_eager(Tensor[] groups, Tensor[] alone, Tensor[] sources, str numbers, Tensor? warnings, "
     "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, bool quarantine, bool replaced, bool mixes, "
-    "ScalarType dtype, int slots, int? transposes_from) -> (Tensor, Tensor)",
+    "ScalarType dtype, int slots, int? transposes_from, int order, int checks) -> (Tensor, Tensor)",
     _summarize_call_eager_op,
     _summarize_call_eager_shapes,
 )

@@ -38,6 +38,7 @@ from torchguard._watch.plan import NOTHING_KNOWN, OwnerPlan, PlannedCall, can_fo
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
 from torchguard._watch.state import MAX_PROBED_BATCH, WatchState
+from torchguard._watch.summarize import CallSummary
 from torchguard._watch.warn import warn_of_recurrent_layer, warn_of_unfollowed, warn_once_of_mixing
 from torchguard._watch.zeros import zero_samples
 from torchguard.exceptions import ReturnsError, WatchError
@@ -84,7 +85,8 @@ class WatchedModel:
         if watch.quarantine and not summary.is_clean and call_record.has_fault_for_all():
             warn_of_recurrent_layer(type(watch.model).__name__)
         if call_record.needs_finite_gradients:
-            summary = summary._replace(flags=require_in_graph(summary.flags, watch.history.handle))
+            flags = require_in_graph(summary.flags, watch.history.handle)
+            summary = CallSummary(flags, *summary[1:])  # torch 2.11 cannot store what `_replace` returns
         if not is_exporting():  # nothing of the call outlives the trace
             summary = watch.history.record(summary, ids)
             watch.save(summary)

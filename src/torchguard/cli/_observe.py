@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 _MOST_RETRIES = 10_000
 _MOST_COSTS = 100  # compilations whose guards are measured
+_NOT_WATCHED = (
+    "No model was watched. --watch watches modules with parameters: those that are compiled, and those that are called "
+    "before anything is compiled, in scripts without Retry. Others: torchguard.watch(model) in the script."
+)
+_NOT_CHECKED = (
+    "The device was not checked: --device checks the graphs of AOTAutograd, and there was none. Nothing was compiled, "
+    "or by a backend without such graphs ('eager'). For a model that is not compiled: torchguard analyze --type device "
+    "--device FILE mypackage.models:build."
+)
 
 
 class ProgressLine:
@@ -118,6 +127,7 @@ class Observation:
         self.audits: list[Audit] = []
         self.guard_costs: list[FrameCost] = []
         self.problems: list[str] = []
+        self._is_unchecked = False  # whether something that was asked for could not be checked
 
     def start(self) -> None:
         on_import("torch", self._attach)
@@ -127,7 +137,11 @@ class Observation:
     def finish(self) -> None:
         if self.watcher is not None:
             self.watcher.finish()
+            if not self.watcher.logs and not self.watcher.unwatched:
+                self._note_unchecked(_NOT_WATCHED)
         self.device_report = self._check_graphs()
+        if self._options.device is not None and not [*self._graphs]:
+            self._note_unchecked(_NOT_CHECKED)
         try:
             self._contexts.close()
         except (TorchGuardError, OSError) as error:
@@ -138,10 +152,18 @@ class Observation:
 
     @property
     def has_findings(self) -> bool:
-        """Whether a rule of the device is broken or a sample went bad: what `--strict` is about."""
+        """What `--strict` is about: a rule of the device is broken, a sample went bad, or something was not checked."""
         report = self.device_report
         is_refused = report is not None and bool(report.violations or report.failures)
-        return is_refused or any(log.bad_calls for log in (self.watcher.logs if self.watcher else ()))
+        return (
+            self._is_unchecked
+            or is_refused
+            or any(log.bad_calls for log in (self.watcher.logs if self.watcher else ()))
+        )
+
+    def _note_unchecked(self, problem: str) -> None:
+        self.problems.append(problem)
+        self._is_unchecked = True
 
     def _attach(self) -> None:
         on_first_compile(self._observe)
@@ -150,11 +172,14 @@ class Observation:
 
             self.watcher = Watcher(self._options.quarantine)
             self.watcher.install()
+            self.watcher.eager_models.install()
 
     def _observe_retries(self) -> None:
         from torchguard._retry.report import OBSERVERS
 
         OBSERVERS.append(self._record_retry)
+        if self.watcher is not None:
+            self.watcher.eager_models.remove()  # a step that restores its model must not find it changed
 
     def _observe_audits(self) -> None:
         from torchguard.guards._audit import OBSERVERS
@@ -184,6 +209,8 @@ class Observation:
 
             if self._options.progress:
                 ProgressLine().install()
+            if self.watcher is not None:
+                self.watcher.eager_models.remove_before_compilations()
             self.inspection = self._contexts.enter_context(guards.inspect())
             if self._options.guard_costs:
                 add_listener(GuardsBuiltEvent, self._record_cost)
@@ -218,5 +245,5 @@ class Observation:
                 if self._options.capture:
                     pair.attach("device.json", report.to_json())
             except Exception as error:
-                self.problems.append(one_line(f"{pair.compile_id} could not be checked: {error!r}"))
+                self._note_unchecked(one_line(f"{pair.compile_id} could not be checked: {error!r}"))
         return sum(reports[1:], start=reports[0]) if reports else None

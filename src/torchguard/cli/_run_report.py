@@ -71,7 +71,7 @@ def values_of(log: "CallLog") -> Section:
     from torchguard._watch.section import values_section
     from torchguard.cli._watched import ParameterIncident
 
-    locations = locations_of(log.watched._watch.labels)
+    locations = locations_of(log.labels)
     of_parameters = [one for one in log.incidents if isinstance(one.incident, ParameterIncident)]
     numbers = [i for i, one in enumerate(log.incidents) if not isinstance(one.incident, ParameterIncident)]
     faults = [_fault(log, number, locations) for number in numbers]

@@ -1,5 +1,7 @@
 """`torchguard run --watch`: watches every model that a script compiles, without a change to the script.
 
+Models that are not compiled are watched as well, as long as nothing is compiled: see `_eager_models.py`.
+
 `Watcher` replaces `torch.compile` and `nn.Module.compile`. For a module it compiles `watch(module)`, a wrapper that
 shares the module's parameters and attributes, and returns that. This does not work for a function that calls a model:
 the function refers to the model itself, and which models it reaches is known only at its first call. These models get
@@ -20,6 +22,7 @@ from torchguard import err
 from torchguard._channel.codes import ErrorCode
 from torchguard._torch.modules import is_compiled_module, share_compiled_call, uncompiled, wrap_compiled_call
 from torchguard._watch import watch
+from torchguard.cli._eager_models import EagerModels
 from torchguard.exceptions import TorchGuardError
 from torchguard.flags import unpack_all
 
@@ -81,7 +84,7 @@ class CallLog:
     """The calls of one watched model, and their incidents. Reading flags never raises, and on a GPU never waits."""
 
     def __init__(self, model: Any, watched: Any) -> None:
-        self.name, self.watched = type(model).__name__, watched
+        self.name, self.watched, self.labels = type(model).__name__, watched, watched._watch.labels
         self.model = model  # keeps it alive, so that its id stays unique
         self.calls = 0
         self.incidents: list[CallIncident] = []
@@ -219,6 +222,7 @@ class Watcher:
         self._log_by_id: dict[int, CallLog] = {}
         self._compile = torch.compile
         self._compile_in_place = nn.Module.compile
+        self.eager_models = EagerModels(self._watch_called, self.unwatched)
 
     def install(self) -> None:
         in_place = self._compile_in_place
@@ -229,6 +233,7 @@ class Watcher:
 
         @functools.wraps(in_place)
         def compile_in_place(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self.eager_models.remove()
             log = self._log_of(model)
             in_place(model if log is None else log.watched, *args, **kwargs)
             if log is not None:
@@ -248,6 +253,7 @@ class Watcher:
         if kwargs.get("disable"):
             return self._compile(model, **kwargs)
         if isinstance(model, nn.Module):
+            self.eager_models.remove()  # what is compiled refers to its `__call__` from now on
             log = self._log_of(uncompiled(model))
             if log is None:
                 return self._compile(model, **kwargs)
@@ -307,6 +313,11 @@ class Watcher:
                 if type(model) is not type(log.watched):
                     model.__class__ = type(log.watched)
         return logs
+
+    def _watch_called(self, model: nn.Module) -> Callable[[], None] | None:
+        """Watch a model in place; returns what to call after each of its calls."""
+        logs = self._watch_in_place([model])
+        return logs[0].read_flags if logs else None
 
     def _log_of(self, model: nn.Module) -> CallLog | None:
         """The log of a model, which is watched from now on; None if it cannot be, or is part of a watched model."""

@@ -1,13 +1,18 @@
 """Which rank a collective failed for.
 
 If a rank dies, a collective of the others fails with an error of the transport, such as "Connection closed by peer", or
-with a timeout. Neither names the rank. So while `name_failures` is active, a thread of each rank counts up a number in
-the store of the process group. A rank whose number stands still is dead. Of a rank on the same machine, the system
-tells more, and at once: whether its process is there. A rank that leaves the block by an exception writes that into the
-store, so that the others know what they waited for.
+with a timeout. Neither names the rank. So while `name_failures` is active, each rank has a note in the store of the
+process group, in which a thread counts up a number. A rank whose number stands still is dead. Of a rank on the same
+machine, the system tells more, and at once: whether its process is there. A rank that leaves the block writes how into
+its note, so that the others know what they waited for.
+
+After a failure one rank reads the notes of all, in a few requests, and the others wait for what it finds: thousands of
+ranks that read thousands of notes each would keep the store busy for hours.
 """
 
 import contextlib
+import datetime
+import itertools
 import json
 import os
 import platform
@@ -26,10 +31,11 @@ from torchguard.exceptions import RankFailedError
 
 # Of each group: how many blocks this process has entered. The same on all ranks, so that keys match.
 _entered: Counter[str] = Counter()
+_REQUEST = 1024  # notes; the time of a larger request grows with the square of its size
 
 
 @contextlib.contextmanager
-def name_failures(group: Group = None, *, interval: float = 1.0) -> Iterator[None]:
+def name_failures(group: Group = None, *, interval: float | None = None) -> Iterator[None]:
     """In the block, an error of a collective names the ranks that caused it: `RankFailedError`.
 
     A rank that waits for another gets its error when the collective fails: at once if the connection is closed, and
@@ -38,13 +44,14 @@ def name_failures(group: Group = None, *, interval: float = 1.0) -> Iterator[Non
 
     Args:
         group: the ranks that the block waits for; all by default.
-        interval: seconds between two signs of life.
+        interval: seconds between two signs of life. By default 1, and with more than 1,000 ranks as many as there are
+            thousands of ranks: the store gets 2,000 requests a second at most.
     """
     ranks = group_of("name_failures", group)
     if ranks is None:
         yield
         return
-    board = _Board(ranks, interval)
+    board = _Board(ranks, max(1.0, dist.get_world_size(ranks) / 1000) if interval is None else interval)
     try:
         yield
     except Exception as error:
@@ -63,14 +70,16 @@ def name_failures(group: Group = None, *, interval: float = 1.0) -> Iterator[Non
 
 
 def _is_of_transport(error: Exception) -> bool:
-    """Whether an error is one of a collective. gloo raises plain RuntimeErrors, with its source file in the text."""
-    text = str(error).lower()
-    is_named = any(word in text for word in ("gloo", "nccl", "timed out", "connection closed", "connection reset"))
+    """Whether an error is one of a collective. gloo raises plain RuntimeErrors, with its source file in the text.
+
+    Their words alone tell nothing: a `DataLoader` times out as well.
+    """
+    is_named = any(word in str(error).lower() for word in ("gloo", "nccl"))
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and is_named)
 
 
 class _Board:
-    """Notes of all ranks in the store: a number that each counts up, and how it left the block."""
+    """Notes of all ranks in the store: "alive", a number and the process, or how the rank left the block."""
 
     def __init__(self, group: dist.ProcessGroup, interval: float) -> None:
         self.rank, self._interval = dist.get_rank(), interval
@@ -80,31 +89,31 @@ class _Board:
         self._prefix = f"torchguard/{name}/{_entered[name]}"
         self._store = default_store()
         self._is_closed = threading.Event()
+        self._process = _own_process()
         self._found: dict[int, str] = {}  # by another rank
-        self._store.set(self._key("alive", self.rank), "0")
-        self._store.set(self._key("process", self.rank), _own_process())
+        self._store.set(self._key(self.rank), f"alive 0 {self._process}")
         self._thread = threading.Thread(target=self._count, args=(default_store(),), daemon=True)
         self._thread.start()
 
-    def _key(self, kind: str, rank: int) -> str:
-        return f"{self._prefix}/{kind}/{rank}"
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
 
     def _count(self, store: Any) -> None:
         number = 0
         while not self._is_closed.wait(self._interval):
             number += 1
             try:
-                store.set(self._key("alive", self.rank), str(number))
+                store.set(self._key(self.rank), f"alive {number} {self._process}")
                 if not self._found and store.check([f"{self._prefix}/found"]):
-                    found = json.loads(store.get(f"{self._prefix}/found"))
-                    self._found = {int(rank): text for rank, text in found.items()}
+                    self._found = self._read_found(store)
             except dist.DistError:  # the store is gone, which the others notice as well
                 return
 
     def post(self, kind: str, text: str) -> None:
         """Say how this rank left the block: it "raised", "failed" in a collective, or just "left"."""
+        self.close()  # or the thread would write over it
         with contextlib.suppress(dist.DistError):  # without the store, no rank could read it
-            self._store.set(self._key("end", self.rank), f"{kind} {text}"[:2000])
+            self._store.set(self._key(self.rank), f"{kind} {text}"[:2000])
 
     def close(self) -> None:
         self._is_closed.set()
@@ -113,13 +122,31 @@ class _Board:
     def causes(self) -> dict[int, str]:
         """The ranks that a collective failed for, with what is known of each."""
         try:
-            found = self._ended("raised") or self._dead() or self._ended("left") or self._absent()
-            self._store.set(f"{self._prefix}/found", json.dumps(found))
-            return found
+            found = self._agreed()
         except dist.DistError as error:
             if self._found or not _store_of_rank_0(self._store) or not self.rank:
-                return self._found
-            return {0: f"has ended: it hosts the store of the process group, which is gone ({error})"}
+                found = self._found
+            else:
+                found = {0: f"has ended: it hosts the store of the process group, which is gone ({error})"}
+        return {rank: text for rank, text in found.items() if rank != self.rank}
+
+    def _agreed(self) -> dict[int, str]:
+        """What one rank finds, which is the first to ask. If that one dies meanwhile, the next."""
+        key = f"{self._prefix}/found"
+        for turn in itertools.count():
+            if self._store.add(f"{self._prefix}/turn/{turn}", 1) == 1:
+                self._store.set(
+                    key, json.dumps(self._ended("raised") or self._dead() or self._ended("left") or self._absent())
+                )
+            # A timeout is a DistError of some stores and a plain RuntimeError of others.
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([key], datetime.timedelta(seconds=10 * self._interval + 30))
+            if self._store.check([key]):
+                return self._read_found(self._store)
+        raise AssertionError
+
+    def _read_found(self, store: Any) -> dict[int, str]:
+        return {int(rank): text for rank, text in json.loads(store.get(f"{self._prefix}/found")).items()}
 
     def linger(self) -> None:
         """Keep the store for the others, if this rank hosts it, until each has read what it was that failed."""
@@ -128,18 +155,18 @@ class _Board:
 
     def _ended(self, how: str) -> dict[int, str]:
         """The ranks that are no longer in the block, by their own doing."""
-        return {rank: text for rank, text in self._read("end").items() if text.startswith(how)}
+        return {rank: note for rank, note in self._notes().items() if note.startswith(how)}
 
     def _dead(self) -> dict[int, str]:
-        processes, before = self._read("process"), self._read("alive")
+        before = self._notes()
         end, silent = time.monotonic() + 3 * self._interval, dict.fromkeys(self._others, _RUNS)
         while silent and time.monotonic() < end:
             time.sleep(self._interval / 4)
-            now, ended = self._read("alive"), self._read("end")
+            now = self._notes()
             silent = {
-                rank: _state(processes.get(rank, ""))
+                rank: _state(now.get(rank, ""))
                 for rank in silent
-                if now.get(rank) == before.get(rank) and rank not in ended
+                if now.get(rank) == before.get(rank) and _is_alive(now.get(rank))
             }
             if _ENDED in silent.values() and "" not in silent.values():  # of all others, the system tells
                 break
@@ -150,16 +177,30 @@ class _Board:
 
     def _absent(self) -> dict[int, str]:
         """Ranks that are alive, and did not fail in a collective as this one did."""
-        running = [rank for rank in self._others if rank not in self._read("end")]
+        notes = self._notes()
+        running = [rank for rank in self._others if _is_alive(notes.get(rank))]
         return dict.fromkeys(running, "is alive, and did not take part in the collective, or waits for another one")
 
-    def _read(self, kind: str) -> dict[int, str]:
+    def _notes(self) -> dict[int, str]:
+        """The notes of the others. One that never came into the block has none."""
         found = {}
-        for rank in self._others:
-            key = self._key(kind, rank)
-            if self._store.check([key]):
-                found[rank] = self._store.get(key).decode()
+        for start in range(0, len(self._others), _REQUEST):
+            there = self._with_note(self._others[start : start + _REQUEST])
+            notes = self._store.multi_get([self._key(rank) for rank in there]) if there else []
+            found |= {rank: note.decode() for rank, note in zip(there, notes, strict=True)}
         return found
+
+    def _with_note(self, ranks: list[int]) -> list[int]:
+        """Those of some ranks that have a note: one question if all have, and few if few have none."""
+        if not ranks or self._store.check([self._key(rank) for rank in ranks]):
+            return ranks
+        half = len(ranks) // 2
+        return self._with_note(ranks[:half]) + self._with_note(ranks[half:]) if half else []
+
+
+def _is_alive(note: str | None) -> bool:
+    """Whether a rank has not said that it left the block."""
+    return note is None or note.startswith("alive")
 
 
 def _store_of_rank_0(store: Any) -> bool:
@@ -183,9 +224,9 @@ def _own_process() -> str:
         return ""
 
 
-def _state(process: str) -> str:
-    """What the system tells of a process; "" if it is one of another machine or container."""
-    *machine, pid, start = process.split() or ["", ""]
+def _state(note: str) -> str:
+    """What the system tells of the process in a note; "" if it is one of another machine or container."""
+    *machine, pid, start = note.split()[2:] or ["", ""]
     if not machine or machine != _own_process().split()[:-2]:
         return ""
     try:

@@ -29,7 +29,7 @@ from torchguard import err
 from torchguard._extras import require_extra
 from torchguard._retry import Retry, RetryReport
 from torchguard._retry.batch import Batch
-from torchguard._torch.training import multiply_all
+from torchguard._torch.training import gradients_so_far, multiply_all
 from torchguard._watch.wrapper import is_watched
 from torchguard.exceptions import RetryError, WatchError
 
@@ -120,7 +120,6 @@ class RetryMixin:
     retry_options: dict[str, Any] = {}  # noqa: RUF012 (a default, replaced by a subclass)
     guard: Retry | None = None
     _is_compared = False
-    _scale: float | None = None  # before a step that was skipped
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, count = super().get_batch_samples(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -141,16 +140,15 @@ class RetryMixin:
         if self.guard is None:
             self._closure = self._make_closure(model, as_counted=True)
             self.guard = Retry(model, trainer.optimizer, **{"on_bad": _warn, **self.retry_options})
+            self._skipping = _SkippedStep()
+            trainer.add_callback(self._skipping)
         if not self._is_compared:
             self._is_compared = self._compare_losses(model, self._window[0])
         scaler = trainer.accelerator.scaler
-        if self._scale is not None:
-            scaler.update(self._scale)
         report = self.guard.backward(self._closure, self._window, window=True, scaler=scaler)
-        self._window, self._scale = [], None
+        self._window = []
         if report.skipped and scaler is not None:
-            self._scale = scaler.get_scale()
-            _have_scaler_skip(model)
+            self._skipping.prepare(model, scaler)
         return zero if report.skipped else zero + report.loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -264,8 +262,7 @@ class TorchGuardCallback(TrainerCallback):
         assert self._left is not None
         before, self._left = self._left.clamp(min=1), self._left - lost
         left = self._left.clamp(min=1)
-        gradients = [one.grad for one in self.guarded.parameters() if one.grad is not None]
-        multiply_all(gradients, before / left)
+        multiply_all(gradients_so_far(self.guarded), before / left)
         return before, left
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -306,9 +303,10 @@ def _warn(report: RetryReport) -> None:
 def _shifts(model: Any) -> bool:
     """Whether the loss of a model predicts each token from the ones before it, by the rules of the `Trainer`."""
     inner = getattr(model, "module", model)
+    names = {one.__name__ for one in type(inner).__mro__}  # `fully_shard` makes a subclass
     return (
         LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "") is ForCausalLMLoss
-        or type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        or not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     ) and not getattr(inner.config, "is_encoder_decoder", False)
 
 
@@ -327,10 +325,23 @@ def _problem_type(model: Any) -> str | None:
     return getattr(getattr(inner, "config", None), "problem_type", None)
 
 
-def _have_scaler_skip(model: nn.Module) -> None:
-    """Give one gradient an Inf: a `GradScaler` steps only with gradients, and skips the step if one is not finite.
+class _SkippedStep(TrainerCallback):
+    """Has a `GradScaler` skip a step without a good sample, and forget it.
 
-    It takes that for an overflow, and lowers its scale, which is set back before the next step.
+    It steps only with gradients, and skips if one is not finite. It takes that for an overflow: scale and growth are
+    set back, before anything is saved or logged.
     """
-    parameter = next(one for one in model.parameters() if one.requires_grad)
-    parameter.grad = torch.full_like(parameter, torch.inf)
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, dict[str, Any]] | None = None  # a scaler and its state
+
+    def prepare(self, model: nn.Module, scaler: Any) -> None:
+        self._before = scaler, scaler.state_dict()
+        parameter = next(one for one in model.parameters() if one.requires_grad)
+        parameter.grad = torch.full_like(parameter, torch.inf)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._before is not None:
+            scaler, before = self._before
+            scaler.load_state_dict(before)
+            self._before = None

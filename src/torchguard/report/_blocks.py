@@ -101,6 +101,7 @@ class HeatMap:
         columns: how many columns there are, counted from 0.
         cells: (row, column, count) of each pair that has one.
         noun: what is counted, in the plural.
+        first: the column that is shown first: 1 where there is none of number 0.
     """
 
     kind: ClassVar[str] = "heatmap"
@@ -111,6 +112,7 @@ class HeatMap:
     columns: int
     cells: tuple[tuple[int, int, int], ...]
     noun: str = ""
+    first: int = 0
 
 
 @dataclass(frozen=True)

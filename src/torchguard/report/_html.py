@@ -152,6 +152,7 @@ def _heat_map_data(block: HeatMap) -> dict[str, Any]:
         "column_label": block.column_label,
         "rows": block.rows,
         "columns": block.columns,
+        "first": block.first,
         "join": join,
         "starts": _encoded(starts),
         "at": _encoded(columns),

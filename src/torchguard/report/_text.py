@@ -153,7 +153,7 @@ def _(block: HeatMap) -> RenderableType:
         (*row, "".join(_EIGHTHS[-(-8 * count // most)] for count in counts))
         for row, counts in zip(table.rows, binned, strict=True)
     )
-    over = f"{block.column_label}s 0 to {block.columns - 1}"
+    over = f"{block.column_label}s {block.first} to {block.columns - 1}"
     return _table(Table((*table.columns, over), rows, block.title))
 
 

@@ -343,7 +343,7 @@
       const from = tools.querySelector(".from"), to = tools.querySelector(".to"), [previous, next] = tools.querySelectorAll("button");
       const ROWS = 40, BINS = 200;
       let matched = names.map((_, i) => i), page = 0, rows = [], cells = [], bins = 0, wide = 1, first = 0, most = 1;
-      const clamp = value => Math.min(data.columns - 1, Math.max(0, Math.floor(Number(value) || 0)));
+      const clamp = value => Math.min(data.columns - 1, Math.max(data.first, Math.floor(Number(value) || 0)));
       const compute = () => {
         first = Math.min(clamp(from.value), clamp(to.value));
         const last = Math.max(clamp(from.value), clamp(to.value));
@@ -408,14 +408,24 @@
     const canvas = figure.querySelector(".canvas"), spoken = figure.querySelector(".spoken");
     const chart = kinds[figure.dataset.kind](dataOf(figure), figure);
     let drawn = null, at = -1;
-    const draw = () => {
+    // A range that was chosen stays, also on paper, which has no slider.
+    const keepRange = (option, printing) => {
+      const chosen = drawn ? drawn.getOption().dataZoom || [] : [];
+      (option.dataZoom || []).forEach((one, i) => {
+        if (chosen[i]) Object.assign(one, { start: chosen[i].start, end: chosen[i].end });
+        if (printing) Object.assign(one, { show: false });
+      });
+      if (printing && option.dataZoom && option.dataZoom.length) option.grid.bottom = 44;
+    };
+    const draw = (printing = false) => {
       const option = chart.option();
+      keepRange(option, printing);
       if (chart.height) canvas.style.height = `${chart.height}px`;
       if (drawn) drawn.resize(); else drawn = echarts.init(canvas, null, { renderer: "canvas" });
       drawn.setOption(option, { notMerge: true });
       at = -1;
     };
-    figure.addEventListener("redraw", draw);
+    figure.addEventListener("redraw", () => draw());
     new ResizeObserver(() => {  // told also when it begins to observe: drawing a large chart twice takes long
       if (drawn.getWidth() !== canvas.clientWidth || drawn.getHeight() !== canvas.clientHeight) drawn.resize();
     }).observe(canvas);
@@ -433,7 +443,7 @@
     // Chromium prints only the top one of several canvases that lie upon each other: a chart is printed as one image.
     let printed = null;
     const print = () => {
-      draw();
+      draw(true);
       drawn.resize({ width: PAPER, height: canvas.clientHeight });
       printed = drawn.renderToCanvas({ pixelRatio: 2, backgroundColor: style("--ground") });
       printed.className = "printed";
@@ -445,7 +455,7 @@
       if (printed) printed.remove();
       figure.classList.remove("printing");
     };
-    charts.push(draw);
+    charts.push(() => draw());
     printers.push({ print, restore });
   };
   // A chart or a long table is started when it comes near the view; all that is visible is before the page is printed.
