@@ -6,7 +6,6 @@ takes seconds.
 """
 
 import operator
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -83,11 +82,6 @@ def load_package(path: str) -> Any:
     from torch._inductor import aoti_load_package
 
     return aoti_load_package(path)
-
-
-def is_loaded() -> bool:
-    """Whether Inductor can be the backend of what is being traced: it loads itself before it traces."""
-    return "torch._inductor.lowering" in sys.modules
 
 
 def compile_in_place(functional: Any, in_place: Any, function: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchguard._operators import define_opaque
-from torchguard._torch.inductor import compile_in_place, is_loaded
+from torchguard._torch.inductor import compile_in_place
 from torchguard._torch.tracing import can_read, is_traced
 from torchguard._watch.batch import Batch, row_code
 from torchguard._watch.detect import PROBE_INF, PROBE_NAN, REVISION, all_finite, is_finite, is_nan, row_status
@@ -91,7 +91,7 @@ def _probe_gradient(worst: Tensor) -> Tensor:
 
 def _call_mask_gradient(grad: Tensor, table: Tensor, location: int, samples: int) -> Tensor:
     """Call the operator `mask_gradient` if Inductor can launch its kernel, else `mask_gradient_` on a copy."""
-    if is_loaded() and _can_launch(grad, samples):
+    if _can_launch(grad, samples):
         _compile_mask_gradient()
         return _MASK_GRADIENT(grad, table, location, samples, REVISION)
     finite = grad.clone(memory_format=_format_for_kernel(grad))  # left out if nothing else reads `grad`
@@ -158,5 +158,5 @@ _MASK_GRADIENT = define_opaque(
 
 @functools.cache
 def _compile_mask_gradient() -> None:
-    """Have Inductor launch the kernel itself. Not before it is loaded, which takes seconds."""
+    """Have Inductor launch the kernel itself. Only when it is first needed, since this loads all of Inductor."""
     compile_in_place(_MASK_GRADIENT, _MASK_GRADIENT_, "torchguard._watch.kernels:mask_gradient")
