@@ -1,14 +1,16 @@
 """`torchguard run --watch` of a script that compiles nothing."""
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from torchguard import guards
-from torchguard.cli._eager_models import EagerModels
 from torchguard.cli._watched import Watcher
 
 SCRIPT = """
@@ -30,6 +32,15 @@ for call in range(3):
     loss(net(x), torch.zeros(4, 1))
 assert type(net).__name__ == "Net" and isinstance(net, Net)
 """
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
 
 
 @pytest.fixture
@@ -119,9 +130,59 @@ def test_a_model_that_torchguard_watches_already_is_left_alone(watcher):
     assert [one.sample for one in guarded.history] == [1]
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_between_calls_the_model_is_the_scripts_own(watcher, copied):
+    model = TwoLayers()
+    before = {name: value for name, value in vars(model).items() if not name.startswith("_")}
+    model(batch(1))
+    assert type(model) is TwoLayers
+    assert {name: value for name, value in vars(model).items() if not name.startswith("_")} == before
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    copied(model)(batch(2))
+    assert [one.incident.sample for log in watcher.logs for one in log.incidents] == [1, 2]
+
+
+def test_a_forward_that_the_script_replaces_is_watched(watcher):
+    model = TwoLayers()
+    model(batch(1))
+    plain = model.forward
+    model.forward = lambda x: plain(x * 1)
+    model(batch(2))
+    (log,) = watcher.logs
+    assert [(one.call, one.incident.sample) for one in log.incidents] == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_recompute_what_the_call_computed(monkeypatch, quarantine, use_reentrant):
+    class Checkpointed(TwoLayers):
+        def forward(self, x):
+            return self.second(checkpoint(self.first, x, use_reentrant=use_reentrant))
+
+    monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__)
+    watcher = Watcher(quarantine)
+    watcher.eager_models.install()
+    model = Checkpointed()
+    model(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert all(one.grad.isfinite().all() for one in model.parameters())
+    assert [log.calls for log in watcher.logs] == [1]
+
+
+def test_a_model_that_is_compiled_after_eager_calls_is_watched_on(watcher, monkeypatch):
+    monkeypatch.setattr(torch, "compile", torch.compile)
+    watcher.install()
+    model = TwoLayers()
+    model(batch(1))
+    torch.compile(model, backend="eager")(batch(2))
+    watcher.finish()
+    assert [(log.calls, log.incidents[0].incident.sample) for log in watcher.logs] == [(1, 1), (1, 2)]
+
+
 def test_what_other_code_put_in_place_of_the_call_stays(monkeypatch):
     monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__)
-    eager = EagerModels(lambda model: None, {})
+    eager = Watcher().eager_models
     eager.install()
 
     def other(*args, **kwargs):

@@ -152,8 +152,9 @@ def test_the_layout_of_what_a_graph_returns_is_checked():
 
 @pytest.mark.parametrize("train", [False, True])
 def test_the_layout_of_a_transposed_product_that_a_graph_returns_is_checked(train):
-    found = only(violations_of(nn.Sequential(nn.Linear(8, 4), Transposed()), x, layouts="contiguous", train=train))
-    assert "output (4, 4) with strides (1, 4) is transposed" in found.message
+    found = violations_of(nn.Sequential(nn.Linear(8, 4), Transposed()), x, layouts="contiguous", train=train)
+    output = only([one for one in found if one.graph != "backward"])  # torch 2.11 sums a transposed gradient
+    assert "output (4, 4) with strides (1, 4) is transposed" in output.message
 
 
 def test_layouts_of_copies_of_gradients_and_of_what_is_saved_are_not_checked():

@@ -214,7 +214,7 @@ def have_one_rank_send():
 
 
 def main(check, device):
-    faulthandler.dump_traceback_later(60 if check == "death" else 250, exit=True)
+    faulthandler.dump_traceback_later(60 if check == "death" else 150, exit=True)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     limit = timedelta(seconds=20 if check == "death" else 120)

@@ -159,6 +159,17 @@ class TestAllGather:
             assert torch.equal(all_rows, whole)
             assert torch.allclose(grad, 6 * 2 * x)  # 1 + 2 + 3 ranks
 
+    def test_second_derivatives_of_every_rank_are_kept(self):
+        """As a gradient penalty needs them."""
+
+        def gather():
+            x = batch_of(dist.get_rank(), 1 + dist.get_rank()).requires_grad_()
+            (grad,) = torch.autograd.grad(distributed.all_gather(x).pow(3).sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(grad.sum(), x)
+            return torch.allclose(second, 2 * 6 * x)  # of two ranks
+
+        assert run_ranks(gather) == [True, True]
+
     def test_a_rank_whose_tensor_needs_no_gradient_takes_part_in_backward(self):
         def gather():
             x = torch.ones(2, requires_grad=dist.get_rank() == 0)

@@ -13,6 +13,7 @@ import torch
 from tests.models import bert
 from torch import nn
 
+from torchguard._torch.support import torch_is_at_least
 from torchguard.exceptions import GuardError
 from torchguard.guards import _certify, _suggest
 from torchguard.guards._certify import CORRECT, EAGER_FAILS, HARMFUL, HARMLESS, NOT_EXERCISED, STALE, UNGUARDED
@@ -317,7 +318,8 @@ STATE_CHANGES = {
     "ModuleList delete": lambda model: model.layers.__delitem__(1),
     "ModuleDict add": lambda model: model.heads.update({"b": nn.Linear(4, 4)}),
     "submodule": lambda model: setattr(model, "first", nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
-    "__class__": lambda model: setattr(model.first, "__class__", Bent),
+    # Dynamo of torch 2.11 does not notice another class, whatever the filter.
+    **({"__class__": lambda model: setattr(model.first, "__class__", Bent)} if torch_is_at_least(2, 12) else {}),
     "forward": lambda model: setattr(model.first, "forward", lambda x: x - 1),
     "parametrize": lambda model: nn.utils.parametrizations.orthogonal(model.first),
     "no bias": lambda model: setattr(model.first, "bias", None),
@@ -359,7 +361,8 @@ def test_a_value_that_matters_only_after_another_change_stays_guarded(suggested)
 
 
 def test_a_certificate_says_how_much_was_tried():
-    certificate = certify(NormAndDropout().eval(), torch.randn(3, 4), ~of_type("DICT_NOT_CONTAINS", "DUPLICATE_INPUT"))
+    not_tried = "DICT_NOT_CONTAINS" if torch_is_at_least(2, 12) else "DICT_CONTAINS"  # one type for both in torch 2.11
+    certificate = certify(NormAndDropout().eval(), torch.randn(3, 4), ~of_type(not_tried, "DUPLICATE_INPUT"))
     assert certificate.exercised == 0 < len(certificate.guards)
     assert not certificate.is_clean
     assert f"No change made {len(certificate.guards)} of them fail: nothing is known about those." in str(certificate)

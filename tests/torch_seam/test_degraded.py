@@ -140,6 +140,27 @@ class TestTracing:
         asked(x)
         assert found == [True, False]
 
+    def test_without_the_tracer_of_dynamo_nothing_counts_as_a_branch(self, monkeypatch):
+        """`is_in_branch`."""
+        import torch._dynamo.symbolic_convert as dynamo
+
+        x, found = torch.ones(2), []
+        note = tracing.constant_in_graphs(lambda: found.append(tracing.is_in_branch()))
+
+        def branch(x):
+            note()
+            return x * 2
+
+        def function(x):
+            note()
+            return torch.cond(x.sum() > 0, branch, torch.sin, (x,))
+
+        torch.compile(function, backend="eager", fullgraph=True)(x)
+        assert found[0] is False
+        assert True in found
+        monkeypatch.setattr(dynamo, "tls", None)
+        assert not tracing.is_in_branch()
+
 
 class TestTensors:
     def test_autocast_is_asked_for_cuda_alone(self, monkeypatch):

@@ -197,7 +197,9 @@ class TestBlocks:
 
 
 @pytest.mark.filterwarnings("ignore::torchguard.exceptions.CompileOnceWarning")
-def test_in_quarantine_a_checkpoint_around_a_compiled_block_is_refused():
+@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize("compile", [in_place, replaced])
+def test_a_checkpoint_around_a_compiled_block_works_from_the_first_call_on(compile, quarantine):
     class Checkpointed(Blocks):
         def forward(self, ids, scale):
             x = self.embed(ids)
@@ -206,11 +208,19 @@ def test_in_quarantine_a_checkpoint_around_a_compiled_block_is_refused():
             return x
 
     model = Checkpointed(2)
-    guarded = watch(model, quarantine=True)
-    guarded(IDS, SCALE)
-    in_place(model, CompileCounterWithBackend("eager"))
-    with pytest.raises(WatchError, match=r"checkpoint calls a part.*guarded.compile\(\)"):
-        guarded(IDS, SCALE)
+    plain = copy.deepcopy(model)
+    guarded = watch(model, quarantine=quarantine)
+    compile(model, CompileCounterWithBackend("aot_eager"))
+    want = plain(IDS, torch.ones(3))
+    want.square().sum().backward()
+    for _ in range(3):
+        model.zero_grad()
+        out, f = guarded(IDS, torch.ones(3))
+        out.square().sum().backward()
+        torch.testing.assert_close(out, want)
+        assert not err.is_err(f).any()
+        for p, of_plain in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, of_plain.grad)
 
 
 def test_in_quarantine_blocks_run_uncompiled_which_is_said():

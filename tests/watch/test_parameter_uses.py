@@ -274,6 +274,9 @@ def test_a_fault_inside_a_recurrent_layer_is_declared_when_it_happens(recwarn):
     x = batch()
     x[BAD, 1] = math.nan  # a fault that comes from outside of the layer is its sample's
     assert named(guarded(x)[1]) == [BAD]
+    shown = len(recwarn)
+    assert named(guarded(batch("overflow"))[1]) == ALL
+    assert len(recwarn) == shown  # it is said once for each watched model
 
 
 class Breaking(Model):

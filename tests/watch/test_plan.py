@@ -1,5 +1,7 @@
 """Plans: what was found in one call holds in another only if that takes the same way through the model."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -261,3 +263,73 @@ def test_idioms_of_torch_are_as_without_watch_and_exact_or_declared(name, recwar
     else:
         assert bad_samples(f) == [2]
         torch.testing.assert_close(out[[0, 1, 3]], want[[0, 1, 3]], rtol=1e-9, atol=1e-12)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.scale, self.shifts = nn.Parameter(torch.ones(4)), False
+
+    def forward(self, x):
+        h = self.first(x) + 1 if self.shifts else self.first(x)
+        h = (x[:, :, :1].sqrt() + h) * self.scale
+        return self.last(self.attention(h, h, h)[0])
+
+
+def new_last_layer(model):
+    model.last = nn.Linear(4, 4)
+
+
+BETWEEN_CALLS = {
+    "inference mode after no_grad": ([torch.no_grad, torch.inference_mode], None),
+    "gradients after inference mode": ([torch.inference_mode, torch.enable_grad], None),
+    "autocast": ([contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)], None),
+    "another last layer": ([contextlib.nullcontext] * 2, new_last_layer),
+    "a parameter that is trained from now on": ([contextlib.nullcontext] * 2, lambda m: m.scale.requires_grad_(True)),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN_CALLS)
+def test_what_changes_between_calls_is_no_other_way_through_the_model(name, recwarn):
+    modes, change = BETWEEN_CALLS[name]
+    model = Attending()
+    model.scale.requires_grad_(False)
+    guarded = watch(model, quarantine=True)
+    x = torch.rand(4, 3, 4)
+    with modes[0]():
+        guarded(x)
+    if change is not None:
+        change(model)
+    x[2, 1, 0] = -1  # NaN where samples meet the scale
+    with modes[1]():
+        out, f = guarded(x)
+    assert bad_samples(f) == [2]
+    if out.requires_grad:
+        err.mean_ok(f, out.flatten(1).float().square().mean(-1)).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert not [one for one in recwarn if issubclass(one.category, MixedRowsWarning)]
+
+
+def test_two_calls_under_one_autocast_are_both_exact():
+    guarded = watch(Attending(), quarantine=True)  # autocast keeps the weights that the first call has cast
+    x = torch.rand(4, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        guarded(x)
+        x[1, 0, 0] = -1
+        assert bad_samples(guarded(x)[1]) == [1]
+
+
+def test_attention_on_a_way_that_was_not_followed_is_declared():
+    model = Attending()
+    guarded = watch(model, quarantine=True)
+    x = torch.rand(4, 3, 4)
+    guarded(x)
+    model.shifts = True
+    x[1, 0, 0] = -1
+    with pytest.warns(MixedRowsWarning, match="another way"):
+        out, f = guarded(x)
+    assert bad_samples(f) == ALL
+    out.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchguard import ErrorConfig, err, flags, get_config, set_config
 from torchguard._watch import unwatch, watch
-from torchguard.exceptions import MixedRowsWarning
+from torchguard.exceptions import MixedRowsWarning, WatchError
 
 NAN, INF = float("nan"), float("inf")
 BATCH = 6
@@ -481,6 +481,16 @@ class TestTheWatchedModelIsTheModel:
         assert type(model) is nn.Sequential
         assert torch.equal(model(x), want)
         assert faults_of(watch(model)) == {1: ["NAN @ input"]}
+
+    def test_after_unwatch_it_says_so(self, quarantine):
+        guarded = watch(normalized_mlp(), quarantine=quarantine)
+        guarded(torch.randn(3, 4))
+        unwatch(guarded)
+        uses = [guarded.report, guarded.run_report, guarded.poll, lambda: guarded(torch.randn(3, 4))]
+        uses += [lambda name=name: getattr(guarded, name) for name in ("flags", "history", "backward_flags")]
+        for use in (*uses, lambda: unwatch(guarded)):
+            with pytest.raises(WatchError, match=r"is no longer watched.*Use the model that unwatch returned"):
+                use()
 
     def test_hooks_of_others_stay_when_it_is_unwatched(self):
         model, called = normalized_mlp(), []

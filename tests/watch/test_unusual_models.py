@@ -331,6 +331,23 @@ def test_after_all_this_a_model_can_be_unwatched():
     assert unwatch(watch(model, quarantine=True)) is model
 
 
+class OwnNorm(nn.Module):
+    """A norm that keeps its width as a number: torch's own has a tuple."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.normalized_shape, self.weight = width, nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def test_a_norm_may_have_a_number_as_its_shape():
+    guarded = watch(nn.Sequential(nn.Linear(3, 3), OwnNorm(3)), quarantine=True)
+    _, f = guarded(torch.tensor([[1.0, 2.0, 3.0], [1.0, NAN, 3.0]]))
+    assert err.is_err(f).tolist() == [False, True]
+
+
 class Detector(nn.Module):
     """Takes a list of images, pads them to one batch, and returns a dict for each image."""
 

@@ -120,8 +120,8 @@ class RecoverableStep(GuardedStep):
         """Refuse a change of tensors that are not saved, because no step has changed them before."""
         if changed := self.ranks.union(names):
             raise RetryError(
-                f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value "
-                "before this step is lost. From now on it is saved."
+                f"Retry: the closure changes {', '.join(changed)}, which it did not before, so that the value before "
+                "this step is lost: load it from a checkpoint. From now on it is saved."
             )
 
     def _cause_beside_samples(self, first: RunResult) -> tuple[str, list[str]]:

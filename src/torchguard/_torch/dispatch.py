@@ -4,19 +4,13 @@
 this is required, and the same in torch 2.11 to 2.15.
 """
 
-import contextlib
 import functools
-import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-
-from torchguard._torch.process import process_state
 
 __all__ = ["DispatchMode", "StorageWeakRef"]
 
@@ -84,39 +78,6 @@ def is_query(op: Any) -> bool:
 
 def has_tag(op: Any, tag: torch.Tag) -> bool:
     return tag in op.tags
-
-
-class _EagerStance:
-    """The stance "force_eager" of the process, which several threads may want at once: the last one puts it back."""
-
-    def __init__(self) -> None:
-        self.lock, self.users, self.stack = threading.Lock(), 0, contextlib.ExitStack()
-
-
-_EAGER = process_state("eager stance", _EagerStance)
-
-
-@contextlib.contextmanager
-def without_compiled_code() -> Iterator[None]:
-    """Run compiled functions as plain Python, so that a mode sees their operations. Dynamo compiles them afterwards.
-
-    The stance is public, but one for all threads: others run their compiled functions as plain Python meanwhile. If
-    nothing is compiled yet, loading Dynamo to set it would take seconds.
-    """
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with _EAGER.lock:
-        _EAGER.users += 1
-        if _EAGER.users == 1:
-            _EAGER.stack.enter_context(torch.compiler.set_stance("force_eager"))
-    try:
-        yield
-    finally:
-        with _EAGER.lock:
-            _EAGER.users -= 1
-            if _EAGER.users == 0:
-                _EAGER.stack.close()
 
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:

@@ -40,10 +40,19 @@ def remove_forward_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -
     The handles that `register_forward_hook` returns do not help: a copy of a model has copies of the hooks, and no
     handles. Required: nn.Module itself calls the hooks in these dicts.
     """
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key in [key for key, hook in hooks.items() if is_ours(getattr(hook, "__self__", hook))]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for hooks, key, _ in _forward_hooks(module, is_ours):
+        del hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def forward_hooks(model: nn.Module, is_ours: Callable[[object], bool]) -> list[tuple[dict[int, Any], int, Any]]:
+    """The same hooks of all modules of a model: the dict that each is in, its key, and the hook."""
+    return [found for module in model.modules() for found in _forward_hooks(module, is_ours)]
+
+
+def _forward_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> list[tuple[dict[int, Any], int, Any]]:
+    dicts = (module._forward_hooks, module._forward_pre_hooks)
+    return [(one, key, hook) for one in dicts for key, hook in one.items() if is_ours(getattr(hook, "__self__", hook))]
 
 
 def with_parameters(model: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
@@ -71,14 +80,8 @@ def is_compiled_or_scripted(module: nn.Module) -> bool:
 
 def has_compiled_parts(model: nn.Module) -> bool:
     """Whether a module within a model is compiled on its own, by `compile()` or `torch.compile`."""
-    return bool(modules_in_compiled_parts(model))
-
-
-def modules_in_compiled_parts(model: nn.Module) -> frozenset[int]:
-    """The ids of all modules in parts of a model that are compiled on their own."""
     parts = [module for module in model.modules() if module is not model]
-    roots = [m for m in parts if "_orig_mod" in m._modules or m.__dict__.get("_compiled_call_impl") is not None]
-    return frozenset([id(one) for root in roots for one in root.modules()])
+    return any(is_compiled_module(part) or is_compiled_in_place(part) for part in parts)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

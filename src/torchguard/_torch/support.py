@@ -110,6 +110,8 @@ _ONLY_HELPS = {
         "torch._higher_order_ops.invoke_subgraph.get_invoke_subgraph_cache": "compile_once compiles more slowly",
         "torch._inductor.lowering.register_lowering": _COPIES,
         "torch._inductor.virtualized.V": _COPIES,
+        "torch._higher_order_ops.utils.setup_compilation_env": "torch.cond and the like fail in eager mode",
+        "torch.utils.checkpoint._CheckpointFrame": "checkpoints around compiled blocks fail in eager mode",
     },
     "Retry": {},
     "guards": {

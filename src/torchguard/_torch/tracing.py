@@ -27,6 +27,7 @@ require_names(
 warn_of_missing("err")
 
 F = TypeVar("F", bound=Callable)
+_DEVICES = ("cpu", "cuda")
 
 
 def constant_in_graphs(fn: F) -> F:
@@ -86,6 +87,26 @@ def is_jit_tracing() -> bool:
 def in_transform() -> bool:
     """Whether a `torch.func` transform is active; may be called while Dynamo traces through it. Required."""
     return _functorch.maybe_current_level() is not None
+
+
+# Operators that call functions which may write to nothing. Torch has two names for the operator of `map`.
+_BRANCHES = {"cond", "while_loop", "while_loop_stack_output", "map", "map_impl", "scan", "associative_scan"}
+
+
+@constant_in_graphs
+def is_in_branch() -> bool:
+    """Whether Dynamo traces a function that `torch.cond`, `while_loop`, `map` or `scan` calls.
+
+    Degraded where Dynamo names its tracers otherwise: False, and Dynamo refuses the function for what hooks write.
+    """
+    at_work = getattr(sys.modules.get("torch._dynamo.symbolic_convert"), "tls", None)
+    output = getattr(getattr(at_work, "current_tx", None), "output", None)
+    tracer = getattr(output, "current_tracer", None)
+    while tracer is not None:
+        if str(getattr(tracer, "source_target", None)) in _BRANCHES:
+            return True
+        tracer = getattr(tracer, "parent", None)
+    return False
 
 
 def transform_depth() -> int:
@@ -161,8 +182,12 @@ def is_in_backward() -> bool:
 @constant_in_graphs
 def casts_to_float16() -> bool:
     """Whether autocast is on, to float16; while Dynamo traces, as where it traces."""
-    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return any(torch.get_autocast_dtype(kind) == torch.float16 for kind in on)
+    return torch.float16 in autocast_dtypes()
+
+
+def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
+    """To which dtype autocast casts on each kind of device; None where it is off."""
+    return tuple([torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in _DEVICES])
 
 
 def is_in_checkpoint() -> bool:

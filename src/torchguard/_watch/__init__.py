@@ -170,7 +170,8 @@ def unwatch(guarded: Any) -> nn.Module:
     """
     if not wrapper.is_watched(guarded):
         raise WatchError(f"unwatch: this {type(guarded).__name__} is not watched. Give what watch returned.")
-    watch_state = guarded.__dict__.pop(_STATE)
+    watch_state = guarded._watch
+    del guarded.__dict__[_STATE]
     for module in guarded.modules():  # pyright: ignore[reportAttributeAccessIssue]
         remove_forward_hooks(module, lambda hook: getattr(hook, "watch", None) is watch_state)
         renew_identity(module)

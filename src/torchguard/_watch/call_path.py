@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchguard._torch.dispatch import DispatchMode, is_composite, is_higher_order, is_query
 
@@ -15,7 +15,7 @@ _HASHED = (int, float, complex, str, torch.dtype, torch.device, torch.layout, to
 class PathMode(DispatchMode):
     """Identifies the way that a call takes through a model: `path` is a hash of all operations so far.
 
-    It has the order of operations, the shapes of their tensors and all other arguments.
+    It has the order of operations, the shapes of their tensors and all other arguments, but no casts of parameters.
     """
 
     supports_higher_order_operators = True  # such as that of `torch.cond`
@@ -49,7 +49,8 @@ class PathMode(DispatchMode):
             with self:
                 return op.decompose(*args, **kwargs)
         result = op(*args, **kwargs)
-        self.path = hash((self.path, op, _outline(args), _outline([*kwargs.items()])))
+        if not _casts_parameter(op, args):
+            self.path = hash((self.path, op, _outline(args), _outline([*kwargs.items()])))
         self._follow(op, args, kwargs, result)
         return result
 
@@ -64,6 +65,12 @@ class PathMode(DispatchMode):
     def _ignore(self, result: Any) -> Any:
         """The result of an operation that does not count."""
         return result
+
+
+def _casts_parameter(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation casts a parameter to another dtype. Autocast does so in the first call alone, and keeps it
+    for the next."""
+    return op is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
 
 
 def _outline(value: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
 from torchguard._torch.hook_guards import IDENTITY
 from torchguard._torch.modules import is_torch_leaf
+from torchguard._torch.tracing import is_in_branch
 from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
@@ -21,7 +22,6 @@ from torchguard._watch.parts import (
     check_indices_in_part,
     check_output_in_part,
     is_in_part,
-    refuse_checkpoint,
     run_other_checks,
 )
 from torchguard._watch.select import is_mask, looks_up_its_argument, mask_positions
@@ -61,11 +61,11 @@ class ModuleHooks:
                 return None
         if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
-        if not call_record.in_graph:
-            if self.is_layer:
-                call_record.is_within_layer = True
-            if call_record.uncompiled:
-                refuse_checkpoint(module, call_record)
+        if call_record.in_graph:
+            if is_in_branch():
+                return None
+        elif self.is_layer:
+            call_record.is_within_layer = True
         if call_record.has_distributed:
             require_of_module(self.watch, module)
         if self.is_embedding:
@@ -92,6 +92,8 @@ class ModuleHooks:
             if is_in_part(call_record):
                 check_output_in_part(module, output, self.address)
                 return None
+        elif is_in_branch():
+            return None
         if not getattr(module, IDENTITY, True):  # never: it has Dynamo guard on the identity
             return None
         # The weights of a recurrent layer cannot be kept from a fault inside of it.
@@ -121,7 +123,8 @@ def num_squares_of(module: nn.Module) -> int:
     """How many squares of its input a module sums: if they overflow, the fault is in the module's own gradient."""
     if not _SQUARING.search(type(module).__name__):
         return 0
-    return math.prod(getattr(module, "normalized_shape", (_NUM_SQUARES,)))
+    shape = getattr(module, "normalized_shape", _NUM_SQUARES)
+    return shape if isinstance(shape, int) else math.prod(shape)
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -282,6 +282,7 @@ class UseMode(TorchFunctionMode):
     def __init__(self, owners: Any, record: Any) -> None:
         super().__init__()
         self._owners, self._record = owners, record
+        self._entered: list[Any] = []  # functions whose steps are being followed
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, record = kwargs or {}, self._record
@@ -295,11 +296,16 @@ class UseMode(TorchFunctionMode):
         use = self._owners.use_of(name, flatten((args, kwargs))[0])
         if use is None:
             return function(*args, **kwargs)
-        steps = None if use.is_opaque else steps_of(function)
+        # A step may have the name of the function: `Tensor.unflatten` calls that of its base class.
+        steps = None if use.is_opaque or function in self._entered else steps_of(function)
         if steps is not None:
             self._owners.enters(use)
-            with self:
-                return steps(*args, **kwargs)
+            self._entered.append(function)
+            try:
+                with self:
+                    return steps(*args, **kwargs)
+            finally:
+                self._entered.pop()
         return call_protected(function, args, kwargs, use, self._owners, record.protection())
 
 

@@ -21,15 +21,13 @@ from torch import Tensor, nn
 
 from torchguard._operators import define_opaque
 from torchguard._pytrees import OBJECTS, tensors_in
-from torchguard._torch.dispatch import without_compiled_code
-from torchguard._torch.modules import modules_in_compiled_parts
-from torchguard._torch.tracing import is_in_checkpoint
+from torchguard._torch.modules import has_compiled_parts
+from torchguard._torch.uncompiled import without_compiled_code
 from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
 from torchguard._watch.warn import warn_of_compiled_parts
 from torchguard.checks import can_be_checked, floats_of
-from torchguard.exceptions import WatchError
 
 
 class _Running(threading.local):
@@ -106,23 +104,11 @@ def run_other_checks(z: Tensor, call_record: CallRecord, location: int) -> None:
         call_record.warn(location, check.code, mask.flatten(1).any(-1) if mask.ndim > 1 else mask)
 
 
-def refuse_checkpoint(module: nn.Module, call_record: CallRecord) -> None:
-    """Refuse a checkpoint around a part that runs uncompiled: its second run, in backward, would be compiled."""
-    if id(module) in call_record.uncompiled and is_in_checkpoint():
-        raise WatchError(
-            "watch: a torch.utils.checkpoint calls a part of the model that is compiled on its own (with a "
-            f"{type(module).__name__} in it). With quarantine such parts run uncompiled, and torch refuses a "
-            "checkpoint whose second run differs from its first. Compile the watched model instead: "
-            "guarded.compile(), with compile_once=True for equal blocks."
-        )
-
-
-def without_compiled_parts(watch: Any, call_record: CallRecord) -> AbstractContextManager[None]:
+def without_compiled_parts(watch: Any) -> AbstractContextManager[None]:
     """In quarantine, have parts of a watched model that are compiled on their own run uncompiled. Warns of it once."""
     if not watch.quarantine or torch.compiler.is_compiling():
         return nullcontext()
-    call_record.uncompiled = modules_in_compiled_parts(watch.model)
-    if not call_record.uncompiled:
+    if not has_compiled_parts(watch.model):
         return nullcontext()
     warn_of_compiled_parts(watch)
     return without_compiled_code()

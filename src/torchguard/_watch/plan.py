@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._pytrees import OBJECTS, tensors_in
-from torchguard._torch.dispatch import without_compiled_code
 from torchguard._torch.host_data import listening
 from torchguard._torch.tensors import flatten, is_distributed
 from torchguard._torch.tracing import (
+    autocast_dtypes,
     is_in_backward,
     is_in_checkpoint,
     is_in_reentrant_checkpoint,
@@ -31,6 +31,7 @@ from torchguard._torch.tracing import (
     is_wrapped,
 )
 from torchguard._torch.training import sharding_of
+from torchguard._torch.uncompiled import without_compiled_code
 from torchguard._watch.arguments import set_arguments, tensors_by_sample
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call_path import PathMode
@@ -360,12 +361,16 @@ def _is_float(value: Any) -> bool:
 def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call looks like, but for values: a key for its plan."""
     modules = [*model.modules()]
-    # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves).
-    modes = (torch.is_grad_enabled(), is_in_checkpoint(), *[module.training for module in modules])
+    state = tuple([(id(module), module.training) for module in modules])  # modules may be replaced after `watch`
+    # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves), and parameters that
+    # need none have no uses.
+    trained = tuple([p.requires_grad for p in model.parameters()]) if torch.is_grad_enabled() else None
+    modes = (trained, torch.is_inference_mode_enabled(), is_in_checkpoint(), autocast_dtypes())
     plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
     plain += tuple([_cache_form(value) for value in (*args, *kwargs.values())])
     tensors = tensors_in((args, kwargs), objects=OBJECTS)
-    return modes, sharding_of(modules), plain, tuple([(keys, z.dtype, tuple(z.shape)) for keys, z in tensors])
+    shapes = tuple([(keys, z.dtype, tuple(z.shape), z.requires_grad) for keys, z in tensors])
+    return modes, state, sharding_of(modules), plain, shapes
 
 
 def _cache_form(value: Any) -> tuple[Any, ...] | None:

@@ -133,13 +133,20 @@ def _summarize(
     location_bits = location_ids.to(location.device)[location] << LOCATION_SHIFT
     slots = torch.where(fault == OK, 0, location_bits | lookup(fault, _FAULT_SLOTS))
     if handling.quarantine:
-        slots = torch.stack([slots, torch.where(fault == OK, 0, location_bits | _FALLBACK)], 1).flatten(0, 1)
+        slots = _alternate(slots, torch.where(fault == OK, 0, location_bits | _FALLBACK))
     if warnings is not None:
         slots = _empty_last(torch.cat([slots, _warning_slots(warnings, location_ids)]))
     origins = torch.stack([location[0], times - 1, position])
     if order.num_rows:
         origins = torch.cat([origins, order.rows(checks_of(keys, len(checked.statuses)))])
     return pack(slots[:room].t(), f), origins
+
+
+def _alternate(a: Tensor, b: Tensor) -> Tensor:
+    """Rows of both tensors in turn."""
+    if is_exporting():  # before torch 2.13, `flatten` would limit the batch of an exported program
+        return torch.stack([row for pair in zip(a, b, strict=True) for row in pair])
+    return torch.stack([a, b], 1).flatten(0, 1)
 
 
 def _all_ok(statuses: list[Tensor]) -> bool:

@@ -29,14 +29,16 @@ def warn_once_of_mixing(watch: Any, problem: str | None) -> None:
         warn_of_mixing(type(watch.model).__name__, problem)
 
 
-def warn_of_recurrent_layer(model: str) -> None:
-    warnings.warn(
-        f"watch: a fault was created inside of a recurrent layer of {model}, whose weights cannot be kept from it. All "
-        "samples of the call are flagged, and zero in the output; a gradient of the layer that is not finite is zero. "
-        "torchguard.Retry drops only the bad samples, on any model.",
-        MixedRowsWarning,
-        stacklevel=2,
-    )
+def warn_of_recurrent_layer(watch: Any) -> None:
+    """Say once that a fault inside of a recurrent layer counts for all samples."""
+    if _is_new(watch, "recurrent"):
+        warnings.warn(
+            f"watch: a fault was created inside of a recurrent layer of {type(watch.model).__name__}, whose weights "
+            "cannot be kept from it. All samples of the call are flagged, and zero in the output; a gradient of the "
+            "layer that is not finite is zero. torchguard.Retry drops only the bad samples, on any model.",
+            MixedRowsWarning,
+            stacklevel=2,
+        )
 
 
 def warn_of_compiled_parts(watch: Any) -> None:

@@ -18,6 +18,7 @@ from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
 from torchguard._torch.modules import compiled_call_at, has_compiled_parts, without_compiled_call
 from torchguard._torch.tensors import is_distributed, map_local, register_tuple
 from torchguard._torch.tracing import in_transform, is_exporting, is_plain, is_surely
+from torchguard._torch.uncompiled import python_control_flow
 from torchguard._watch.arguments import IDS, batch_of, checked_ids
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call import CallRecord
@@ -48,10 +49,22 @@ from torchguard.flags import require_boundary
 ADDED_NAMES = ("flags", "backward_flags", "history", "report", "run_report", "poll")
 
 
+class _NoLongerWatched:
+    """Stands for the state of a watched model after `unwatch`: an attribute of an instance comes before it."""
+
+    def __get__(self, model: Any, cls: type) -> Any:
+        if model is None:
+            return self
+        raise WatchError(
+            f"watch: this {cls.__name__} is no longer watched, and its reports and history are gone. Use the model "
+            "that unwatch returned, or what watch(model) returns for it."
+        )
+
+
 class WatchedModel:
     """What is added to the class of a watched model."""
 
-    _watch: WatchState
+    _watch: WatchState = _NoLongerWatched()  # pyright: ignore[reportAssignmentType]
     _is_watched = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +96,7 @@ class WatchedModel:
         ids = None if ids is None else checked_ids(ids, batch)
         summary = call_record.summarize(watch.location_ids, mixes)
         if watch.quarantine and not summary.is_clean and call_record.has_fault_for_all():
-            warn_of_recurrent_layer(type(watch.model).__name__)
+            warn_of_recurrent_layer(watch)
         if call_record.needs_finite_gradients:
             flags = require_in_graph(summary.flags, watch.history.handle)
             summary = CallSummary(flags, *summary[1:])  # torch 2.11 cannot store what `_replace` returns
@@ -104,9 +117,10 @@ class WatchedModel:
         is_finite = watch.quarantine and torch.compiler.is_compiling() and not is_exporting() and in_transform()
         args, kwargs = finite_arguments((args, kwargs)) if is_finite else (args, kwargs)
         args, kwargs = checked_inputs(args, kwargs, call_record, watch)
+        around = nullcontext() if torch.compiler.is_compiling() else python_control_flow()
         watch.begin(call_record)
         try:
-            with with_finite_derivatives(self) if is_finite else nullcontext():  # pyright: ignore[reportArgumentType]
+            with with_finite_derivatives(self) if is_finite else around:  # pyright: ignore[reportArgumentType]
                 output = forward(*args, **kwargs)
         finally:
             watch.end(call_record)
@@ -126,7 +140,7 @@ class WatchedModel:
         if protects and any(map(is_distributed, watch.model.parameters())):
             call_record.has_distributed = True
             require_of_module(watch, watch.model)
-        with without_compiled_parts(watch, call_record), owners.running(), uses:
+        with without_compiled_parts(watch), owners.running(), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         plan = watch.plans.finish(form, owners, output)
         if protects and plan.needs_hooks:
@@ -146,7 +160,7 @@ class WatchedModel:
         planned = PlannedCall(plan or NOTHING_KNOWN, compares=False, protects_all=not is_export)
         call_record = watch.new_record(batch, planned)
         uses = nullcontext() if is_export else UseMode(planned, call_record)
-        with without_compiled_parts(watch, call_record), uses:
+        with without_compiled_parts(watch), uses:
             output = self.forward_of_model(forward, args, kwargs, call_record)
         codes = planned.finish(output).outputs
         if not is_export and MIXED in codes and batch.size > 1:

@@ -1,24 +1,31 @@
 """`torchguard run --watch` for models that a script calls without compiling them.
 
 A model is a module with parameters that is called outside of all other modules: `model(x)` in a training loop,
-`self.net(x)` in a `training_step`. `nn.Module.__call__` is replaced to see that call, and the module is watched in
-place from its first call on. A forward hook reads the flags of each call.
+`self.net(x)` in a `training_step`. `nn.Module.__call__` is replaced to see that call. The module is watched in place
+while the call runs, and is the script's own again when it has ended: the script may copy, pickle, script or change it.
+A checkpoint that recomputes a part of a model in backward has to find the same hooks, so they are attached then, too.
 
 Dynamo must not meet the replaced `__call__`. So the original is put back when a module is compiled, and before Dynamo
 traces a function. It is put back as well if the script uses `Retry`, which restores the attributes of a model when it
-runs a step again. Models that are called for the first time after that are watched only if they are compiled.
+runs a step again. Models are watched from then on only if they are compiled.
 """
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from torchguard._pytrees import tensors_in
-from torchguard._torch.modules import has_compiled_parts, is_compiled_in_place, is_compiled_or_scripted
-from torchguard._torch.tracing import is_plain
+from torchguard._torch.modules import (
+    forward_hooks,
+    has_compiled_parts,
+    is_compiled_in_place,
+    is_compiled_or_scripted,
+)
+from torchguard._torch.tracing import is_in_backward, is_plain
+from torchguard._watch import watch
 from torchguard._watch.arguments import batch_of
 from torchguard.exceptions import TorchGuardError
 
@@ -26,40 +33,98 @@ from torchguard.exceptions import TorchGuardError
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
-class _Depth(threading.local):
-    value = 0
+class Log(Protocol):
+    """What records the calls of a model."""
+
+    watched: Any
+    problem: str
+
+    def read_flags(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class _ThreadState(threading.local):
+    depth = 0
+
+
+class EagerModel:
+    """A model that is watched while it is called."""
+
+    def __init__(self, model: nn.Module, quarantine: bool, log_of: Callable[[nn.Module, Any], Log]) -> None:
+        self.model, self._quarantine = model, quarantine
+        self._class, self._running, self._lock = type(model), 0, threading.Lock()
+        self._watch()
+        self.log = log_of(model, self._watched)
+        self._detach()
+        self.unwatched_calls = 0
+
+    def _watch(self) -> None:
+        self._forward = self.model.__dict__.get("forward")
+        self._watched = watch(self.model, returns="output", quarantine=self._quarantine)
+        state = self._state = self._watched._watch
+        self._hooks = forward_hooks(self.model, lambda hook: getattr(hook, "watch", None) is state)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Within it, the model is a watched one, in all threads."""
+        with self._lock:
+            if not self._running:
+                if self.model.__dict__.get("forward") is not self._forward:  # the script has replaced it
+                    self._watch()
+                    self.log.watched = self._watched
+                self._attach()
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    self._detach()
+
+    def _attach(self) -> None:
+        self.model.__dict__["_watch"] = self._state
+        for hooks, key, hook in self._hooks:
+            hooks[key] = hook
+        self.model.__class__ = type(self._watched)
+
+    def _detach(self) -> None:
+        self.model.__class__ = self._class
+        for hooks, key, _ in self._hooks:
+            hooks.pop(key, None)
+        self.model.__dict__.pop("_watch", None)
 
 
 class EagerModels:
     """Watches the models that are called in eager mode.
 
     Args:
-        watch_in_place: watches a model from now on; returns what reads its flags after a call, and None if it cannot
-            be watched.
+        quarantine: as for `watch`.
+        new_log: makes the log of a model and its watched model.
         unwatched: takes the class of each model that cannot be watched, and the reason.
     """
 
-    def __init__(
-        self, watch_in_place: Callable[[nn.Module], Callable[[], None] | None], unwatched: dict[str, str]
-    ) -> None:
-        self._watch_in_place, self._unwatched = watch_in_place, unwatched
-        self._depth, self._original = _Depth(), nn.Module.__call__
+    def __init__(self, quarantine: bool, new_log: Callable[[nn.Module, Any], Log], unwatched: dict[str, str]) -> None:
+        self._quarantine, self._new_log, self._unwatched = quarantine, new_log, unwatched
+        self._thread, self._original = _ThreadState(), nn.Module.__call__
         self._call: Callable[..., Any] | None = None  # what replaces it
-        self._known: dict[int, nn.Module] = {}  # by id, which stays unique while the module is here
+        self._lock = threading.Lock()
+        self._models: dict[int, EagerModel] = {}  # by id, which stays unique while the model is here
+        self._by_part: dict[int, EagerModel] = {}
 
     def install(self) -> None:
-        depth, original, meet = self._depth, self._original, self._meet
+        thread, original, around = self._thread, self._original, self._around
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if depth.value or type(module).__name__ in _WRAPPERS:
+            if thread.depth or type(module).__name__ in _WRAPPERS:
                 return original(module, *args, **kwargs)
-            if id(module) not in self._known:
-                meet(module, args, kwargs)
-            depth.value += 1
+            thread.depth += 1
             try:
-                return original(module, *args, **kwargs)
+                with around(module, args, kwargs):
+                    return original(module, *args, **kwargs)
             finally:
-                depth.value -= 1
+                thread.depth -= 1
 
         self._call = call
         nn.Module.__call__ = call
@@ -76,24 +141,50 @@ class EagerModels:
         if nn.Module.__call__ is self._call:
             nn.Module.__call__ = self._original
 
-    def _meet(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Watch a module that is called for the first time, if it is a model."""
-        if not _is_model(module) or not all(is_plain(z) for _, z in tensors_in((args, kwargs))):
-            return
-        name = type(module).__name__
+    def finish(self) -> None:
+        """End the logs, and note in them which calls were not watched."""
+        for one in self._models.values():
+            with one.attached():
+                one.log.finish()
+            if one.unwatched_calls:
+                number = f"{one.unwatched_calls} call{'' if one.unwatched_calls == 1 else 's'}"
+                one.log.problem = one.log.problem or f"{number} more had no samples to watch."
+
+    def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What to enter around a call."""
+        if is_in_backward():
+            of_part = self._by_part.get(id(module))
+            return nullcontext() if of_part is None else of_part.attached()
+        tensors = [z for _, z in tensors_in((args, kwargs))]
+        if not all(is_plain(z) and z.device.type != "meta" for z in tensors):
+            return nullcontext()
+        with self._lock:  # another thread may call the same model for the first time
+            known = self._models.get(id(module))
+            if known is None and not _is_model(module):
+                return nullcontext()
+            try:
+                batch_of(args, kwargs, 0)
+                return self._watched_call(known or self._new(module))
+            except TorchGuardError as error:
+                if known is None:
+                    self._unwatched[type(module).__name__] = str(error)
+                else:
+                    known.unwatched_calls += 1
+                return nullcontext()
+
+    def _new(self, module: nn.Module) -> EagerModel:
         if isinstance(module, nn.DataParallel):
-            self._unwatched[name] = "its replicas run in threads. Use DistributedDataParallel."
-            return
-        try:
-            batch_of(args, kwargs, 0)
-        except TorchGuardError as error:
-            self._unwatched[name] = str(error)
-            return
-        self._known[id(module)] = module
-        read_flags = self._watch_in_place(module)
-        if read_flags is not None:
-            self._unwatched.pop(name, None)
-            module.register_forward_hook(lambda *_: None if torch.compiler.is_compiling() else read_flags())
+            raise TorchGuardError("its replicas run in threads. Use DistributedDataParallel.")
+        found = self._models[id(module)] = EagerModel(module, self._quarantine, self._new_log)
+        self._by_part |= dict.fromkeys(map(id, module.modules()), found)
+        self._unwatched.pop(type(module).__name__, None)
+        return found
+
+    @contextmanager
+    def _watched_call(self, one: EagerModel) -> Iterator[None]:
+        with one.attached():
+            yield
+            one.log.read_flags()
 
 
 def _is_model(module: nn.Module) -> bool:

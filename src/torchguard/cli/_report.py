@@ -52,6 +52,9 @@ class _Options:
     device: str | None
 
 
+_SOURCES = 'Give a file that run --report or save("x.json") of a report or certificate wrote.'
+
+
 def report(
     sources: Sources = None,
     html: Html = None,
@@ -99,7 +102,7 @@ def _of_file(file: Path) -> list[Section]:
     try:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CommandError(f"{file} is not JSON: {error}.", ExitCode.USAGE) from None
+        raise CommandError(f"{file} is not JSON: {error}. {_SOURCES}", ExitCode.USAGE) from None
     if isinstance(data, dict) and isinstance(data.get("report"), dict):  # what `run --report` wrote
         data = data["report"]
     if isinstance(data, dict) and data.get("marker") == MARKER:
@@ -108,7 +111,7 @@ def _of_file(file: Path) -> list[Section]:
         from torchguard.compiled.certify import Certificate
 
         return [Certificate.from_json(json.dumps(data)).section()]
-    raise CommandError(f"{file} is no report of torchguard, and no certificate.", ExitCode.USAGE)
+    raise CommandError(f"{file} is no report of torchguard, and no certificate. {_SOURCES}", ExitCode.USAGE)
 
 
 def _of_artifacts(artifacts: list[Any]) -> list[Section]:

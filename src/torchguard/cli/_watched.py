@@ -222,7 +222,7 @@ class Watcher:
         self._log_by_id: dict[int, CallLog] = {}
         self._compile = torch.compile
         self._compile_in_place = nn.Module.compile
-        self.eager_models = EagerModels(self._watch_called, self.unwatched)
+        self.eager_models = EagerModels(quarantine, self._new_log, self.unwatched)
 
     def install(self) -> None:
         in_place = self._compile_in_place
@@ -244,7 +244,8 @@ class Watcher:
         nn.Module.compile = compile_in_place  # pyright: ignore[reportAttributeAccessIssue]
 
     def finish(self) -> None:
-        for log in self.logs:
+        self.eager_models.finish()
+        for log in {id(log): log for log in self._log_by_id.values()}.values():
             log.finish()
 
     def _compile_watched(self, model: Any = None, **kwargs: Any) -> Any:
@@ -314,25 +315,23 @@ class Watcher:
                     model.__class__ = type(log.watched)
         return logs
 
-    def _watch_called(self, model: nn.Module) -> Callable[[], None] | None:
-        """Watch a model in place; returns what to call after each of its calls."""
-        logs = self._watch_in_place([model])
-        return logs[0].read_flags if logs else None
+    def _new_log(self, model: nn.Module, watched: Any) -> CallLog:
+        log = CallLog(model, watched)
+        self.logs.append(log)
+        return log
 
     def _log_of(self, model: nn.Module) -> CallLog | None:
         """The log of a model, which is watched from now on; None if it cannot be, or is part of a watched model."""
         if id(model) in self._log_by_id:
             return self._log_by_id[id(model)]
-        if any(model is part for log in self.logs for part in log.watched.modules()):
+        if any(model is part for log in self._log_by_id.values() for part in log.watched.modules()):
             return None
         try:
             watched = watch(model, returns="output", quarantine=self._quarantine)
         except TorchGuardError as error:
             self.unwatched[type(model).__name__] = str(error)
             return None
-        log = CallLog(model, watched)
-        self._log_by_id[id(model)] = self._log_by_id[id(watched)] = log
-        self.logs.append(log)
+        log = self._log_by_id[id(model)] = self._log_by_id[id(watched)] = self._new_log(model, watched)
         return log
 
 

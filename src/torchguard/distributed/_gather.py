@@ -107,13 +107,24 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        sizes, group = ctx.sizes, ctx.group
-        grad, width = grads[0], max(sizes)
-        parts = [_padded(part, width) for part in grad.split(sizes)]
-        sent = torch.stack(parts).contiguous()
+        return _Scatter.apply(grads[0], ctx.sizes, ctx.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """The sum over ranks of the rows that this rank has: what `_Gather` is backward, and the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        width = max(sizes)
+        sent = torch.stack([_padded(part, width) for part in x.split(sizes)]).contiguous()
         is_complex = sent.is_complex()
         sent = torch.view_as_real(sent) if is_complex else sent
         found = sent.new_empty(sent.shape[1:])
         reduce_scatter_single(found, sent.flatten(0, 1), op=dist.ReduceOp.SUM, group=group)
         found = torch.view_as_complex(found) if is_complex else found
-        return found[: sizes[dist.get_rank(group)]], None, None
+        return found[: sizes[dist.get_rank(group)]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(grads[0], ctx.sizes, ctx.group), None, None

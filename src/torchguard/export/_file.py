@@ -89,7 +89,7 @@ def _properties(file: BinaryIO, path: Any) -> Iterator[tuple[str, str]]:
             key, value = _fields(io.BytesIO(message), len(message), (_KEY, _VALUE))
             yield key.decode(), value.decode()
     except (EOFError, ValueError) as error:  # also of bytes that are no text
-        raise ExportError(f"{path} is neither an ONNX file nor an archive of torch.") from error
+        raise ExportError(f"{path} is neither an ONNX file nor an archive of torch. Give what export wrote.") from error
 
 
 def _fields(file: BinaryIO, end: int, numbers: tuple[int, ...]) -> Iterator[bytes]:

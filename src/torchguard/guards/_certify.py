@@ -25,7 +25,7 @@ from torchguard._torch import dynamo, settings
 from torchguard.exceptions import GuardError
 from torchguard.guards._audit import audit
 from torchguard.guards._audit_report import GuardViolation
-from torchguard.guards._compile import compile
+from torchguard.guards._compile import compile, own_cache
 from torchguard.guards._explain import describe
 from torchguard.guards._filters import Filter, by_function
 from torchguard.guards._perturb import (
@@ -150,7 +150,8 @@ def certify(
     the model's tensors after the call are compared with eager mode's, and the change is undone: `train` and `eval`,
     dtype, batch size, strides, `requires_grad`, grad mode, autocast, hooks, a submodule, class or `forward` replaced,
     children added and removed, a parametrized weight, and another value for each number, bool, enum, list, tuple or
-    function that a dropped guard checks (globals, closures, attributes).
+    function that a dropped guard checks (globals, closures, attributes). Before torch 2.13, which has one cache for all
+    filters, everything that was compiled in the process is compiled anew afterwards.
 
     Args:
         inputs: the arguments of a call, as a tuple; or its only argument.
@@ -178,7 +179,7 @@ def certify_as(
     filter = filter if isinstance(filter, Filter) else by_function(filter)
     backend = dynamo.default_backend() if backend is None else backend
     own = [_own_perturbation(name, apply, given) for name, apply in (changes or {}).items()]
-    with settings.without_limits(), settings.same_random_numbers(), progress_line(progress) as show:
+    with own_cache(), settings.without_limits(), settings.same_random_numbers(), progress_line(progress) as show:
         show(f"{label}: compiling")
         trial = _FilterTrial(model, given, filter, backend)
         everything = [*common_perturbations(model, *given), *trial.perturbations_of_values(), *own]

@@ -8,11 +8,12 @@ Passing a filter in `torch.compile(options={"guard_filter_fn": ...})` has four p
 - an exception in a filter surfaces as an internal error of Dynamo.
 """
 
+import contextlib
 import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -119,6 +120,27 @@ def _mode_to_options(mode: str, backend: object, dynamic: bool | None) -> dict[s
 def _isolates_recompiles() -> bool:
     """Whether each call of `torch.compile` can have a cache of its own for one function: from torch 2.13 on."""
     return "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+@contextlib.contextmanager
+def own_cache() -> Iterator[None]:
+    """A block that uses nothing that was compiled before it, and whose entries are not used after it.
+
+    Since torch 2.13 each `compile` has a cache of its own. Before, entries of another filter would be used, so that all
+    that was compiled in this process is forgotten before and after the block.
+    """
+    if _isolates_recompiles():
+        yield
+        return
+    before = dict(_last_filters)
+    torch.compiler.reset()
+    _last_filters.clear()
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
+        _last_filters.clear()
+        _last_filters.update(before)
 
 
 def _warn_of_shared_cache(model: object, filter: object) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torchguard._torch import dynamo
 from torchguard.exceptions import GuardError
 from torchguard.guards._certify import HARMFUL, HARMLESS, NOT_EXERCISED, Changes, GuardCertificate, certify_as
-from torchguard.guards._compile import compile
+from torchguard.guards._compile import compile, own_cache
 from torchguard.guards._filters import Filter, keep_all, named, of_type, skip_all
 from torchguard.guards._perturb import OWN_DICTS, in_other_mode
 from torchguard.report import Answer, Facts, Section, Shown, Text
@@ -142,17 +142,18 @@ def _check(
     model: Callable[..., Any], filter: Filter, call: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> Callable[[], bool]:
     """A function that checks the guards of a call. They hardly depend on the backend, so the fastest is used."""
-    compiled = compile(model, filter=filter, backend="eager")
-    compiled(*call[0], **call[1])
-    frame = dynamo.frame_of(compiled, *call)
-    if frame is None:
-        raise GuardError(
-            f"suggest: torch.compile does not compile a {type(model).__name__}. Give a module or a function."
-        )
-    entries = dynamo.entries_of(frame.cache)
-    if not entries:
-        raise GuardError("suggest: Dynamo compiled nothing for this call, so there are no guards to drop.")
-    guards = entries[0][1]
+    with own_cache():
+        compiled = compile(model, filter=filter, backend="eager")
+        compiled(*call[0], **call[1])
+        frame = dynamo.frame_of(compiled, *call)
+        if frame is None:
+            raise GuardError(
+                f"suggest: torch.compile does not compile a {type(model).__name__}. Give a module or a function."
+            )
+        entries = dynamo.entries_of(frame.cache)
+        if not entries:
+            raise GuardError("suggest: Dynamo compiled nothing for this call, so there are no guards to drop.")
+        guards = entries[0][1].copy()
     return lambda: guards.check(frame.f_locals)
 
 
