@@ -45,10 +45,11 @@ def masked_gradient(
     if grad.dtype == torch.float16:
         return _masked_float16(grad, batch, rows, None if table is None else table.cell.origins)
     if is_traced(grad) and batch.is_sample_major(grad.shape, rows) and not _needs_traced_mask(grad):
+        in_region = table is None or table.cell.is_of_region
         if table is not None and table.device == grad.device:
-            return _call_mask_gradient(grad, table.open(), location, batch.size), None
+            return _call_mask_gradient(grad, table.open(), location, batch.size, in_region), None
         own = new_table(1, batch.size, grad.device)
-        return _call_mask_gradient(grad, own, 0, batch.size), own[0, 0]
+        return _call_mask_gradient(grad, own, 0, batch.size, in_region), own[0, 0]
     return _masked_gradient(grad, batch, rows)
 
 
@@ -89,9 +90,13 @@ def _probe_gradient(worst: Tensor) -> Tensor:
     return torch.where(is_nan(worst), PROBE_NAN, torch.where(is_finite(worst), 0.0, PROBE_INF))
 
 
-def _call_mask_gradient(grad: Tensor, table: Tensor, location: int, samples: int) -> Tensor:
-    """Call the operator `mask_gradient` if Inductor can launch its kernel, else `mask_gradient_` on a copy."""
-    if _can_launch(grad, samples):
+def _call_mask_gradient(grad: Tensor, table: Tensor, location: int, samples: int, in_region: bool) -> Tensor:
+    """Call the operator `mask_gradient` if Inductor can launch its kernel, else `mask_gradient_` on a copy.
+
+    Args:
+        in_region: whether this may be a block that is compiled once, where Inductor is not given its own code.
+    """
+    if not in_region and _can_launch(grad, samples):
         _compile_mask_gradient()
         return _MASK_GRADIENT(grad, table, location, samples, REVISION)
     finite = grad.clone(memory_format=_format_for_kernel(grad))  # left out if nothing else reads `grad`
