@@ -41,6 +41,7 @@ class Batch:
         self._is_plain = plain is not None
         self.tensors = tensors_of(value) if plain is None else plain
         self.is_one_loss = False  # whether the closure returned one loss for all samples
+        self._is_checked = False  # whether ragged tensors were looked for
         self._state: PythonState | None = None
         if select is not None:  # a batch of any class: its attributes are put back before each run
             reached = reach({"the batch": value})
@@ -143,8 +144,13 @@ class Batch:
 
     def _refuse_ragged(self) -> None:
         """Refuse tensors with different numbers of rows for each sample, where lengths, offsets or indices show it."""
-        integers = [(name, one.tolist()) for name, one in self._inputs(self.value, "") if _is_list_of_integers(one)]
-        for name, tensor in self.passed_whole():
+        if self._is_checked:
+            return
+        self._is_checked = True
+        whole = self.passed_whole()
+        inputs = self._inputs(self.value, "") if whole else []
+        integers = [(name, one.tolist()) for name, one in inputs if _is_list_of_integers(one)]
+        for name, tensor in whole:
             for other, numbers in integers:
                 if _gives_rows(numbers, self.size, len(tensor)):
                     raise RetryError(

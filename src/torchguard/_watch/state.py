@@ -41,9 +41,11 @@ class Running(threading.local):
     `WatchState.traced_record` instead, which has a value while Dynamo traces and at no other time.
     """
 
-    call_record: CallRecord | None = None
-    summary: CallSummary | None = None
-    summary_before: CallSummary | None = None  # that of the model when this call of it began
+    # Runs once in each thread. (Dynamo of torch 2.11 reads defaults of the class, if there are any, instead of values.)
+    def __init__(self) -> None:
+        self.call_record: CallRecord | None = None
+        self.summary: CallSummary | None = None
+        self.summary_before: CallSummary | None = None  # that of the model when this call of it began
 
 
 class WatchState:
