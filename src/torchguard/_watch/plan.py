@@ -1,6 +1,6 @@
 """Which rows belong to which sample, for all tensors of a call: found once, and used in later calls of the same form.
 
-In eager mode the first call of a form (`arguments.form_of`: shapes, dtypes, modes) is followed by an `OwnerMode`. What it finds
+In eager mode the first call of a form (`arguments.form_of`) is followed by an `OwnerMode`. What it finds
 is an `OwnerPlan`, which later calls of that form use. A plan holds only for the way that the followed call took through
 the model: an attribute, a random number or a value may lead to another. So each call that uses a plan runs under a
 `PathMode`, and every check compares the operations so far with those of the plan. Where they differ, the call counts as
