@@ -152,6 +152,7 @@ def test_a_forward_that_the_script_replaces_is_watched(watcher):
     model(batch(2))
     (log,) = watcher.logs
     assert [(one.call, one.incident.sample) for one in log.incidents] == [(1, 1), (2, 2)]
+    assert "_watch" not in vars(model)
 
 
 @pytest.mark.parametrize("quarantine", [False, True])
@@ -178,6 +179,7 @@ def test_a_model_that_is_compiled_after_eager_calls_is_watched_on(watcher, monke
     torch.compile(model, backend="eager")(batch(2))
     watcher.finish()
     assert [(log.calls, log.incidents[0].incident.sample) for log in watcher.logs] == [(1, 1), (1, 2)]
+    assert [bool(log.problem) for log in watcher.logs] == [True, False]  # eager calls are no longer watched
 
 
 def test_what_other_code_put_in_place_of_the_call_stays(monkeypatch):

@@ -53,9 +53,8 @@ def test_two_ranks_compute_what_gloo_and_one_process_do(check, device):
 
 @pytest.mark.gpu
 @NEEDS_GPU
-@pytest.mark.parametrize("size", [1, 2])
-def test_nccl_in_a_graph(size):
-    assert_all_pass("graph", "cuda", size)
+def test_nccl_in_a_graph():
+    assert_all_pass("graph", "cuda", 1)
 
 
 @pytest.mark.gpu
@@ -71,7 +70,7 @@ def assert_all_pass(check, device, size):
 
 
 def test_the_error_names_the_rank_that_died():
-    """With gloo. Under NCCL, two ranks that share a GPU may not come to an end."""
+    """With gloo. Under NCCL a rank waits on the GPU, where no error reaches it."""
     (text, code), (_, killed) = started("death", "cpu", 2)
     assert code == 0, text
     assert killed < 0

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from torchguard import distributed, err, watch
-from torchguard.exceptions import WatchError
+from torchguard.exceptions import RetryError, WatchError
 from torchguard.testing import run_ranks
 
 pytest.importorskip("lightning")
@@ -117,6 +117,34 @@ def test_a_watched_model_trains_as_without_the_bad_sample(tmp_path, caplog):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
     assert fit.callback_metrics["bad_sample_rate_epoch"].item() == pytest.approx(1 / SIZE)
     assert "NAN at input" in caplog.text
+
+
+class InDict(RetryMixin, Base):
+    def training_step(self, batch, batch_idx):
+        return {"loss": F.cross_entropy(self.net(batch["x"]), batch["y"], reduction="none")}
+
+
+class WithoutIndex(RetryMixin, Base):
+    def training_step(self, batch):
+        return F.cross_entropy(self.net(batch["x"]), batch["y"], reduction="none")
+
+
+@pytest.mark.parametrize("module", [InDict, WithoutIndex])
+def test_other_forms_of_a_step(module, tmp_path):
+    net = layers()
+    want, _ = trained_without(net)
+    trainer(tmp_path).fit(module(net), DataLoader(samples(), BATCH))
+    for one, two in zip(net.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+
+
+def test_a_step_that_returns_a_mean_is_refused(tmp_path):
+    class Mean(RetryMixin, Base):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch["x"]), batch["y"])
+
+    with pytest.raises(RetryError, match=r"the loss of each sample .* got a tensor of 0 dims"):
+        trainer(tmp_path).fit(Mean(layers()), DataLoader(samples(), BATCH))
 
 
 def test_the_callback_asks_for_a_watched_model():

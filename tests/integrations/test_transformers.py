@@ -16,6 +16,9 @@ from torchguard.testing import run_ranks
 
 pytest.importorskip("accelerate")
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -185,6 +188,50 @@ def test_training_is_that_of_the_plain_trainer_without_the_bad_sample(make, data
     trainer.train()
     assert_equal_weights(got, want, atol=1e-8)
     assert logged_losses(trainer) == pytest.approx(logged_losses(plain), rel=1e-6)
+
+
+LABELS = {
+    "regression": lambda i: torch.tensor([0.1 * i, -0.2, 1.0], dtype=torch.float64),
+    "multi_label_classification": lambda i: torch.tensor([0.0, i % 2, 1.0], dtype=torch.float64),
+    "tokens": lambda i: torch.tensor([0, 1, -100, 2, i % 3]),
+}
+
+
+def bert(kind):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(**sizes, vocab_size=50, num_labels=3, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    config.problem_type = None if kind == "tokens" else kind
+    return (BertForTokenClassification if kind == "tokens" else BertForSequenceClassification)(config).double()
+
+
+def labelled(kind, bad=()):
+    return [{**one, "labels": LABELS[kind](i)} for i, one in enumerate(tokens(bad))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["retry", "watch"])
+@pytest.mark.parametrize("kind", LABELS)
+def test_other_losses_are_those_of_the_plain_trainer_without_the_bad_sample(kind, way, tmp_path):
+    """In one micro-batch: these models ignore the number of items, and the plain trainer adds up means of several."""
+    how = {"num_train_epochs": 1, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
+    got, want, args = bert(kind), bert(kind), arguments(tmp_path, **how)
+    plain = PlainTrainer(want, args, train_dataset=labelled(kind)[:5])
+    plain.train()
+    trainer = guarded_trainer(way, got, args, labelled(kind, bad=[5])[:6])
+    trainer.train()
+    assert_equal_weights(got, want)
+    assert logged_losses(trainer) == pytest.approx(logged_losses(plain), rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["retry", "watch"])
+def test_micro_batches_of_a_model_that_ignores_the_number_of_items_give_their_mean(way, tmp_path):
+    whole, parts = bert("tokens"), bert("tokens")
+    one = arguments(tmp_path, num_train_epochs=1, per_device_train_batch_size=6, gradient_accumulation_steps=1)
+    guarded_trainer(way, whole, one, labelled("tokens", [4])[:6]).train()
+    guarded_trainer(way, parts, arguments(tmp_path, num_train_epochs=1), labelled("tokens", [4])[:6]).train()
+    assert_equal_weights(parts, whole, atol=1e-8)
 
 
 def test_the_plain_trainer_logs_a_finite_loss_while_its_weights_are_ruined(tmp_path):

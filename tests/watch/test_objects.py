@@ -135,3 +135,19 @@ def test_caches_are_passed_on_as_they_are():
     out, f = watch(Cached(None), quarantine=True)(torch.ones(3, 3))
     assert out["cache"] is cache
     assert err.all_ok(f)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # by Dynamo, after a graph break
+@pytest.mark.parametrize("mode", ["plain", "eager"])
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_a_generator_is_refused(mode, quarantine):
+    class Yielding(Returns):
+        def forward(self, x):
+            return (layer(x) for layer in (self.first, self.first))
+
+    guarded = watch(Yielding(None), quarantine=quarantine)
+    call = guarded if mode == "plain" else torch.compile(guarded, backend=mode)
+    with pytest.raises(TorchGuardError, match="Yielding returned an iterator"):
+        call(torch.ones(3, 3))

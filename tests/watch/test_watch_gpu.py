@@ -280,6 +280,14 @@ def test_a_gradient_mask_in_a_graph_is_that_of_eager_mode():
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+def test_the_kernel_that_masks_is_launched_by_the_graph():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).cuda(), torch.randn(4, 6, 8, device="cuda")
+    call = torch.compile(watch(model, quarantine=True), fullgraph=True)
+    _, codes = run_and_get_code(lambda: call(x)[0].sum().backward())
+    assert "torchguard_mask_gradient(" in codes[-1]
+    assert "torchguard.mask_gradient" not in codes[-1].split("def call")[-1]
+
+
 @pytest.mark.parametrize("width", [16, 48, 1024, 3072, 5000, 4097])
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_replacing_in_place(kind, width):

@@ -1,13 +1,16 @@
-"""The samples of the arguments of a call: how many there are, and which tensors, or rows of them, belong to which."""
+"""The samples of the arguments of a call: how many there are, and which tensors, or rows of them, belong to which. And
+the form of a call: what it looks like, but for values."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchguard._pytrees import tensors_in
-from torchguard._torch.tracing import is_surely
+from torchguard._pytrees import OBJECTS, tensors_in
+from torchguard._torch.tracing import autocast_dtypes, is_in_checkpoint, is_surely
+from torchguard._torch.training import sharding_of
 from torchguard._watch.batch import Batch
 from torchguard._watch.owners import OwnerMode
 from torchguard.exceptions import WatchError
@@ -119,3 +122,33 @@ def checked_ids(ids: Any, batch: Batch) -> Tensor:
     if ids.shape[0] != batch.size:
         raise WatchError(f"watch: {IDS} has {ids.shape[0]} entries, but the batch has {batch.size} samples.")
     return ids.to(batch.device, torch.int64)
+
+
+def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a call looks like, but for values: a key for its plan."""
+    modules = [*model.modules()]
+    state = tuple([(id(module), module.training) for module in modules])  # modules may be replaced after `watch`
+    # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves), and parameters that
+    # need none have no uses.
+    trained = tuple([p.requires_grad for p in model.parameters()]) if torch.is_grad_enabled() else None
+    modes = (trained, torch.is_inference_mode_enabled(), is_in_checkpoint(), autocast_dtypes())
+    plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
+    plain += tuple([_cache_form(value) for value in (*args, *kwargs.values())])
+    tensors = tensors_in((args, kwargs), objects=OBJECTS)
+    shapes = tuple([(keys, z.dtype, tuple(z.shape), z.requires_grad) for keys, z in tensors])
+    return modes, state, sharding_of(modules), plain, shapes
+
+
+def _cache_form(value: Any) -> tuple[Any, ...] | None:
+    """The kind of a key-value cache of transformers, the tokens it holds and has room for. Empty, it has no shapes."""
+    sizes = []
+    for name in ("get_seq_length", "get_max_length") if hasattr(value, "get_seq_length") else ():
+        with suppress(AttributeError, ValueError):  # the states of recurrent layers (Mamba) have no length
+            sizes.append(getattr(value, name)())
+    return (type(value), *[one for one in sizes if isinstance(one, int)]) if sizes else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

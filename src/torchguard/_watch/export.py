@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torchguard._pytrees import map_tensors, tensors_in
 from torchguard._torch.tracing import outside_all_transforms, outside_transforms
-from torchguard._watch.arguments import batch_of
+from torchguard._watch.arguments import batch_of, form_of
 from torchguard._watch.batch import size_free
-from torchguard._watch.plan import OwnerPlan, follow, form_of
+from torchguard._watch.plan import OwnerPlan, follow
 from torchguard._watch.state import unrecorded
 
 

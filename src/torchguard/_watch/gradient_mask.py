@@ -3,15 +3,21 @@
 A mask mostly finds nothing. It is an operator that is not compiled: on a GPU one kernel that only reads, on the CPU a
 check that ends early; as traced operations it would write the gradient in every case. What it finds is recorded by the
 gradient probes (`gradient_probes.py`).
+
+There are two operators. `mask_gradient_` changes its argument, and Inductor calls it. `mask_gradient` returns a masked
+copy; in its place Inductor's code launches the kernel, on a buffer that Inductor's own kernels write.
 """
+
+import functools
 
 import torch
 from torch import Tensor
 
 from torchguard._operators import define_opaque
+from torchguard._torch.inductor import compile_in_place
 from torchguard._torch.tracing import can_read, is_traced
 from torchguard._watch.batch import Batch, row_code
-from torchguard._watch.detect import PROBE_INF, PROBE_NAN, all_finite, is_finite, is_nan, row_status
+from torchguard._watch.detect import PROBE_INF, PROBE_NAN, REVISION, all_finite, is_finite, is_nan, row_status
 from torchguard._watch.gradient_probes import ProbeTable, new_table
 from torchguard._watch.zeros import has_kernel, zero_vectors
 from torchguard.checks import floats_of
@@ -39,13 +45,11 @@ def masked_gradient(
     if grad.dtype == torch.float16:
         return _masked_float16(grad, batch, rows, None if table is None else table.cell.origins)
     if is_traced(grad) and batch.is_sample_major(grad.shape, rows) and not _needs_traced_mask(grad):
-        finite = grad.clone(memory_format=_format_for_kernel(grad))  # left out if nothing else reads `grad`
+        in_region = table is None or table.cell.is_of_region
         if table is not None and table.device == grad.device:
-            _call_mask_gradient_(finite, table.open(), location, batch.size)
-            return finite, None
+            return _call_mask_gradient(grad, table.open(), location, batch.size, in_region), None
         own = new_table(1, batch.size, grad.device)
-        _call_mask_gradient_(finite, own, 0, batch.size)
-        return finite, own[0, 0]
+        return _call_mask_gradient(grad, own, 0, batch.size, in_region), own[0, 0]
     return _masked_gradient(grad, batch, rows)
 
 
@@ -86,6 +90,31 @@ def _probe_gradient(worst: Tensor) -> Tensor:
     return torch.where(is_nan(worst), PROBE_NAN, torch.where(is_finite(worst), 0.0, PROBE_INF))
 
 
+def _call_mask_gradient(grad: Tensor, table: Tensor, location: int, samples: int, in_region: bool) -> Tensor:
+    """Call the operator `mask_gradient` if Inductor can launch its kernel, else `mask_gradient_` on a copy.
+
+    Args:
+        in_region: whether this may be a block that is compiled once, where Inductor is not given its own code.
+    """
+    if not in_region and _can_launch(grad, samples):
+        _compile_mask_gradient()
+        return _MASK_GRADIENT(grad, table, location, samples, REVISION)
+    finite = grad.clone(memory_format=_format_for_kernel(grad))  # left out if nothing else reads `grad`
+    _MASK_GRADIENT_(finite, table, location, samples)
+    return finite
+
+
+def _can_launch(grad: Tensor, samples: int) -> bool:
+    """Whether the kernel takes a copy of a gradient, whatever the gradient's own strides are."""
+    if not grad.is_cuda or not all(isinstance(size, int) for size in grad.shape):
+        return False
+    return _has_kernel(torch.empty_like(grad, memory_format=_format_for_kernel(grad)), samples)
+
+
+def _has_kernel(grad: Tensor, samples: int) -> bool:
+    return has_kernel(_in_memory_order(grad)) and grad.numel() // samples < MAX_SAMPLE_SIZE
+
+
 def _format_for_kernel(grad: Tensor) -> torch.memory_format:
     """The layout in which a copy of a gradient is masked. Matrix products mostly read it next, or convolutions."""
     return torch.contiguous_format if grad.is_cuda and grad.ndim < 4 else torch.preserve_format
@@ -98,14 +127,9 @@ def _in_memory_order(grad: Tensor) -> Tensor:
     return grad.permute(sorted(range(grad.ndim), key=grad.stride, reverse=True))
 
 
-def _call_mask_gradient_(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
-    """Call the operator `mask_gradient_`."""
-    _MASK_GRADIENT_(grad, table, location, samples)
-
-
-def _mask_gradient_op(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
-    """In place, for samples of equal size. If all is finite, as usual, one pass reads it and nothing is written."""
-    if has_kernel(_in_memory_order(grad)) and grad.numel() // samples < MAX_SAMPLE_SIZE:
+def _mask_gradient_in_place(grad: Tensor, table: Tensor, location: int, samples: int) -> None:
+    """For samples of equal size. If all is finite, as usual, one pass reads it and nothing is written."""
+    if _has_kernel(grad, samples):
         from torchguard._watch.kernels import mask_gradient
 
         mask_gradient(grad, table, location, samples)
@@ -119,6 +143,25 @@ def _mask_gradient_op(grad: Tensor, table: Tensor, location: int, samples: int) 
 
 _MASK_GRADIENT_ = define_opaque(
     "mask_gradient_(Tensor(a!) grad, Tensor(b!) table, int location, SymInt samples) -> ()",
-    _mask_gradient_op,
+    _mask_gradient_in_place,
     lambda *_: None,
 )
+
+
+def _mask_gradient_op(grad: Tensor, table: Tensor, location: int, samples: int, revision: int) -> Tensor:
+    finite = grad.clone(memory_format=_format_for_kernel(grad))
+    _mask_gradient_in_place(finite, table, location, samples)
+    return finite
+
+
+_MASK_GRADIENT = define_opaque(
+    "mask_gradient(Tensor grad, Tensor(b!) table, int location, SymInt samples, int revision) -> Tensor",
+    _mask_gradient_op,
+    lambda grad, *_: torch.empty_like(grad, memory_format=_format_for_kernel(grad)),
+)
+
+
+@functools.cache
+def _compile_mask_gradient() -> None:
+    """Have Inductor launch the kernel itself. Only when it is first needed, since this loads all of Inductor."""
+    compile_in_place(_MASK_GRADIENT, _MASK_GRADIENT_, "torchguard._watch.kernels:mask_gradient")

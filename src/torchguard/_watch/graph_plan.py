@@ -33,7 +33,7 @@ from torchguard._watch.graph_uses import GraphUses
 from torchguard._watch.owner_storages import rows_of
 from torchguard._watch.owners import OwnerMode
 from torchguard._watch.parameter_uses import steps_of
-from torchguard._watch.warn import warn_of_mixing
+from torchguard._watch.warn import warn_of_mixing, warn_once_of_mixing
 from torchguard.exceptions import WatchError
 
 # Positions among the arguments of `replace_nonfinite`, and of `row_status`.
@@ -62,6 +62,24 @@ def mark_samples(z: Tensor, dim: int) -> None:
 
 
 _MARK_CALL = define("mark_call(Tensor[] tensors, str role, SymInt size, int dim) -> ()", lambda *_: None)
+
+
+def codes_of_graph(watch: Any, call_record: Any, output: Any) -> Sequence[int]:
+    """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
+    outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
+    if not torch.compiler.is_dynamo_compiling():  # after a graph break, Dynamo may leave the rest of a frame uncompiled
+        if watch.quarantine:
+            warn_once_of_mixing(watch, "the graph breaks inside the model")
+        call_record.needs_finite_gradients = watch.quarantine
+        call_record.set_rows([MIXED] * len(call_record.statuses))
+        return [MIXED] * len(outputs)
+    mark_results(call_record.statuses, outputs)
+    bits, *codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
+    call_record.replaces = watch.quarantine and bits % 2 == 1
+    call_record.needs_finite_gradients = watch.quarantine and bits >= 2
+    count = len(call_record.statuses)
+    call_record.set_rows(codes[:count])
+    return codes[count:]
 
 
 @constant_in_graphs

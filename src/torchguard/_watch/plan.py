@@ -1,6 +1,6 @@
 """Which rows belong to which sample, for all tensors of a call: found once, and used in later calls of the same form.
 
-In eager mode the first call of a form (`form_of`: shapes, dtypes, modes) is followed by an `OwnerMode`. What it finds
+In eager mode the first call of a form (`arguments.form_of`) is followed by an `OwnerMode`. What it finds
 is an `OwnerPlan`, which later calls of that form use. A plan holds only for the way that the followed call took through
 the model: an attribute, a random number or a value may lead to another. So each call that uses a plan runs under a
 `PathMode`, and every check compares the operations so far with those of the plan. Where they differ, the call counts as
@@ -13,7 +13,7 @@ for an export, `export.py` finds a plan before. In a graph, `graph_plan.py` find
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +23,12 @@ from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.host_data import listening
 from torchguard._torch.tensors import flatten, is_distributed
 from torchguard._torch.tracing import (
-    autocast_dtypes,
     is_in_backward,
     is_in_checkpoint,
     is_in_reentrant_checkpoint,
     is_plain,
     is_wrapped,
 )
-from torchguard._torch.training import sharding_of
 from torchguard._torch.uncompiled import without_compiled_code
 from torchguard._watch.arguments import set_arguments, tensors_by_sample
 from torchguard._watch.batch import MIXED, Batch
@@ -356,36 +354,6 @@ class Plans:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def form_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a call looks like, but for values: a key for its plan."""
-    modules = [*model.modules()]
-    state = tuple([(id(module), module.training) for module in modules])  # modules may be replaced after `watch`
-    # Where gradients are on, autograd adds operations of its own (`detach` of what `exp` saves), and parameters that
-    # need none have no uses.
-    trained = tuple([p.requires_grad for p in model.parameters()]) if torch.is_grad_enabled() else None
-    modes = (trained, torch.is_inference_mode_enabled(), is_in_checkpoint(), autocast_dtypes())
-    plain = tuple([value for value in (*args, *kwargs.items()) if _is_plain(value)])
-    plain += tuple([_cache_form(value) for value in (*args, *kwargs.values())])
-    tensors = tensors_in((args, kwargs), objects=OBJECTS)
-    shapes = tuple([(keys, z.dtype, tuple(z.shape), z.requires_grad) for keys, z in tensors])
-    return modes, state, sharding_of(modules), plain, shapes
-
-
-def _cache_form(value: Any) -> tuple[Any, ...] | None:
-    """The kind of a key-value cache of transformers, the tokens it holds and has room for. Empty, it has no shapes."""
-    sizes = []
-    for name in ("get_seq_length", "get_max_length") if hasattr(value, "get_seq_length") else ():
-        with suppress(AttributeError, ValueError):  # the states of recurrent layers (Mamba) have no length
-            sizes.append(getattr(value, name)())
-    return (type(value), *[one for one in sizes if isinstance(one, int)]) if sizes else None
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def can_follow() -> bool:

@@ -165,7 +165,8 @@ def _path_text(fault: Fault) -> str:
     if fault.is_recorded:
         text = (
             "Recorded: where the sample was bad, in the order in which the modules ran. Where it was finite, or where "
-            "quarantine had replaced its values before, a location is not listed."
+            "quarantine had replaced its values before, a location is not listed. A fault in a tensor whose rows "
+            "belong to no known sample counts for every sample."
         )
         is_shorter = len(fault.path) <= fault.further
         return text + (" Successive checks of one location are listed once." if is_shorter else "")

@@ -207,6 +207,18 @@ class WatchState:
         allow_side_effects_under_checkpoint(self)
 
 
+class NoLongerWatched:
+    """Stands for the state of a watched model after `unwatch`: an attribute of an instance comes before it."""
+
+    def __get__(self, model: Any, cls: type) -> Any:
+        if model is None:
+            return self
+        raise WatchError(
+            f"watch: this {cls.__name__} is no longer watched, and its reports and history are gone. Use the model "
+            "that unwatch returned, or what watch(model) returns for it."
+        )
+
+
 @contextmanager
 def unrecorded(model: Any) -> Iterator[None]:
     """Within it, a watched model returns `(out, f)`, and its calls leave no trace in what it reports."""

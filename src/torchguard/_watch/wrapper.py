@@ -4,7 +4,7 @@ import copyreg
 import functools
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from torchguard._torch.modules import compiled_call_at, has_compiled_parts, with
 from torchguard._torch.tensors import is_distributed, map_local, register_tuple
 from torchguard._torch.tracing import in_transform, is_exporting, is_plain, is_surely
 from torchguard._torch.uncompiled import python_control_flow
-from torchguard._watch.arguments import IDS, batch_of, checked_ids
+from torchguard._watch.arguments import IDS, batch_of, checked_ids, form_of
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import PROBE_NAN
@@ -31,14 +31,14 @@ from torchguard._watch.finite_gradients import (
     require_of_module,
     with_overflowed_gradients,
 )
-from torchguard._watch.graph_plan import codes_in_graph, mark_arguments, mark_results
+from torchguard._watch.graph_plan import codes_of_graph, mark_arguments
 from torchguard._watch.hooks import checked_inputs, checked_output
 from torchguard._watch.parameter_uses import UseMode
 from torchguard._watch.parts import without_compiled_parts
-from torchguard._watch.plan import NOTHING_KNOWN, OwnerPlan, PlannedCall, can_follow, form_of
+from torchguard._watch.plan import NOTHING_KNOWN, OwnerPlan, PlannedCall, can_follow
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
-from torchguard._watch.state import MAX_PROBED_BATCH, WatchState
+from torchguard._watch.state import MAX_PROBED_BATCH, NoLongerWatched, WatchState
 from torchguard._watch.summarize import CallSummary
 from torchguard._watch.warn import warn_of_recurrent_layer, warn_of_unfollowed, warn_once_of_mixing
 from torchguard._watch.zeros import zero_samples
@@ -49,22 +49,10 @@ from torchguard.flags import require_boundary
 ADDED_NAMES = ("flags", "backward_flags", "history", "report", "run_report", "poll")
 
 
-class _NoLongerWatched:
-    """Stands for the state of a watched model after `unwatch`: an attribute of an instance comes before it."""
-
-    def __get__(self, model: Any, cls: type) -> Any:
-        if model is None:
-            return self
-        raise WatchError(
-            f"watch: this {cls.__name__} is no longer watched, and its reports and history are gone. Use the model "
-            "that unwatch returned, or what watch(model) returns for it."
-        )
-
-
 class WatchedModel:
     """What is added to the class of a watched model."""
 
-    _watch: WatchState = _NoLongerWatched()  # pyright: ignore[reportAssignmentType]
+    _watch: WatchState = NoLongerWatched()  # pyright: ignore[reportAssignmentType]
     _is_watched = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +112,11 @@ class WatchedModel:
                 output = forward(*args, **kwargs)
         finally:
             watch.end(call_record)
+        if isinstance(output, Iterator):
+            raise WatchError(
+                f"watch: {type(watch.model).__name__} returned an iterator. What it yields is computed after the call, "
+                "and would not be checked. Return a list, or watch the module that computes each item."
+            )
         return checked_output(self, output, call_record, len(watch.paths) - 1)
 
     def _call_with_plan(
@@ -273,24 +266,6 @@ class RootHook:
                 "is not checked. To compile: torch.compile(guarded) or guarded.compile(). Or set `forward` first."
             )
         watch.running.summary_before = None
-
-
-def codes_of_graph(watch: WatchState, call_record: CallRecord, output: Any) -> Sequence[int]:
-    """The row codes of the outputs of a call that is traced. Those of its statuses are set in its record."""
-    outputs = [z for _, z in tensors_in(output, objects=OBJECTS)]
-    if not torch.compiler.is_dynamo_compiling():  # after a graph break, Dynamo may leave the rest of a frame uncompiled
-        if watch.quarantine:
-            warn_once_of_mixing(watch, "the graph breaks inside the model")
-        call_record.needs_finite_gradients = watch.quarantine
-        call_record.set_rows([MIXED] * len(call_record.statuses))
-        return [MIXED] * len(outputs)
-    mark_results(call_record.statuses, outputs)
-    bits, *codes = codes_in_graph(type(watch.model).__name__, watch.quarantine, call_record.is_lost)
-    call_record.replaces = watch.quarantine and bits % 2 == 1
-    call_record.needs_finite_gradients = watch.quarantine and bits >= 2
-    count = len(call_record.statuses)
-    call_record.set_rows(codes[:count])
-    return codes[count:]
 
 
 def _without_bad_samples(origin: Tensor, output: Any, call_record: CallRecord, codes: Sequence[int] | None) -> Any:

@@ -54,6 +54,7 @@ class EagerModel:
     def __init__(self, model: nn.Module, quarantine: bool, log_of: Callable[[nn.Module, Any], Log]) -> None:
         self.model, self._quarantine = model, quarantine
         self._class, self._running, self._lock = type(model), 0, threading.Lock()
+        self._other_state: Any = None
         self._watch()
         self.log = log_of(model, self._watched)
         self._detach()
@@ -66,11 +67,13 @@ class EagerModel:
         self._hooks = forward_hooks(self.model, lambda hook: getattr(hook, "watch", None) is state)
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attached(self, is_called: bool = True) -> Iterator[None]:
         """Within it, the model is a watched one, in all threads."""
         with self._lock:
             if not self._running:
-                if self.model.__dict__.get("forward") is not self._forward:  # the script has replaced it
+                # It may have been compiled since, and be watched for that.
+                self._class, self._other_state = type(self.model), self.model.__dict__.pop("_watch", None)
+                if is_called and self.model.__dict__.get("forward") is not self._forward:  # the script has replaced it
                     self._watch()
                     self.log.watched = self._watched
                 self._attach()
@@ -94,6 +97,8 @@ class EagerModel:
         for hooks, key, _ in self._hooks:
             hooks.pop(key, None)
         self.model.__dict__.pop("_watch", None)
+        if self._other_state is not None:
+            self.model.__dict__["_watch"] = self._other_state
 
 
 class EagerModels:
@@ -140,11 +145,13 @@ class EagerModels:
         """Put the original back, unless other code has replaced it since."""
         if nn.Module.__call__ is self._call:
             nn.Module.__call__ = self._original
+            for one in self._models.values():
+                one.log.problem = one.log.problem or "eager calls after the first compilation were not watched."
 
     def finish(self) -> None:
         """End the logs, and note in them which calls were not watched."""
         for one in self._models.values():
-            with one.attached():
+            with one.attached(is_called=False):
                 one.log.finish()
             if one.unwatched_calls:
                 number = f"{one.unwatched_calls} call{'' if one.unwatched_calls == 1 else 's'}"

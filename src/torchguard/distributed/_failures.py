@@ -40,7 +40,8 @@ def name_failures(group: Group = None, *, interval: float | None = None) -> Iter
 
     A rank that waits for another gets its error when the collective fails: at once if the connection is closed, and
     after the timeout of the process group otherwise. Naming takes up to three intervals more, less if all ranks are on
-    one machine. Put it around the training loop, on every rank of the group.
+    one machine. Put it around the training loop, on every rank of the group. With NCCL, whose collectives wait on the
+    GPU, Python gets no error: it names nobody there.
 
     Args:
         group: the ranks that the block waits for; all by default.

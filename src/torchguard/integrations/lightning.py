@@ -14,8 +14,9 @@ step logs is held back until it is known which of its runs counts.
 """
 
 import contextlib
+import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ logger = logging.getLogger("torchguard")
 class RetryMixin:
     """A `LightningModule` whose steps are guarded by `Retry`: `class Model(RetryMixin, LightningModule)`.
 
-    Its `training_step` returns the loss of each sample, or `(sums, weights)`. `self.guard` is the `Retry`; its reports
-    are in `self.guard.history`. The loss that Lightning passes to `on_train_batch_end` is NaN: log your own.
+    Its `training_step` returns the loss of each sample, `(sums, weights)`, or a dict with one of these as "loss".
+    `self.guard` is the `Retry`; its reports are in `self.guard.history`. The loss that Lightning passes to
+    `on_train_batch_end` is NaN: log your own.
 
     Attributes:
         retry_options: arguments of `Retry`, by name.
@@ -52,7 +54,7 @@ class RetryMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "training_step" in cls.__dict__:
-            cls._own_step = cls.__dict__["training_step"]
+            cls._own_step = _with_index(cls.__dict__["training_step"])
             cls.training_step = _keep_batch
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +74,7 @@ class RetryMixin:
             module.__dict__["_held"] = held
             try:
                 with trainer.precision_plugin.train_step_context():  # autocast, which has ended before `backward`
-                    losses = _call(wrapper, module, own, part, index)
+                    losses = _losses_of(_call(wrapper, module, own, part, index))
             finally:
                 module.__dict__["_held"] = None
             runs.append((_size(losses), held))
@@ -196,6 +198,25 @@ def _call(wrapper: Any, module: Any, step: Any, batch: Any, index: int) -> Any:
         return wrapper(batch, index)
     finally:
         restore()
+
+
+def _with_index(step: Any) -> Any:
+    """A step that takes the index of a batch. Lightning passes it to those that ask for it."""
+    count = len([one for one in inspect.signature(step).parameters.values() if one.kind is not one.KEYWORD_ONLY])
+    return step if count > 2 else lambda self, batch, index: step(self, batch)
+
+
+def _losses_of(returned: Any) -> Any:
+    """The losses of the samples: what a step returned, or its entry "loss"."""
+    losses = returned["loss"] if isinstance(returned, Mapping) else returned
+    each = losses[0] if isinstance(losses, tuple) else losses
+    if not isinstance(each, Tensor) or each.ndim == 0:
+        got = f"a tensor of {each.ndim} dims" if isinstance(each, Tensor) else type(each).__name__
+        raise RetryError(
+            f"RetryMixin: training_step has to return the loss of each sample (reduction='none'), got {got}. Return "
+            "losses, (sums, weights), or a dict with one of these as 'loss'."
+        )
+    return losses
 
 
 def _size(losses: Any) -> int:

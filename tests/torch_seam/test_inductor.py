@@ -1,0 +1,89 @@
+"""Ops that Inductor compiles in place: they change no memory that anything else reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import library
+from torch._inductor.utils import run_and_get_code
+
+from torchguard._operators import source_checksum
+from torchguard._torch import inductor
+from torchguard._torch.inductor import compile_in_place
+
+# torch's caches do not compare how an op is compiled, but its arguments.
+REVISION = source_checksum(Path(inductor.__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def relu():
+    """An op that returns what the op `relu_` leaves in its argument."""
+    ops = library.Library("torchguard_test", "FRAGMENT")
+    ops.define("relu_(Tensor(a!) z) -> ()")
+    ops.impl("relu_", _relu_, "CPU")
+    ops.define("relu(Tensor z, int revision) -> Tensor")
+    ops.impl("relu", lambda z, revision: z.clamp(min=0).contiguous(), "CPU")
+    library.register_fake("torchguard_test::relu_", lambda z: None, lib=ops)
+    library.register_fake("torchguard_test::relu", lambda z, revision: z.new_empty(z.shape), lib=ops)
+    found = torch.ops.torchguard_test
+    compile_in_place(found.relu, found.relu_, "torch:relu_")
+    yield lambda z: found.relu(z, REVISION)
+    ops._destroy()
+
+
+def _relu_(z):
+    z.clamp_(min=0)
+
+
+def results(relu, x, w):
+    """The op where its argument is in memory or not, has another use or none, and shares memory or not."""
+    product, parts, half = x @ w, (x @ w).split(4, -1), x @ w
+    both = torch.cat([half, half + 1])
+    return {
+        "the only use": relu(x @ w) + 1,
+        "a graph input": relu(x) + 1,
+        "a view of a graph input": relu(x.t()) + 1,
+        "another use before": product.sum() + relu(product),
+        "another use after": relu(product + 1).sum() + (product + 1),
+        "a view of what is not in memory": relu((x * 2).reshape(3, 2, 2, 4).transpose(1, 2).reshape(3, 2, 8)) + 1,
+        "a view of what is in memory": relu((x @ w).view(3, 2, 8)) + 1,
+        "a view in another order": relu((x @ w).t()) + 1,
+        "parts of one tensor": relu(parts[0]) + parts[1] + relu(parts[1]),
+        "a part that is joined": relu(both).sum() + half,
+        "elements that share memory": relu((x @ w)[:, :1].expand(6, 8)) + 1,
+        "a cast to the same dtype": relu((x @ w).to(torch.float32)) + product,
+        "twice": relu(relu(x @ w) - 1),
+        "what is returned, too": product,
+    }
+
+
+def test_an_op_is_compiled_in_place(relu):
+    def step(x, w):
+        product, other = x @ w, x @ w
+        return relu(product), relu(other), other
+
+    x, w = torch.randn(6, 8), torch.randn(8, 8)
+    got, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), x, w)
+    assert code.count("torchguard_relu_(") == 2
+    assert "torch.ops.torchguard_test" not in code.split("def call")[-1]
+    torch.testing.assert_close(got, step(x, w))
+
+
+@pytest.mark.long
+def test_an_op_that_is_compiled_in_place_changes_nothing_else(relu):
+    x, w = torch.randn(6, 8), torch.randn(8, 8)
+    given, want = x.clone(), results(relu, x, w)
+    torch.testing.assert_close(torch.compile(lambda x, w: results(relu, x, w), fullgraph=True)(x, w), want)
+    assert torch.equal(x, given)
+
+
+@pytest.mark.long
+def test_an_op_is_compiled_in_place_for_sizes_that_vary(relu):
+    step = torch.compile(lambda x, w: results(relu, x, w), fullgraph=True, dynamic=True)
+    x, w = torch.randn(6, 8), torch.randn(8, 8)
+    torch.testing.assert_close(step(x, w), results(relu, x, w))
+
+
+def test_an_op_is_called_where_inductor_takes_no_lowering(monkeypatch):
+    monkeypatch.delattr("torch._inductor.lowering.register_lowering")
+    compile_in_place(None, None, "torch:relu_")  # does nothing
