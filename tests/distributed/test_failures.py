@@ -1,5 +1,6 @@
 """A rank that dies, raises or stays away: the others get an error that names it, within the timeout."""
 
+import logging
 import os
 import re
 import signal
@@ -46,6 +47,32 @@ def test_a_rank_that_is_killed(bad):
         ranks, message = found[rank][1]
         assert ranks == [bad], message
         assert f"rank {bad} died" in message
+
+
+@pytest.mark.parametrize("machine", ["one", "several"])
+def test_a_death_is_logged_where_no_collective_fails(machine, monkeypatch):
+    """As under NCCL: a rank waits for what Python does not see."""
+    monkeypatch.setattr(_failures, "_state", _failures._state if machine == "one" else lambda note: "")
+
+    def wait_for_the_log():
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("torchguard").addHandler(handler)
+        with distributed.name_failures(interval=0.1):
+            dist.all_reduce(torch.ones(1))
+            if dist.get_rank() in (1, 2):
+                kill()
+            end = time.monotonic() + 15
+            while len(lines) < 2 and time.monotonic() < end:
+                time.sleep(0.05)
+        return sorted(lines)
+
+    found = outcomes(wait_for_the_log, size=4, timeout=20)
+    assert [found[rank][0] for rank in (1, 2)] == ["died", "died"]
+    for rank in (0, 3):
+        for line, dead in zip(found[rank][1], (1, 2), strict=True):
+            assert re.fullmatch(rf"Rank {dead} died.*\. Rank {rank} may wait for it in a collective\.", line)
 
 
 @pytest.mark.parametrize("bad", [0, 2])

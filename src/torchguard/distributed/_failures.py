@@ -8,18 +8,22 @@ its note, so that the others know what they waited for.
 
 After a failure one rank reads the notes of all, in a few requests, and the others wait for what it finds: thousands of
 ranks that read thousands of notes each would keep the store busy for hours.
+
+With NCCL no collective fails: it waits on the GPU, and Python with it. So the thread of each rank reads the note of the
+next rank, too. If that one is dead, it writes so into the store, and the threads of all ranks log it.
 """
 
 import contextlib
 import datetime
 import itertools
 import json
+import logging
 import os
 import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +33,12 @@ from torchguard._torch.collectives import default_store
 from torchguard.distributed._group import Group, group_of
 from torchguard.exceptions import RankFailedError
 
+logger = logging.getLogger("torchguard")
+
 # Of each group: how many blocks this process has entered. The same on all ranks, so that keys match.
 _entered: Counter[str] = Counter()
 _REQUEST = 1024  # notes; the time of a larger request grows with the square of its size
+_LONG = 10  # intervals without a sign of life, after which a rank on another machine is logged as dead
 
 
 @contextlib.contextmanager
@@ -41,12 +48,12 @@ def name_failures(group: Group = None, *, interval: float | None = None) -> Iter
     A rank that waits for another gets its error when the collective fails: at once if the connection is closed, and
     after the timeout of the process group otherwise. Naming takes up to three intervals more, less if all ranks are on
     one machine. Put it around the training loop, on every rank of the group. With NCCL, whose collectives wait on the
-    GPU, Python gets no error: it names nobody there.
+    GPU, Python gets no error: there the dead rank is named in the log. So it is whatever else a rank waits for.
 
     Args:
         group: the ranks that the block waits for; all by default.
         interval: seconds between two signs of life. By default 1, and with more than 1,000 ranks as many as there are
-            thousands of ranks: the store gets 2,000 requests a second at most.
+            thousands of ranks: the store gets 5,000 requests a second at most.
     """
     ranks = group_of("name_failures", group)
     if ranks is None:
@@ -100,13 +107,18 @@ class _Board:
         return f"{self._prefix}/{rank}"
 
     def _count(self, store: Any) -> None:
-        number = 0
+        number, deaths, neighbour = 0, 0, _Neighbour(self.rank, self._others, self._interval)
         while not self._is_closed.wait(self._interval):
             number += 1
             try:
                 store.set(self._key(self.rank), f"alive {number} {self._process}")
                 if not self._found and store.check([f"{self._prefix}/found"]):
                     self._found = self._read_found(store)
+                if died := neighbour.death(lambda rank: _value(store, self._key(rank))):
+                    store.set(f"{self._prefix}/death/{store.add(f'{self._prefix}/deaths', 1)}", died)
+                if died := _value(store, f"{self._prefix}/death/{deaths + 1}"):
+                    deaths += 1
+                    logger.error("%s. Rank %d may wait for it in a collective.", died, self.rank)
             except dist.DistError:  # the store is gone, which the others notice as well
                 return
 
@@ -171,9 +183,8 @@ class _Board:
             }
             if _ENDED in silent.values() and "" not in silent.values():  # of all others, the system tells
                 break
-        unknown = f"died or is stopped: no sign of life for {3 * self._interval:g} s"
         return self._ended("raised") or {
-            rank: state or unknown for rank, state in sorted(silent.items()) if state != _RUNS
+            rank: state or _silent(3 * self._interval) for rank, state in sorted(silent.items()) if state != _RUNS
         }
 
     def _absent(self) -> dict[int, str]:
@@ -199,9 +210,34 @@ class _Board:
         return self._with_note(ranks[:half]) + self._with_note(ranks[half:]) if half else []
 
 
+class _Neighbour:
+    """The next rank of a rank. If that one is dead, or has left the block, the one after it."""
+
+    def __init__(self, rank: int, others: list[int], interval: float) -> None:
+        self._interval = interval
+        self._ranks = [*(one for one in others if one > rank), *(one for one in others if one < rank)]
+        self._note, self._times = "", 0  # how often the same note was read again
+
+    def death(self, note_of: Callable[[int], str]) -> str:
+        """Which rank has died, and how that is known; "" if the next one has not."""
+        note = ""
+        while self._ranks and not _is_alive(note := note_of(self._ranks[0])):
+            self._ranks.pop(0)
+        self._note, self._times = note, self._times + 1 if note == self._note else 0
+        state = _state(note)
+        if not self._ranks or not note or not (state == _ENDED or (not state and self._times >= _LONG)):
+            return ""
+        return f"Rank {self._ranks.pop(0)} {state or _silent(_LONG * self._interval)}"
+
+
+def _value(store: Any, key: str) -> str:
+    """What the store has for a key; "" if nothing. To get it would wait."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
 def _is_alive(note: str | None) -> bool:
     """Whether a rank has not said that it left the block."""
-    return note is None or note.startswith("alive")
+    return not note or note.startswith("alive")
 
 
 def _store_of_rank_0(store: Any) -> bool:
@@ -214,6 +250,10 @@ def _store_of_rank_0(store: Any) -> bool:
 
 # What the system tells of a process.
 _RUNS, _STOPPED, _ENDED = "runs", "is stopped", "died: its process has ended"
+
+
+def _silent(seconds: float) -> str:
+    return f"died or is stopped: no sign of life for {seconds:g} s"
 
 
 def _own_process() -> str:
