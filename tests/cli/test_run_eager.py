@@ -173,6 +173,7 @@ def test_checkpoints_recompute_what_the_call_computed(monkeypatch, quarantine, u
 
 def test_a_model_that_is_compiled_after_eager_calls_is_watched_on(watcher, monkeypatch):
     monkeypatch.setattr(torch, "compile", torch.compile)
+    monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
     watcher.install()
     model = TwoLayers()
     model(batch(1))

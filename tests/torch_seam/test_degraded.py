@@ -645,6 +645,12 @@ class TestDynamoGraph:
         assert dynamo_graph.keep_writes_after_calls() == (not support.torch_is_at_least(2, 13))
 
 
+class TestInductor:
+    def test_compile_in_place_does_nothing_where_inductor_takes_no_lowering(self, monkeypatch):
+        monkeypatch.delattr("torch._inductor.lowering.register_lowering")
+        inductor.compile_in_place(None, None, "torch:relu_")
+
+
 class TestHookGuards:
     def test_skip_guards_on_hooks_says_that_torch_lacks_build_guards(self, monkeypatch):
         monkeypatch.setattr("torch._dynamo.guards.CheckFunctionManager", type("CheckFunctionManager", (), {}))
