@@ -242,7 +242,7 @@ def test_clean_refuses_wrong_options(invoke, store, wrong):
     assert len(ids(store)) > 1
 
 
-@pytest.mark.parametrize(("answer", "left"), [("y", 0), ("n", 4)])
+@pytest.mark.parametrize(("answer", "left"), [("y", 0), pytest.param("n", 4, marks=pytest.mark.long)])
 def test_on_a_terminal_clean_asks(store, answer, left):
     terminal, child = pty.openpty()
     process = subprocess.Popen(

@@ -71,7 +71,9 @@ def test_an_age_beyond_all_dates_is_limited_to_100_years():
 
 
 @pytest.mark.parametrize(
-    ("environment", "has_colour"), [({}, True), ({"NO_COLOR": "1"}, False)], ids=["colour", "NO_COLOR"]
+    ("environment", "has_colour"),
+    [({}, True), pytest.param({"NO_COLOR": "1"}, False, marks=pytest.mark.long)],
+    ids=["colour", "NO_COLOR"],
 )
 def test_on_a_terminal_of_80_columns_nothing_is_wider(captured, environment, has_colour):
     terminal, child = pty.openpty()

@@ -85,7 +85,7 @@ def test_tracing_switches_fused_layers_off_and_on_again():
     assert torch.backends.cudnn.enabled is before
 
 
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("kind", [pytest.param("lstm", marks=pytest.mark.long), "gru"])
 @pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_fused_cells_are_decomposed(kind, bias):
     """These are operations of a GPU, which the CPU does not implement."""

@@ -146,7 +146,11 @@ def without_duplicates(module):
     return fx.GraphModule(module, fx_graph_cse(module.graph))
 
 
-@pytest.mark.parametrize("change", [lambda module: module, without_duplicates], ids=["as drawn", "without duplicates"])
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(lambda module: module, marks=pytest.mark.long), without_duplicates],
+    ids=["as drawn", "without duplicates"],
+)
 @settings(max_examples=150)
 @given(graphs())
 def test_the_plan_equals_what_an_interpreter_counts_at_every_node(change, drawn):

@@ -189,6 +189,7 @@ class Named(nn.Module):
         return x.relu() if self.act == "relu" else x.tanh()
 
 
+@pytest.mark.long
 def test_values_that_could_not_be_tried_stay_guarded():
     model, x = Named(), torch.randn(64, 4)
     compiled = compile(model, filter=suggest(model, x).filter, backend="eager")
@@ -247,6 +248,7 @@ def test_progress_in_a_pipe_has_a_line_for_each_change(capsys):
     assert "suggest, trial 2 of 2: compiling" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_what_does_not_save_is_not_suggested(monkeypatch):
     monkeypatch.setattr(_suggest, "_microseconds", lambda *checks: [2.1, 2.9])
     found = suggest(NormAndDropout().eval(), torch.randn(3, 4))
@@ -256,6 +258,7 @@ def test_what_does_not_save_is_not_suggested(monkeypatch):
     assert "%" not in str(found)
 
 
+@pytest.mark.long
 def test_the_code_names_the_backend_that_was_tried(monkeypatch):
     found = suggest(NormAndDropout().eval(), torch.randn(3, 4), backend="aot_eager")
     assert "backend='aot_eager'" in found.code
@@ -339,6 +342,7 @@ def suggested():
     return found.filter
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", STATE_CHANGES)
 def test_no_state_change_is_stale_under_the_suggested_filter(suggested, change):
     model, x = Stateful().eval(), torch.randn(3, 4)

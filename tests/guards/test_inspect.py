@@ -326,6 +326,7 @@ def test_times_after_a_reset_are_not_mixed_up():
     assert first.seconds != second.seconds
 
 
+@pytest.mark.long
 def test_more_frames_than_torch_keeps_metrics_of():
     def fn(x):
         return x + 1

@@ -53,7 +53,7 @@ def served(model):
     "how",
     [
         pytest.param({}, id="eager"),
-        pytest.param({"num_beams": 2}, id="beams"),
+        pytest.param({"num_beams": 2}, id="beams", marks=pytest.mark.long),
         pytest.param({"num_beams": 2, "num_return_sequences": 2}, id="several answers"),
         pytest.param({"cache_implementation": "static"}, id="static cache"),
         pytest.param(compiled_by("aot_eager"), id="compiled", marks=pytest.mark.long),

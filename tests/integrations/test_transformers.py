@@ -303,7 +303,7 @@ def test_bf16_training_survives(way, device, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")  # DDP's, of ViT's class token
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("way", ["retry", "watch"])
 @pytest.mark.parametrize(("make", "data", "shift", "smoothing"), CASES)
 def test_two_ranks_train_as_one_without_the_bad_samples(make, data, shift, smoothing, way, accumulate, tmp_path):

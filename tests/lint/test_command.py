@@ -174,6 +174,7 @@ def test_every_rule_has_a_page_and_a_code_of_its_level():
     assert len({rule.name for rule in lint.RULES.values()}) == len(lint.RULES) >= 25
 
 
+@pytest.mark.long
 def test_our_own_tree_is_clean(monkeypatch):
     monkeypatch.chdir(ROOT)
     _config.settings_for.cache_clear()

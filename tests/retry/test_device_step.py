@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from tests.breadth import breadth
 from tests.retry.test_models import compare, float64  # noqa: F401 (a fixture for every test)
 from tests.retry.training_loops import LOOPS, B
 from torch import nn
@@ -44,8 +45,8 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.long), 0.1])
+@pytest.mark.parametrize("kind", breadth(FUSED, "adamw", "momentum"))
 def test_twenty_steps_with_faults_equal_twenty_without(kind, clip, ahead):
     make, make_batch, spoil = LOOPS["batch norm"]
     loops = []

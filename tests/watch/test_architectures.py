@@ -110,7 +110,7 @@ MORE_NAMES = [
     "VaultGemmaForCausalLM",
     "VitDetModel",
 ]
-QUICK = ("BigBirdForMaskedLM", "LlamaForCausalLM", "MobileViTForImageClassification", "BartForConditionalGeneration")
+QUICK = ("BigBirdForMaskedLM", "LlamaForCausalLM", "BartForConditionalGeneration")
 # These compute their norms in float32, whatever the dtype of the model.
 NORMS_IN_FLOAT32 = (
     *("Gemma2ForCausalLM", "HeliumForCausalLM", "MoshiForCausalLM", "RecurrentGemmaForCausalLM"),

@@ -173,7 +173,7 @@ def test_samples_in_an_object_that_the_model_is_given():
     assert bad_samples(guarded(batch(4, 3, 5), Pair(batch(4, 3, 5, bad=1)))[1]) == [1]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_sample_that_is_picked_by_its_number_in_a_graph(dynamic):
     def step(self, z):
         return z + self.inner(z[-1] ** 2)

@@ -99,7 +99,7 @@ def test_each_sample_has_a_path_of_its_own(backend):
     assert [one.locations[1:] for one in guarded.history] == [("low",), ("high",)]
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_the_path_of_a_model_of_many_modules_takes_several_words(backend):
     guarded = run_of(nn.Sequential(*(nn.Linear(4, 4) for _ in range(70))), backend)
     (incident,) = guarded.history

@@ -76,8 +76,8 @@ def test_each_thread_gets_its_own_flags_output_and_report(count, quarantine):
     check(model, given, in_threads(count, call))
 
 
-@pytest.mark.parametrize("quarantine", [False, True])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_compiled_each_thread_gets_its_own_flags_and_output(count, quarantine):
     model, given = Waiting(count), batches(count)
     guarded = torch.compile(watch(model, quarantine=quarantine), backend="aot_eager", fullgraph=True)

@@ -366,7 +366,11 @@ class Detector(nn.Module):
         return [{"scores": one} for one in scores]
 
 
-@pytest.mark.parametrize("sizes", [[(5, 4), (6, 7), (4, 4), (5, 5)], [(5, 5)] * 4], ids=["ragged", "equal"])
+@pytest.mark.parametrize(
+    "sizes",
+    [[(5, 4), (6, 7), (4, 4), (5, 5)], pytest.param([(5, 5)] * 4, marks=pytest.mark.long)],
+    ids=["ragged", "equal"],
+)
 def test_the_samples_of_a_list_of_images_are_the_images(run_light, sizes, recwarn):
     model = Detector().double()
     guarded = watch(model, quarantine=True)
@@ -445,7 +449,7 @@ def test_flex_attention_in_a_graph_keeps_samples_apart(quarantine, recwarn):
     assert not [one for one in recwarn if one.category is MixedRowsWarning]
 
 
-@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
 def test_flex_attention_in_a_graph_with_gradients_keeps_samples_apart(quarantine, monkeypatch):
     """torch refuses gradients on the CPU when it is called; its implementation for `aot_eager` has them."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *given: None)
