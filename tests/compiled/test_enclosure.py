@@ -35,17 +35,18 @@ def box_around(x, width):
 def points_in(boxes, count, seed):
     """Corners and points inside, as the graph's own dtype holds them."""
     generator = torch.Generator().manual_seed(seed)
+
+    def point(box, is_corner):
+        if not box.low.is_floating_point():
+            return box.low
+        share = torch.rand(box.low.shape, generator=generator).to(box.low.dtype)
+        if is_corner:
+            return torch.where(share > 0.5, box.low, box.high)
+        # Not `low + share * (high - low)`: the difference of large numbers overflows.
+        return ((1 - share) * box.low + share * box.high).clamp(box.low, box.high)
+
     for i in range(count):
-        yield [
-            torch.where(torch.rand(b.low.shape, generator=generator) > 0.5, b.low, b.high)
-            if i % 2
-            else torch.minimum(
-                b.low + (b.high - b.low) * torch.rand(b.low.shape, generator=generator).to(b.low.dtype), b.high
-            )
-            if b.low.is_floating_point()
-            else b.low
-            for b in boxes
-        ]
+        yield [point(box, i % 2) for box in boxes]
 
 
 def assert_holds(gm, boxes, count=12, seed=0):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.compiled.programs import UNARY
 from tests.compiled.test_enclosure import points_in
@@ -230,6 +230,7 @@ extreme_steps = st.lists(
     sign=st.sampled_from([None, 1, -1]),
     seed=st.integers(0, 10**6),
 )
+@example([(lambda x, s: x.clamp(min=s), 0.1)], (torch.float32, 3e37), 3.0, None, 200979)
 def test_no_output_leaves_its_bounds_at_any_magnitude(chosen, scale, width, sign, seed):
     dtype, size = scale
     middle = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
