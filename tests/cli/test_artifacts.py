@@ -260,6 +260,7 @@ def test_on_a_terminal_clean_asks(store, answer, left):
     assert len(ids(store)) == left
 
 
+@pytest.mark.long
 def test_clean_removes_what_it_listed_and_nothing_added_or_changed_since(store):
     terminal, child = pty.openpty()
     process = subprocess.Popen(

@@ -139,7 +139,7 @@ def test_a_module_runs_as_by_python_m(command, script, tmp_path):
         (["missing.py"], "'missing.py' does not exist"),
         (["."], "is a directory"),
         (["-m", "no.such.module"], "'no.such.module'"),
-        (["--device", "no-such-device", "script.py"], "edge-npu"),
+        pytest.param(["--device", "no-such-device", "script.py"], "edge-npu", marks=pytest.mark.long),
         (["--strict", "script.py"], "--device or --watch"),
     ],
     ids=["file", "directory", "module", "device", "strict"],

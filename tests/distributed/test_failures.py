@@ -49,7 +49,7 @@ def test_a_rank_that_is_killed(bad):
         assert f"rank {bad} died" in message
 
 
-@pytest.mark.parametrize("machine", ["one", "several"])
+@pytest.mark.parametrize("machine", ["one", pytest.param("several", marks=pytest.mark.long)])
 def test_a_death_is_logged_where_no_collective_fails(machine, monkeypatch):
     """As under NCCL: a rank waits for what Python does not see."""
     monkeypatch.setattr(_failures, "_state", _failures._state if machine == "one" else lambda note: "")

@@ -142,6 +142,7 @@ def test_inputs_need_something_to_call():
 
 
 @pytest.mark.skipif(not entry_points(group="pytest11", name="torchguard"), reason="run from the source, not installed")
+@pytest.mark.long
 def test_the_fixture(tmp_path):
     (tmp_path / "test_it.py").write_text(
         """

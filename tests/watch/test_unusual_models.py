@@ -432,7 +432,7 @@ class Flexible(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize("quarantine", [pytest.param(False, marks=pytest.mark.long), True])
 def test_flex_attention_in_a_graph_keeps_samples_apart(quarantine, recwarn):
     model, x = Flexible(), torch.randn(3, 4, 16)
     want = torch.compile(model, backend="eager", fullgraph=True)(x)
