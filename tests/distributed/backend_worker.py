@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.cases import flags_with
+from tests.distributed.cases import everything, flags_with
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,19 +22,6 @@ from torchguard import Retry, distributed, err, watch
 from torchguard.distributed import _agree, _averages, _digest, _flags, _gather, _report
 
 BAD = [[1], [0, 2]]  # of the samples of each rank
-
-
-def everything(f, losses, x, step):
-    """All that a graph can hold."""
-    return (
-        distributed.any_err(f),
-        distributed.agree(f, "majority"),
-        *distributed.gather_flags(f, rows=8),
-        *distributed.digest(f, step=step),
-        distributed.merge_flags(f[:2]),
-        distributed.mean_ok(f, losses),
-        distributed.all_gather(x),
-    )
 
 
 def rank_values(device):

@@ -11,7 +11,7 @@ import torch._dynamo  # before processes are forked, not in each of them
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.distributed.cases import flags_with
+from tests.distributed.cases import everything, flags_with
 
 from torchguard import ErrorConfig, ErrorLocation, distributed, err, flags
 from torchguard.distributed import _digest
@@ -283,18 +283,6 @@ class TestDigest:
         size = 4_096
         worst = torch.stack([_digest._powers(torch.tensor(2**42 - 1), rank, size) for rank in range(size)]).sum(0)
         assert [int(one) for one in _digest._decoded(worst)] == [0, 2**42 - 1]
-
-
-def everything(f, losses, x, step):
-    return (
-        distributed.any_err(f),
-        distributed.agree(f, "majority"),
-        *distributed.gather_flags(f, rows=8),
-        *distributed.digest(f, step=step),
-        distributed.merge_flags(f[:2]),
-        distributed.mean_ok(f, losses),
-        distributed.all_gather(x),
-    )
 
 
 def is_same_in_one_graph(backend):
