@@ -14,7 +14,7 @@ from torch import nn
 
 from torchguard.exceptions import GuardError, StaleGuardError
 from torchguard.guards._audit import audit
-from torchguard.guards._compile import compile
+from torchguard.guards._compile import _isolates_recompiles, compile
 from torchguard.guards._filters import (
     keep_portable,
     keep_tensors,
@@ -291,6 +291,124 @@ def test_all_violations_are_reported():
     names = [violation.name for violation in auditor.report().violations]
     assert "self.k" in names
     assert sum("drop" in name for name in names) >= 1
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x):
+        return x * self.weight.sum()
+
+
+PARAMETER_CHANGES = {
+    "requires_grad": lambda layer: layer.weight.requires_grad_(False),
+    "dtype": lambda layer: setattr(layer.weight, "data", layer.weight.data.double()),
+    "size": lambda layer: setattr(layer.weight, "data", torch.ones(1, 2)),
+}
+
+
+@pytest.mark.parametrize("change", PARAMETER_CHANGES.values(), ids=PARAMETER_CHANGES)
+def test_a_parameter_that_changes_after_several_calls(change):
+    model = Weighted()
+    net, auditor = audited(model, skip_nn_modules(), every=1)
+    for _ in range(4):  # Dynamo of torch 2.11 skips tensors of a module once its guards held
+        net(torch.ones(2))
+    assert not auditor.report().violations
+    change(model)
+    net(torch.ones(2))
+    assert "weight" in auditor.report().violations[0].name
+
+
+def test_a_parameter_that_stays_changed_raises_in_each_call_until_it_is_put_back():
+    model = Weighted()
+    net, _ = audited(model, skip_nn_modules(), every=3, action="raise")
+    for _ in range(4):
+        net(torch.ones(2))
+    for _ in range(2):
+        model.weight.requires_grad_(False)
+        for _ in range(3):
+            with contextlib.suppress(StaleGuardError):  # up to two calls run before the check is due
+                net(torch.ones(2))
+        for _ in range(3):
+            with pytest.raises(StaleGuardError, match="weight"):
+                net(torch.ones(2))
+        model.weight.requires_grad_()
+        for _ in range(4):
+            net(torch.ones(2))
+
+
+@pytest.mark.parametrize("other", [nn.Linear(2, 3), nn.LeakyReLU(2.0)], ids=["same class", "other class"])
+@pytest.mark.parametrize("is_audited", [False, True])
+@pytest.mark.parametrize("action", ["record", "recompile", "raise"])
+def test_another_module_of_torch_is_no_violation(action, is_audited, other):
+    x, model = torch.ones(1, 2), nn.Linear(2, 2)
+    net, auditor = audited(model, skip_nn_modules(), every=1, action=action)
+    net(x)
+    if is_audited:
+        net_of_other, _ = audited(other, skip_nn_modules(), every=1, action=action)
+    else:
+        net_of_other = torch.compile(other, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(net_of_other(x), other(x))
+        torch.testing.assert_close(net(x), model(x))
+    assert not auditor.report().violations
+    model.weight.requires_grad_(False)
+    with pytest.raises(StaleGuardError, match="weight") if action == "raise" else contextlib.nullcontext():
+        net(x)
+    assert len(auditor.report().violations) == 1
+    torch.testing.assert_close(net_of_other(x), other(x))
+
+
+@pytest.mark.skipif(not _isolates_recompiles(), reason="before torch 2.13, both have one cache")
+@pytest.mark.parametrize("is_audited", [False, True])
+def test_another_module_of_the_same_class_is_no_violation(is_audited):
+    model, other = Weighted(), Weighted().requires_grad_(False)
+    net, auditor = audited(model, skip_nn_modules(), every=1, action="raise")
+    net(torch.ones(2))
+    net_of_other = compile(other, filter=auditor if is_audited else None, backend="eager")
+    assert not net_of_other(torch.ones(2)).requires_grad
+    other.requires_grad_()  # what was compiled for the other one is stale, if it is audited
+    with pytest.raises(StaleGuardError, match="weight") if is_audited else contextlib.nullcontext():
+        net_of_other(torch.ones(2))
+    net(torch.ones(2))
+
+
+def test_after_a_reset_a_change_is_no_violation():
+    model = nn.Linear(2, 2)
+    net, auditor = audited(model, skip_nn_modules(), every=1, action="raise")
+    net(torch.ones(2))
+    torch.compiler.reset()
+    model.double()
+    assert net(torch.ones(2, dtype=torch.float64)).dtype == torch.float64
+    torch.compiler.reset()
+    model.weight.requires_grad_(False)
+    net(torch.ones(2, dtype=torch.float64))
+    assert not auditor.report().violations
+
+
+@pytest.mark.skipif(not _isolates_recompiles(), reason="before torch 2.13, both have one cache")
+def test_an_error_that_was_not_raised_is_not_that_of_another_module():
+    model, other = Weighted(), Weighted()
+    net, _ = audited(model, skip_nn_modules(), every=1, action="raise")
+    net(torch.ones(2))
+    model.weight.requires_grad_(False)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        net(torch.ones(2))
+    torch.compile(other, backend="eager")(torch.ones(2))
+    with pytest.raises(StaleGuardError, match="weight"):
+        net(torch.ones(2))
+
+
+def test_train_of_a_module_of_torch_is_noticed_at_once():
+    model = nn.Dropout(1.0).eval()
+    net, auditor = audited(model, skip_nn_modules(), every=100, action="recompile")
+    for _ in range(3):
+        assert net(torch.ones(1)).item() == 1
+    model.train()
+    assert net(torch.ones(1)).item() == 0
+    assert auditor.report().violations
 
 
 def test_threads():

@@ -25,6 +25,10 @@ from torchguard.guards._filters import (
     with_value,
 )
 
+# torch 2.11 and 2.12 have one cache for all modules of torch itself.
+BEFORE_2_13 = pytest.mark.filterwarnings(
+    "ignore:.*one cache for all modules of torch:torchguard.exceptions.GuardWarning"
+)
 X = torch.ones(3, 4)
 FACTOR = 2.0
 can_isolate = _compile._isolates_recompiles()
@@ -103,6 +107,7 @@ def dropping(filter, backend="eager"):
 # What is no longer noticed, filter by filter
 
 
+@BEFORE_2_13
 def test_all_guards_kept_everything_is_noticed(monkeypatch):
     fn = compile(scale, filter=keep_all(), backend="eager")
     assert fn(X)[0, 0] == 2
@@ -122,6 +127,7 @@ def test_without_guards_on_globals_the_old_value_stays(monkeypatch, backend):
     assert fn(X)[0, 0] == 2
 
 
+@BEFORE_2_13
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("filter", [skip_inbuilt_nn_modules(), skip_nn_modules()], ids=repr)
 def test_without_guards_on_torchs_modules_dropout_stays_active_after_eval(filter, backend):
@@ -407,6 +413,16 @@ def test_where_two_filters_share_a_cache_there_is_a_warning(monkeypatch):
     compile(Scale(), filter=first, backend="eager")
     with pytest.warns(GuardWarning, match=r"Scale\.forward was compiled with another filter"):
         compile(Scale(), backend="eager")
+
+
+def test_where_modules_of_torch_share_a_cache_there_is_a_warning(monkeypatch):
+    monkeypatch.setattr(_compile, "_isolates_recompiles", lambda: False)
+    with pytest.warns(GuardWarning, match="one cache for all modules of torch itself, such as this Linear"):
+        compile(torch.nn.Linear(2, 2), filter=skip_globals(), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile(torch.nn.Linear(2, 2), filter=audit(skip_globals()), backend="eager")
+        compile(torch.nn.Linear(2, 2), backend="eager")
 
 
 def test_mode_and_options_are_refused():

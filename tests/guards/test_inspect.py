@@ -11,7 +11,7 @@ import torch
 from tests.models import ScaledLayer, bert
 from torch import nn
 
-from torchguard.exceptions import GuardError
+from torchguard.exceptions import GuardError, GuardWarning
 from torchguard.guards import audit, skip_nn_modules
 from torchguard.guards._inspect import GuardInspector, inspect
 
@@ -163,6 +163,15 @@ def test_the_code_after_a_break_is_a_frame_of_its_own():
     assert inspection.frames[0].function == "broken_in_the_middle"
     assert "resume_in_broken_in_the_middle" in inspection.frames[1].function
     assert all(frame.seconds is not None for frame in inspection.frames)
+
+
+def test_code_after_a_break_that_is_not_compiled_is_warned_of(monkeypatch):
+    monkeypatch.setattr("torchguard._torch.events.compiles_after_breaks", lambda: False)  # as torch 2.11 may do
+    warned = pytest.warns(GuardWarning, match=r"graph break at .*test_inspect\.py:\d+\. Dynamo does not compile")
+    with warned, inspect() as inspection:
+        compiled(broken_in_the_middle)(torch.ones(2))
+    assert "Dynamo does not compile the code after it" in inspection.graph_breaks[0].hints[0]
+    assert "call such functions from one thread, or use torch 2.12." in str(inspection)
 
 
 def test_several_breaks():
@@ -375,7 +384,6 @@ def test_an_inspector_runs_the_model_as_often_as_asked():
     assert inspector.cached()[0].guard_count > 10
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has one cache for all before 2.13")
 def test_an_inspector_does_not_touch_cached_entries():
     model = ScaledLayer()
     net = compiled(model)

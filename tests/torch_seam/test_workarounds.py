@@ -5,6 +5,7 @@ A test that fails here names something that the torch at hand has repaired: swit
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from torch._dynamo.exc import UncapturedHigherOrderOpError
 from torch._dynamo.variables import dicts
 from torch.func import jvp, vjp
 
-from torchguard import watch
+from torchguard import guards, watch
 from torchguard._graphs.op_facts import has_wrong_jvp
-from torchguard._torch import settings
+from torchguard._torch import dynamo, settings
 from torchguard._torch.support import minor_version
 
 
@@ -50,6 +51,42 @@ def test_dynamo_loses_what_is_written_after_a_branch_in_torch_2_13_and_2_14(monk
         monkeypatch.delattr(proxy, "side_effects")
     torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2), note)
     assert (note.value is not None) == (minor_version(torch.__version__) in [(2, 13), (2, 14)])
+
+
+def test_calls_that_overlap_in_two_threads_switch_off_code_after_breaks_in_torch_2_11():
+    """`dynamo.compiles_after_breaks`, of which `guards.inspect` warns."""
+    is_running, may_end = (threading.Event(), threading.Event()), (threading.Event(), threading.Event())
+
+    def call(index):
+        def wait(graph, inputs):
+            def run(*args):
+                is_running[index].set()
+                assert may_end[index].wait(60)
+                return graph(*args)
+
+            return run
+
+        torch.compile(lambda x: x + index, backend=wait, fullgraph=True)(torch.ones(2))
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(2)]
+    for thread, started in zip(threads, is_running, strict=True):
+        thread.start()
+        assert started.wait(60)
+    for thread, event in zip(threads, may_end, strict=True):
+        event.set()
+        thread.join()
+
+    def broken(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    is_old = minor_version(torch.__version__) == (2, 11)
+    warned = pytest.warns(guards.GuardWarning, match="does not compile the code after it: torch 2.11")
+    with warned if is_old else contextlib.nullcontext(), guards.inspect() as inspection:
+        torch.compile(broken, backend="eager")(torch.ones(2))
+    assert len(inspection.frames) == (1 if is_old else 2)
+    assert dynamo.compiles_after_breaks() != is_old
 
 
 def test_a_region_may_not_return_its_input():

@@ -65,7 +65,7 @@ def function_name(code: types.CodeType | None, f_locals: Any = None) -> Function
         return FunctionName("(a function that is gone)", "", 0)
     known, first = f_locals or {}, code.co_varnames[0] if code.co_argcount else ""
     function = name = None
-    if code.co_qualname == "wrap_inline.<locals>.inner" and (called := known.get("fn")) is not None:
+    if (called := known.get(shared_frame_variable(code))) is not None:
         function = type(called).forward if isinstance(called, nn.Module) else called
         name = type(called).__name__ if isinstance(called, nn.Module) else getattr(called, "__qualname__", "")
     elif "<locals>" in code.co_qualname and isinstance(module := known.get(first), nn.Module):
@@ -88,6 +88,9 @@ def _forward_with(module: nn.Module, code: types.CodeType) -> Any:
     return None
 
 
+ALL_REGIONS = -2  # torch counts regions from 0 on; -1 is what they share
+
+
 class CacheLocation(NamedTuple):
     """Where Dynamo caches what it compiles for a call: by code object, region and backend (None: unknown).
 
@@ -105,9 +108,31 @@ def entries_of(cache: CacheLocation) -> list[tuple[str, Guards]]:
 
     Degraded where an entry has no `backend`: the entries of all backends count.
     """
-    entries = [*_in_region(cache, cache.region), *(_in_region(cache, -1) if cache.region != -1 else ())]
+    entries = [*_in_region(cache, cache.region), *(_in_region(cache, -1) if cache.region >= 0 else ())]
     usable = [entry for entry in entries if _is_for(entry, cache.backend) and _is_valid(entry)]
     return [(str(entry.compile_id), guards_of(entry.guard_manager)) for entry in usable]
+
+
+def cache_of_frame(code: types.CodeType, compiler: Any) -> CacheLocation:
+    """Where Dynamo has looked up a frame that it is about to compile.
+
+    Degraded where torch does not say in which region a frame is compiled: the entries of all regions count.
+    """
+    from torch._dynamo import eval_frame
+
+    region_of_call = getattr(eval_frame, "get_eval_frame_isolate_recompiles_id", None)
+    region = ALL_REGIONS if region_of_call is None else region_of_call()
+    return CacheLocation(code, region, innermost_backend(compiler), 0)
+
+
+def shared_frame_variable(code: types.CodeType) -> str | None:
+    """The variable with the module or function that a frame of torch's own calls; None for any other code.
+
+    `torch.compile` puts a function of its own around each module and function of torch (`wrap_inline`). All of them
+    have one code object, and before torch 2.13 one cache: the variable says whose frame it is. Degraded where torch
+    names that function otherwise: frames of different modules cannot be told apart.
+    """
+    return "fn" if code.co_qualname == "wrap_inline.<locals>.inner" else None
 
 
 def is_full(cache: CacheLocation) -> bool:
@@ -131,9 +156,9 @@ def _in_region(cache: CacheLocation, region: int) -> list[Any]:
     from torch._dynamo import eval_frame
 
     of_region = getattr(eval_frame, "_get_cache_entries_for_region", None)
-    return list(
-        eval_frame._debug_get_cache_entry_list(cache.code) if of_region is None else of_region(cache.code, region)
-    )
+    if of_region is None or region == ALL_REGIONS:
+        return list(eval_frame._debug_get_cache_entry_list(cache.code))
+    return list(of_region(cache.code, region))
 
 
 def _is_for(entry: Any, backend: Any) -> bool:
@@ -289,6 +314,24 @@ def compile_times() -> list[tuple[str, float, float]]:
         if metrics.compile_id and started is not None and took is not None:
             found.append((str(metrics.compile_id), started, took))
     return found
+
+
+def compiles_after_breaks() -> bool:
+    """Whether Dynamo compiles the code after a graph break, as it does outside of calls with `fullgraph=True`.
+
+    torch 2.11 has one such state for all threads. Each call of a function compiled with `fullgraph=True` sets it and
+    puts back what it found, so that two calls that overlap in two threads leave it set for the rest of the process.
+    It can only be read by setting it. Degraded where torch has no `set_eval_frame_override`: True, which is right
+    since torch 2.12.
+    """
+    from torch._C._dynamo import eval_frame
+
+    swap, states = (getattr(eval_frame, name, None) for name in ("set_eval_frame_override", "_EvalFrameOverride"))
+    if swap is None or states is None:
+        return True
+    found = swap(states.NONE)
+    swap(found)
+    return found == states.NONE
 
 
 def is_restart(error: BaseException) -> bool:

@@ -26,7 +26,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchguard._torch.dynamo import FunctionName, current_compile_id, function_name, innermost_backend
+from torchguard._torch import settings
+from torchguard._torch.dynamo import (
+    ALL_REGIONS,
+    FunctionName,
+    cache_of_frame,
+    compiles_after_breaks,
+    current_compile_id,
+    entries_of,
+    function_name,
+    innermost_backend,
+)
 from torchguard._torch.guards import Guards, Stack, guards_of
 from torchguard._torch.process import module_state, patch_function
 from torchguard._torch.support import missing, warn_of_missing
@@ -68,19 +78,26 @@ class GuardFailureEvent(NamedTuple):
 
 
 class GraphBreakEvent(NamedTuple):
-    """A graph that ends early: Dynamo's reason, and the stack of the user's code, outermost frame first."""
+    """A graph that ends early: Dynamo's reason, and the stack of the user's code, outermost frame first.
+
+    `is_resumed` is whether Dynamo compiles the code after it: see `compiles_after_breaks`.
+    """
 
     reason: str
     stack: Stack
     compile_id: str
+    is_resumed: bool
 
 
 Event = TypeVar("Event", GuardsBuiltEvent, GuardFailureEvent, GraphBreakEvent)
 # By the name of the event's class, which a reload of this module replaces.
 _listeners: dict[str, list[Callable[[Any], None]]] = module_state(globals(), "listeners", dict)
 _thread = module_state(globals(), "thread", threading.local)
-_NOTHING = (None, None, None)
+_NOTHING: tuple[Any, ...] = (None, None, None, None)
+# Of audited entries, by the root of their guards: what to call before Dynamo compiles in their place, and the hooks of
+# the call of `torch.compile` that they belong to.
 _rechecks = module_state(globals(), "rechecks", weakref.WeakKeyDictionary)
+_hooks = module_state(globals(), "hooks", weakref.WeakKeyDictionary)
 # Identifies this copy of the package: where there are two, both patch torch, and each reports to its own audits.
 THIS_COPY = module_state(globals(), "copy", object)
 
@@ -168,6 +185,8 @@ def _build(
         lambda: _stacks(output_graph),
     )
     if noted is not None and unfiltered is not None:
+        if (hooks := getattr(_thread, "hooks", None)) is not None:
+            _hooks[event.guards.root] = weakref.ref(hooks)
         noted.filter.on_built(event)
     for listener in _listeners_of(GuardsBuiltEvent):
         listener(event)
@@ -217,7 +236,8 @@ def _unfiltered_guards(manager: Any) -> Callable[[], Guards | None]:
     found: list[Any] = []
 
     def build_guards(guards: Any, *args: Any, **kwargs: Any) -> Any:
-        built = type(manager).build_guards(manager, guards, *args, **kwargs)
+        with contextlib.nullcontext() if found else settings.all_tensor_guards():
+            built = type(manager).build_guards(manager, guards, *args, **kwargs)
         if not found:
             found.extend([guards, *built])
         elif len(found) == 3:
@@ -264,31 +284,65 @@ def is_explaining() -> bool:
     return getattr(_thread, "is_explaining", False)
 
 
-def refuse_to_compile(code: types.CodeType, error: Exception, applies: Callable[[dict[str, Any]], bool]) -> None:
-    """Have Dynamo raise an error where it would compile this code in this thread, for a call to which it applies."""
-    _thread.refused = (code, error, applies)
+def refuse_to_compile(
+    code: types.CodeType, entry: "weakref.ref[Any]", error: Exception, applies: Callable[[dict[str, Any]], bool]
+) -> None:
+    """Have Dynamo raise an error where it would compile this code in this thread, for a call to which it applies.
 
-
-def recheck_before_compiling(code: types.CodeType, recheck: Callable[[dict[str, Any]], None]) -> None:
-    """Have Dynamo call this with the locals before it compiles this code for a call that nothing has refused yet.
-
-    With several threads, Dynamo now and then fails a cached entry although all its guards hold, without calling the
-    callback of an audit (once in some thousand calls, torch 2.13). `recheck` can refuse the call in its place.
+    `entry` is the `Guards.key` of the entry that the call would have used.
     """
-    _rechecks.setdefault(code, []).append(recheck)
+    _thread.refused = (code, entry, error, applies)
+
+
+def recheck_before_compiling(entry: "weakref.ref[Any]", recheck: Callable[[dict[str, Any]], None]) -> None:
+    """Have Dynamo call this with the locals before it compiles for a call that could have used this audited entry.
+
+    With several threads, Dynamo now and then misses a cached entry although all its guards hold, without calling the
+    callback of an audit (once in some thousand calls, torch 2.13): the region in which it looks is state of the
+    process, and another thread may have changed it. `recheck` can refuse the call in its place.
+
+    One code object can have entries of several modules: all of a class, or all that are torch's own. So an entry is
+    rechecked only for calls of what the same call of `torch.compile` returned.
+    """
+    tree = entry()
+    if tree is not None:
+        _rechecks[tree] = recheck
 
 
 def _convert(original: Callable[..., Any], self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `ConvertFrameAssert.__call__`, with which Dynamo compiles a frame that no cached entry matches."""
+    """Replaces `ConvertFrameAssert.__call__`, with which Dynamo compiles a frame that no cached entry matches.
+
+    Each call of `torch.compile` passes hooks of its own. Degraded where there are none: the compiler stands for them.
+    """
+    hooks = inspect.signature(original).bind(self, frame, *args, **kwargs).arguments.get("hooks", self)
+    before = getattr(_thread, "hooks", None)
+    if len(_rechecks) > 0 or getattr(_thread, "refused", _NOTHING)[0] is frame.f_code:
+        _refuse_stale_call(self, frame, hooks)
+    _thread.hooks = hooks
+    try:
+        return original(self, frame, *args, **kwargs)
+    finally:
+        _thread.hooks = before
+
+
+def _refuse_stale_call(compiler: Any, frame: Any, hooks: Any) -> None:
+    """Raise the error of an entry that the call would have used, if there is one."""
+    cache = cache_of_frame(frame.f_code, compiler)
+    # Of all regions: another thread may have changed the region. An entry that a reset has dropped is not among them,
+    # though its guards may still be alive.
+    cached = [guards.root for _, guards in entries_of(cache._replace(region=ALL_REGIONS))]
+    own = [tree for tree in cached if tree in _hooks and _hooks[tree]() is hooks]
     if getattr(_thread, "refused", _NOTHING)[0] is not frame.f_code:
-        for recheck in tuple(_rechecks.get(frame.f_code, ())):
+        for recheck in [_rechecks[tree] for tree in own if tree in _rechecks]:
             recheck(frame.f_locals)
-    code, error, applies = getattr(_thread, "refused", _NOTHING)
-    if code is frame.f_code:
-        _thread.refused = _NOTHING
-        if applies is not None and error is not None and applies(frame.f_locals):
-            raise error
-    return original(self, frame, *args, **kwargs)
+    code, entry, error, applies = getattr(_thread, "refused", _NOTHING)
+    if code is not frame.f_code:
+        return
+    _thread.refused = _NOTHING
+    tree = entry()
+    is_usable = tree in own or tree in [guards.root for _, guards in entries_of(cache)]
+    if is_usable and applies(frame.f_locals):
+        raise error
 
 
 def _break(original: Callable[..., None], self: Any, code_options: Any, reason: str, exc: Any) -> None:
@@ -299,7 +353,8 @@ def _break(original: Callable[..., None], self: Any, code_options: Any, reason: 
     if listeners and not exc.logged:  # Dynamo calls this once for each frame that the exception passes
         stack = getattr(exc, "real_stack", None) or TracingContext.extract_stack()
         first = (code_options["co_filename"], code_options["co_firstlineno"], code_options["co_name"])
-        event = GraphBreakEvent(reason, stack or [traceback.FrameSummary(*first)], current_compile_id())
+        stack = stack or [traceback.FrameSummary(*first)]
+        event = GraphBreakEvent(reason, stack, current_compile_id(), compiles_after_breaks())
         for listener in listeners:
             listener(event)
     original(self, code_options, reason, exc)

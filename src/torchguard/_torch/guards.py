@@ -7,6 +7,7 @@ what torch lacks. What filters need has a degraded mode, which the docstrings at
 
 import contextlib
 import traceback
+import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -43,6 +44,10 @@ class Guards:
     def check(self, f_locals: dict[str, Any]) -> bool:
         """Whether a call with these locals satisfies all guards."""
         return self.root.check(f_locals)
+
+    def key(self) -> "weakref.ref[Any]":
+        """Identifies the tree, without keeping it alive: equal for all `Guards` of one cached entry."""
+        return weakref.ref(self.root)
 
     def first_failing(self, f_locals: dict[str, Any]) -> str:
         """The text of the first guard that fails, as Dynamo reports it."""

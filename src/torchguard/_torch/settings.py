@@ -38,6 +38,7 @@ import torch
 from torch import fx
 
 from torchguard._torch.process import patch_function, process_state
+from torchguard._torch.support import torch_is_at_least
 from torchguard._torch.tracing import constant_in_graphs
 
 # The parameters of `aot_stage2_compile` that are compilers, by what they compile.
@@ -69,6 +70,21 @@ def same_random_numbers() -> Iterator[None]:
     names = [name for name in ("fallback_random",) if hasattr(config, name)]
     with config.patch(dict.fromkeys(names, True)):  # pyright: ignore[reportAttributeAccessIssue]
         yield
+
+
+def all_tensor_guards() -> contextlib.AbstractContextManager[Any]:
+    """Have a tree of guards that is built in this block check tensors in every call.
+
+    With `skip_tensor_guards_with_matching_dict_tags`, the default, a tree of torch 2.11 that held once skips the
+    tensors of a module from then on: neither Dynamo nor an audit would notice another dtype or `requires_grad`. Since
+    torch 2.12 they are checked with it, too. Degraded where torch 2.11 lacks it: an audit does not notice such changes.
+    """
+    import torch._dynamo.config as config
+
+    name = "skip_tensor_guards_with_matching_dict_tags"
+    if torch_is_at_least(2, 12) or not hasattr(config, name):
+        return contextlib.nullcontext()
+    return config.patch({name: False})  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager

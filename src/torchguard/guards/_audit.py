@@ -33,6 +33,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchguard._graphs.source_lines import lines_of_stack, user_line
+from torchguard._torch.dynamo import shared_frame_variable
 from torchguard._torch.events import (
     THIS_COPY,
     GuardsBuiltEvent,
@@ -133,9 +134,9 @@ class Audit:
             if not built.guards.sources() >= shadow.sources_on(self._learned):
                 shadow.check_always(self._learned)
         weakref.finalize(shadow, _add, self._finished, shadow.counts)
-        built.guards.add_guard(shadow.on_call)
+        built.guards.add_guard(shadow.on_call if shadow.owner is None else shadow.on_call_in_shared_frame)
         if shadow.raises:
-            recheck_before_compiling(shadow.code, functools.partial(_recheck, weakref.ref(shadow)))
+            recheck_before_compiling(shadow.entry, functools.partial(_recheck, weakref.ref(shadow)))
 
     def report(self) -> AuditReport:
         """What was found so far."""
@@ -180,13 +181,13 @@ def _is_on(source: str, failed: Set[str]) -> bool:
 def _matches(shadow: "weakref.ref[_Shadow]", f_locals: dict[str, Any]) -> bool:
     """Whether Dynamo would run the compiled code for a call with these locals, but for the dropped guards."""
     one = shadow()
-    return one is not None and one.kept.check(f_locals)
+    return one is not None and one.is_own(f_locals) and one.kept.check(f_locals)
 
 
 def _recheck(shadow: "weakref.ref[_Shadow]", f_locals: dict[str, Any]) -> None:
     """Check the shadow for a call that Dynamo is about to compile for, if its kept guards hold."""
     one = shadow()
-    if one is not None and not _thread.is_paused and one.kept.check(f_locals):
+    if one is not None and not _thread.is_paused and _matches(shadow, f_locals):
         one._on_due_call(f_locals)
 
 
@@ -222,7 +223,7 @@ class _Shadow:
 
     def __init__(self, audit: Audit, built: GuardsBuiltEvent, full: Guards, dropped: list[_DroppedGuard]) -> None:
         self.audit = weakref.ref(audit)
-        self.full, self.compile_id, self.code = full, built.compile_id, built.code
+        self.full, self.compile_id, self.code, self.entry = full, built.compile_id, built.code, built.guards.key()
         self.quick = QuickCheck(full)
         self.kept = built.guards.copy()  # before the callback is added: with it, the tree would hold itself
         # Where the guard on grad mode and autocast is kept, Dynamo itself tells such calls apart.
@@ -230,6 +231,13 @@ class _Shadow:
         self.function = built.where.function
         # Of a method this is the module, whatever it calls `self`.
         self.first_argument = built.code.co_varnames[0] if built.code.co_argcount else ""
+        # Of a module of torch, whose frame all of them share, this is the module, too.
+        self.owner: weakref.ref[Any] | None = None
+        shared = shared_frame_variable(built.code)
+        if shared is not None and built.f_locals is not None:
+            self.first_argument = shared
+            with contextlib.suppress(KeyError, TypeError):  # a callable that cannot be referred to weakly
+                self.owner = weakref.ref(built.f_locals[shared])
         self.dropped = {}
         for one in dropped:
             self.dropped.setdefault(one.source, []).append(one)
@@ -244,6 +252,16 @@ class _Shadow:
         self.state: tuple[bool, bool] | None = None
         self.training: Any = None
         self.started = time.perf_counter()
+
+    def is_own(self, f_locals: dict[str, Any]) -> bool:
+        """Whether a call is one of the module that the code was compiled for, where modules share a frame of torch's.
+
+        Before torch 2.13 they also share a cache. A call of another module violates nothing: it has another entry.
+        """
+        return self.owner is None or f_locals.get(self.first_argument) is self.owner()
+
+    def on_call_in_shared_frame(self, f_locals: dict[str, Any]) -> bool:
+        return self.is_own(f_locals) and self.on_call(f_locals)
 
     def on_call(self, f_locals: dict[str, Any]) -> bool:
         # Every call runs this. It checks only what users change often and what is cheap to read.
@@ -305,7 +323,7 @@ class _Shadow:
         except Exception as error:  # Dynamo would swallow it here
             if error.__traceback__ is not None:  # without this frame, which holds the arguments of the call
                 error.__traceback__ = error.__traceback__.tb_next
-            refuse_to_compile(self.code, error, functools.partial(_matches, weakref.ref(self)))
+            refuse_to_compile(self.code, self.entry, error, functools.partial(_matches, weakref.ref(self)))
         if allowed:
             self.refused.discard(threading.get_ident())
         else:

@@ -144,6 +144,19 @@ def own_cache() -> Iterator[None]:
 
 
 def _warn_of_shared_cache(model: object, filter: object) -> None:
+    """Before torch 2.13: warn where what was compiled with a filter may run for other calls."""
+    if isinstance(model, torch.nn.Module) and type(model).__module__.startswith("torch."):
+        if filter is not None and not getattr(filter, "is_audit", False):
+            name = type(model).__name__
+            warnings.warn(
+                f"compile: torch {torch.__version__} has one cache for all modules of torch itself, such as this "
+                f"{name}. If the filter drops the guards that tell them apart, what is compiled for this {name} may "
+                "run for others. Use torch 2.13, compile a function or module of your own that calls it, or audit the "
+                "filter.",
+                GuardWarning,
+                stacklevel=3,
+            )
+        return
     fn = type(model).forward if isinstance(model, torch.nn.Module) else model
     code = getattr(inspect.unwrap(fn) if callable(fn) else fn, "__code__", None)
     if code is None:

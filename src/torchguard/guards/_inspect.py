@@ -8,14 +8,17 @@ import json
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from torchguard._graphs.source_lines import SourceLine, lines_of_stack, user_line
 from torchguard._torch import dynamo, events
 from torchguard._torch.events import GraphBreakEvent, GuardFailureEvent, GuardsBuiltEvent
-from torchguard.exceptions import GuardError, RecompileError
+from torchguard.exceptions import GuardError, GuardWarning, RecompileError
 from torchguard.guards._audit import audits_paused
 from torchguard.guards._compile import compile
 from torchguard.guards._explain import short_repr
@@ -30,6 +33,11 @@ _HINT = re.compile(r"^  Hint: (.*(?:\n    .*)*)", re.MULTILINE)
 # Seconds by which the start of a compilation, in Dynamo's metrics, may differ from the clock here.
 _CLOCK_TOLERANCE = 1.0
 _DROPPED = GuardFailure(Guard("", "AUDIT", "a dropped guard no longer holds: the report of the audit has it", ""), "")
+_NOT_RESUMED = (
+    f"Dynamo does not compile the code after it: torch {torch.__version__} leaves that switched off for the whole "
+    "process when two threads call functions compiled with fullgraph=True at the same time. "
+    "Start a new process, and call such functions from one thread, or use torch 2.12."
+)
 _OTHER_BACKEND = GuardFailure(Guard("", "BACKEND_MATCH", "it was compiled with another backend", ""), "")
 
 
@@ -110,7 +118,7 @@ class GraphBreak:
     Attributes:
         file, line: the user's source line.
         reason: Dynamo's explanation.
-        hints: what Dynamo proposes to do about it.
+        hints: what Dynamo proposes to do about it, after what keeps it from compiling what follows, if anything.
         stack: the lines that led there, outermost first, on into torch.
         compile_ids: the compilations whose graphs end here.
     """
@@ -185,7 +193,10 @@ class Inspection(Shown):
 
 @contextlib.contextmanager
 def inspect() -> Iterator[Inspection]:
-    """Record everything Dynamo compiles in a block. Nothing is reset, and nothing runs but the block."""
+    """Record everything Dynamo compiles in a block. Nothing is reset, and nothing runs but the block.
+
+    Warns with a `GuardWarning` where torch 2.11 does not compile the code after a graph break.
+    """
     events.require_guard_events("inspect")
     recorder = _InspectionRecorder()
     events.add_listener(GraphBreakEvent, recorder.on_break)
@@ -197,6 +208,9 @@ def inspect() -> Iterator[Inspection]:
         for listener in (recorder.on_break, recorder.on_built, recorder.on_missed):
             events.remove_listener(listener)
         recorder.finish()
+    broken = [one for one in recorder.inspection.graph_breaks if _NOT_RESUMED in one.hints]
+    if broken:
+        warnings.warn(f"inspect: graph break at {broken[0].file}:{broken[0].line}. {_NOT_RESUMED}", GuardWarning, 3)
 
 
 class _InspectionRecorder:
@@ -278,7 +292,8 @@ def _graph_break(broken: GraphBreakEvent) -> GraphBreak:
     explained = [f"{title}: {_on_one_line(text)}" for title, text in _EXPLAINED.findall(broken.reason)]
     hints = dict.fromkeys(_on_one_line(hint) for hint in _HINT.findall(broken.reason))
     reason = "; then ".join(explained) or _on_one_line(broken.reason)
-    return GraphBreak(line.file, line.line, reason, tuple(hints), stack, (broken.compile_id,))
+    missing = () if broken.is_resumed else (_NOT_RESUMED,)
+    return GraphBreak(line.file, line.line, reason, (*missing, *hints), stack, (broken.compile_id,))
 
 
 def _on_one_line(text: str) -> str:
