@@ -33,7 +33,8 @@ if importlib.util.find_spec("sybil"):
     from sybil.parsers.markdown import PythonCodeBlockParser
 
     def enter_directory(namespace):
-        """Let the examples of a page write their files to a directory of their own."""
+        """Let the examples of a page write their files to a directory of their own, with a fixed seed."""
+        torch.manual_seed(0)
         namespace["_directory"], namespace["_before"] = tempfile.TemporaryDirectory(), os.getcwd()
         os.chdir(namespace["_directory"].name)
 
@@ -45,8 +46,9 @@ if importlib.util.find_spec("sybil"):
         parsers=[PythonCodeBlockParser()], patterns=["*.md"], setup=enter_directory, teardown=leave_directory
     ).pytest()
 
-# Collecting doctests imports a module, and this one needs Triton, which comes only with the GPU builds of torch.
-collect_ignore = [] if importlib.util.find_spec("triton") else ["src/torchguard/_watch/kernels.py"]
+# Collecting doctests imports a module, and these need Triton, which comes only with the GPU builds of torch.
+_KERNELS = ["src/torchguard/_watch/kernels.py", "src/torchguard/_watch/summary_kernels.py"]
+collect_ignore = [] if importlib.util.find_spec("triton") else _KERNELS
 
 
 if importlib.util.find_spec("hypothesis"):

@@ -26,6 +26,14 @@ def fresh_locations():
     registry.clear()
 
 
+@pytest.fixture(autouse=True)
+def code_after_breaks_is_compiled():
+    """torch 2.11 may not compile it after tests that call compiled functions from several threads."""
+    of_torch = torch._C._dynamo.eval_frame
+    if hasattr(of_torch, "set_eval_frame_override"):
+        of_torch.set_eval_frame_override(of_torch._EvalFrameOverride.NONE)
+
+
 # `aot_eager` covers all that `eager` does.
 EAGER = pytest.param("eager", marks=pytest.mark.long)
 

@@ -66,13 +66,13 @@ def _operator(library: operators.Library, name: str) -> Operator:
     return getattr(getattr(torch.ops, library.ns), name)
 
 
-def source_checksum(folder: Path) -> int:
+def source_checksum(folder: Path, files: str = "*.py") -> int:
     """A checksum of the source that an operator traces into, to be passed as one of its arguments.
 
     torch's caches of compiled graphs identify an operator by its name and arguments. The checksum keeps a later version
     of torchguard from being served graphs of an earlier one.
     """
-    return zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))))
+    return zlib.crc32(b"".join(path.read_bytes() for path in sorted(folder.glob(files))))
 
 
 def use_operators() -> bool:

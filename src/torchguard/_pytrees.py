@@ -173,7 +173,9 @@ def _traced_copy(value: Any, new: Mapping[Key, Any]) -> Any:
     """The same with operations that Dynamo of torch 2.11 can trace."""
     if isinstance(value, (tuple, list)):
         items = _items(value, new)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        # Dynamo of torch 2.11 and named results of torch, such as that of `sort`: it says that they have `_fields`.
+        is_named = hasattr(value, "_fields") and type(value).__module__ != "torch.return_types"
+        return type(value)(*items) if is_named else type(value)(items)
     if type(value) is dict:
         return {**value, **new}
     if type(value) in (OrderedDict, defaultdict):

@@ -1,6 +1,5 @@
 """Checks that record where they are: pass the module, and its location is looked up."""
 
-import math
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -13,14 +12,14 @@ from torchguard._casts import Number
 from torchguard._channel import record
 from torchguard._channel.combine import push_lost
 from torchguard._channel.config import ErrorConfig
+from torchguard._channel.detect import can_be_bad, floats_of
 from torchguard._channel.fill import fallback_like
 from torchguard._channel.gradients import mask_nonfinite_gradients, over_rows
 from torchguard._channel.packing import Flags
-from torchguard._channel.policy import RowStatus, rows
-from torchguard._channel.record import push_findings
+from torchguard._channel.policy import rows
+from torchguard._channel.record import push_faults
 from torchguard._channel.validate import require_batch, require_flags, require_location, require_size
 from torchguard._renamed import renamed
-from torchguard._torch.tracing import can_read, is_exporting
 from torchguard.exceptions import NotFlagsError
 from torchguard.flags import require_boundary
 from torchguard.locations._tracked import LocationLike, location_id
@@ -131,7 +130,7 @@ def fix(
     """
     f, location = _prepared("fix", z, module, f, config)
     flagged = err.is_err(f)
-    broken = rows(~torch.isfinite(floats_of(z))) if _can_be_bad(z) else torch.zeros_like(flagged)
+    broken = rows(~torch.isfinite(floats_of(z))) if can_be_bad(z) else torch.zeros_like(flagged)
     value, missing = fallback_like("fix", z, fallback() if callable(fallback) else fallback)
     fixed = torch.where(over_rows(flagged | broken, z), value, mask_nonfinite_gradients(z))
     # A row that already holds a fallback is replaced again but not recorded again.
@@ -144,8 +143,7 @@ def _flagged(
     who: str, z: Values, module: LocationLike, f: Flags | None, config: ErrorConfig | None, codes: Set[int]
 ) -> Flags:
     f, location = _prepared(who, z, module, f, config)
-    findings = findings_in(z, location, codes)
-    return push_findings(f, findings, config) if findings else f
+    return push_faults(f, z, location, codes, config)
 
 
 def _prepared(who: str, z: Any, module: LocationLike, f: Flags | None, config: ErrorConfig | None) -> tuple[Flags, int]:
@@ -159,73 +157,3 @@ def _prepared(who: str, z: Any, module: LocationLike, f: Flags | None, config: E
     location = location_id(module)
     require_location(who, location)
     return f, location
-
-
-# Detection. Rows are reduced over their last dimension only: the kernel that packs reduces the rest for all checks.
-# In an export no reduction relies on NaN: onnxruntime's `ReduceMax` drops it.
-
-
-def findings_in(z: Tensor, location: int, codes: Set[int]) -> list[tuple[int, int, RowStatus]]:
-    """`(code, location, status)` for each of `codes` (NAN, INF). Empty if one sum shows that no value of `z` is bad."""
-    if not _can_be_bad(z):
-        return []
-    values, nan, inf = floats_of(z), err.NAN in codes, err.INF in codes
-    if _is_finite(values) if inf else _is_free_of_nan(values):
-        return []
-    if nan and inf:
-        nans, infs = _nan_and_inf(values)
-        return [(err.NAN, location, nans), (err.INF, location, infs)]
-    return [(err.NAN, location, _nan(values))] if nan else [(err.INF, location, _inf(values))]
-
-
-def can_be_checked(z: Tensor) -> bool:
-    """Whether a tensor can hold NaN or Inf and has a batch dimension."""
-    return _can_be_bad(z) and z.layout == torch.strided and not z.is_nested
-
-
-def floats_of(z: Tensor) -> Tensor:
-    """`z` detached, as real floats of 16 bits or more."""
-    z = z.detach() if z.requires_grad else z
-    if z.is_complex():
-        parts = torch.view_as_real(z.resolve_conj())
-        return parts.flatten(-2) if z.ndim > 1 else parts
-    return z.to(torch.float32) if z.element_size() == 1 else z
-
-
-def _can_be_bad(z: Tensor) -> bool:
-    return z.is_floating_point() or z.is_complex()
-
-
-def _is_free_of_nan(z: Tensor) -> bool:
-    # Any NaN makes the sum NaN. So does Inf - Inf; then the exact check decides.
-    return can_read(z) and not math.isnan(z.sum().item())
-
-
-def _is_finite(z: Tensor) -> bool:
-    # A finite sum proves every element finite. Any other may be overflow; then the exact check decides.
-    return can_read(z) and math.isfinite(z.sum().item())
-
-
-def _nan(z: Tensor) -> RowStatus:
-    """NaN where a row holds one: the maximum propagates NaN, in one pass and without a mask of the size of `z`."""
-    if z.ndim > 1 and z.shape[-1] and not is_exporting():
-        return z.amax(-1)
-    return _rows_where(torch.isnan(z))
-
-
-def _inf(z: Tensor) -> RowStatus:
-    """True, or NaN, where a row holds Inf."""
-    found = z.abs() == math.inf  # not isinf, which Inductor does not vectorise
-    if z.is_cpu and z.ndim > 1 and z.shape[-1] and not is_exporting():
-        # Nor does Inductor vectorise `any` on the CPU. On a GPU `any` is faster.
-        return torch.where(found, math.nan, torch.zeros((), dtype=z.dtype)).amax(-1)
-    return _rows_where(found)
-
-
-def _nan_and_inf(z: Tensor) -> tuple[RowStatus, RowStatus]:
-    """Both in one pass: Inductor fuses reductions of the same kind over the same values."""
-    return _nan(z) if z.is_cpu else _rows_where(z != z), _inf(z)
-
-
-def _rows_where(found: Tensor) -> Tensor:
-    return found.any(-1) if found.ndim > 1 else found

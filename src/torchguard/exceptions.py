@@ -351,7 +351,7 @@ class LocationWarning(UserWarning):
 
 
 class GuardWarning(UserWarning):
-    """A guard filter may have another effect than its name suggests."""
+    """A guard filter may have another effect than its name suggests, or code after a graph break is not compiled."""
 
 
 class CompiledFunctionWarning(UserWarning):

@@ -210,6 +210,10 @@ def main(check, device):
     if dist.get_world_size() == 1:
         have_one_rank_send()
     CHECKS[check](device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    if check != "death":
+        dist.barrier(GLOO[0])  # NCCL of a rank whose work is not done reports an end of the other as its failure
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Many files: settings, `# noqa`, the cache, processes, and files that cannot be checked."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -92,7 +93,16 @@ def test_a_defect_of_a_rule_is_reported_for_its_file(project, monkeypatch):
 
 
 def test_long_sums_are_no_problem():
-    assert check_source("import torch\nx = " + " + ".join(["1"] * 900)) == []
+    source = "import torch\nx = " + " + ".join(["1"] * 900)
+    found = check_source(source)
+    if found and sys.version_info[:2] == (3, 12):
+        # After a compilation that failed, fewer than 900 nested calls are possible in a process of Python 3.12 (seen
+        # with torch 2.11 and 2.14). The linter says so, and a new process has no such limit.
+        assert [finding.message for finding in found] == ["the file is nested too deeply to check."]
+        script = f"from torchguard.lint import check_source; print(check_source({source!r}))"
+        ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        found = ast.literal_eval(ran.stdout)
+    assert found == []
 
 
 def test_columns_count_characters():

@@ -5,7 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchguard._torch.support import torch_is_at_least
 from torchguard.lint import _torch_names as names
+
+# The linter reads code that may be written for a newer torch than the installed one.
+SINCE_2_13 = {"linear_cross_entropy", "LinearCrossEntropyLoss"}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +29,8 @@ from torchguard.lint import _torch_names as names
     ],
 )
 def test_every_name_exists(table, owner):
-    assert [name for name in sorted(table) if not hasattr(owner, name)] == []
+    expected = set() if torch_is_at_least(2, 13) else table & SINCE_2_13
+    assert {name for name in table if not hasattr(owner, name)} == expected
 
 
 @pytest.mark.filterwarnings("ignore")

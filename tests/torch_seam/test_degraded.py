@@ -123,6 +123,15 @@ class TestTracing:
         f = torch.compile(lambda x: flag_nan(x, "x", err.new(x)), backend="aot_eager", fullgraph=True)(x)
         assert flags.repr(f) == "ErrorFlags(2 samples, 1 errors: 1xNAN @ x)"
 
+    @pytest.mark.parametrize("name", ["V", "NullHandler"])
+    def test_no_graph_is_known_to_be_for_inductor(self, monkeypatch, name):
+        from torch._inductor.virtualized import V
+
+        with fakes.fake_tensors() as mode, V.set_fake_mode(mode):
+            assert tracing.is_compiled_by_inductor()
+            monkeypatch.delattr(f"torch._inductor.virtualized.{name}")
+            assert not tracing.is_compiled_by_inductor()
+
     def test_nothing_counts_as_an_export(self, monkeypatch):
         monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
         assert tracing.is_exporting()
@@ -274,6 +283,23 @@ class TestDynamo:
         assert not dynamo.is_full(cache)
         assert dynamo.is_full(cache._replace(limit=1))
 
+    def test_the_region_of_a_frame_is_unknown(self, monkeypatch):
+        in_region = guards.compile(double, filter=guards.skip_all(), backend="eager")
+        in_region(torch.ones(2))
+        cache = dynamo.cache_of(in_region)
+        monkeypatch.delattr("torch._dynamo.eval_frame.get_eval_frame_isolate_recompiles_id", raising=False)
+        assert len(dynamo.entries_of(dynamo.cache_of_frame(cache.code, cache.backend))) == 1
+
+    def test_the_frame_around_modules_of_torch_has_another_name(self, monkeypatch):
+        assert dynamo.shared_frame_variable(double.__code__) is None
+        monkeypatch.setattr("torchguard.guards._audit.shared_frame_variable", lambda code: None)
+        model, auditor = nn.Linear(2, 2), guards.audit(guards.skip_nn_modules(), every=1)
+        net = guards.compile(model, filter=auditor, backend="eager")
+        net(torch.ones(2))
+        model.weight.requires_grad_(False)
+        net(torch.ones(2))
+        assert auditor.report().violations
+
     def test_a_backend_that_is_unknown_matches_all_entries(self, compiled):
         cache = dynamo.cache_of(compiled)
         assert len(dynamo.entries_of(cache._replace(backend=object()))) == 0
@@ -342,6 +368,19 @@ class TestEvents:
         monkeypatch.delattr("torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break")
         with pytest.raises(GuardError, match=r"has no InstructionTranslatorBase\.log_graph_break"), guards.inspect():
             pass
+
+    def test_a_compiler_without_hooks_stands_for_itself(self):
+        compiler, frame = object(), types.SimpleNamespace(f_code=double.__code__)
+        assert events._convert(lambda self, frame: events._thread.hooks, compiler, frame) is compiler
+
+    def test_code_after_breaks_counts_as_compiled(self, monkeypatch):
+        of_torch = torch._C._dynamo.eval_frame  # as on torch 2.11, whether this one has it or not
+        swap, states = (lambda state: "SKIP"), types.SimpleNamespace(NONE="NONE")
+        monkeypatch.setattr(of_torch, "set_eval_frame_override", swap, raising=False)
+        monkeypatch.setattr(of_torch, "_EvalFrameOverride", states, raising=False)
+        assert not dynamo.compiles_after_breaks()
+        monkeypatch.delattr(of_torch, "set_eval_frame_override")
+        assert dynamo.compiles_after_breaks()
 
     @pytest.mark.parametrize(
         "name",
@@ -451,6 +490,12 @@ class Tower(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning a function")
 class TestSettings:
+    def test_all_tensor_guards_leaves_out_a_setting_that_torch_lacks(self, monkeypatch):
+        monkeypatch.setattr(settings, "torch_is_at_least", lambda *_: False)  # as on torch 2.11
+        monkeypatch.setattr("torch._dynamo.config", types.SimpleNamespace())
+        with settings.all_tensor_guards():
+            pass
+
     def regions_in_graph(self):
         """How many nested regions the graph of a model with `compile_once` has; its gradients are right."""
         from torch._dynamo.testing import AotEagerAndRecordGraphs
@@ -644,11 +689,29 @@ class TestDynamoGraph:
         monkeypatch.delattr("torch._dynamo.variables.dicts.SideEffectsProxyDict", raising=False)
         assert dynamo_graph.keep_writes_after_calls() == (not support.torch_is_at_least(2, 13))
 
+    def test_list_attributes_of_new_objects_says_that_torch_lacks_the_method(self, monkeypatch):
+        assert dynamo_graph.list_attributes_of_new_objects()
+        monkeypatch.setattr(dynamo_graph, "torch_is_at_least", lambda *_: False)  # as on torch 2.11
+        monkeypatch.delattr("torch._dynamo.variables.GetAttrVariable", raising=False)
+        assert not dynamo_graph.list_attributes_of_new_objects()
+
 
 class TestInductor:
-    def test_compile_in_place_does_nothing_where_inductor_takes_no_lowering(self, monkeypatch):
+    def test_ops_are_called_where_inductor_takes_no_lowering(self, monkeypatch):
         monkeypatch.delattr("torch._inductor.lowering.register_lowering")
         inductor.compile_in_place(None, None, "torch:relu_")
+        inductor.compile_to_call(None, "torch:relu_")
+
+    @pytest.mark.parametrize("name", ["register_lowering", "lowerings", "make_pointwise"])
+    def test_row_maxima_are_not_compiled_where_inductor_takes_no_lowering(self, monkeypatch, name):
+        monkeypatch.delattr(f"torch._inductor.lowering.{name}")
+        assert not inductor.compile_row_maxima(None)
+
+    def test_checks_compile_where_row_maxima_do_not(self, monkeypatch):
+        monkeypatch.setattr("torchguard._channel.detect._compile_row_maxima", lambda: False)
+        x = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
+        f = torch.compile(lambda x: flag_nan(x.sin(), "x", err.new(x)), fullgraph=True)(x)
+        assert flags.repr(f) == "ErrorFlags(2 samples, 1 errors: 1xNAN @ x)"
 
 
 class TestHookGuards:

@@ -9,7 +9,7 @@ from torch._inductor.utils import run_and_get_code
 
 from torchguard._operators import source_checksum
 from torchguard._torch import inductor
-from torchguard._torch.inductor import compile_in_place
+from torchguard._torch.inductor import compile_in_place, compile_to_call
 
 # torch's caches do not compare how an op is compiled, but its arguments.
 REVISION = source_checksum(Path(inductor.__file__).parent)
@@ -38,12 +38,18 @@ def _relu_(z):
 def results(relu, x, w):
     """The op where its argument is in memory or not, has another use or none, and shares memory or not."""
     product, parts, half = x @ w, (x @ w).split(4, -1), x @ w
+    seen, viewed, kept, reread = x @ w, x @ w, x @ w, x @ w
+    before, lazy, view, flat = seen.sum() + seen.view(-1).amax(), viewed * 2, kept.t(), reread.view(-1)
     both = torch.cat([half, half + 1])
     return {
         "the only use": relu(x @ w) + 1,
         "a graph input": relu(x) + 1,
         "a view of a graph input": relu(x.t()) + 1,
         "another use before": product.sum() + relu(product),
+        "other uses before, not in the result": relu(seen) * before,
+        "another use before, computed after": lazy.cos() + relu(viewed) + lazy,
+        "a view from before, used after": relu(kept) + view.t(),
+        "a view from before, used before and after": flat.sum() + relu(reread).sum() + flat,
         "another use after": relu(product + 1).sum() + (product + 1),
         "a view of what is not in memory": relu((x * 2).reshape(3, 2, 2, 4).transpose(1, 2).reshape(3, 2, 8)) + 1,
         "a view of what is in memory": relu((x @ w).view(3, 2, 8)) + 1,
@@ -69,12 +75,54 @@ def test_an_op_is_compiled_in_place(relu):
     torch.testing.assert_close(got, step(x, w))
 
 
+def test_what_was_used_before_is_not_copied(relu):
+    def step(x, w):
+        product = torch.mm(x, w)
+        return product.view(-1).amax(), relu(product)
+
+    x, w = torch.randn(6, 8), torch.randn(8, 8)
+    got, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), x, w)
+    assert code.count("empty_strided_cpu((6, 8)") == 1
+    torch.testing.assert_close(got, step(x, w))
+
+
 @pytest.mark.long
 def test_an_op_that_is_compiled_in_place_changes_nothing_else(relu):
     x, w = torch.randn(6, 8), torch.randn(8, 8)
     given, want = x.clone(), results(relu, x, w)
     torch.testing.assert_close(torch.compile(lambda x, w: results(relu, x, w), fullgraph=True)(x, w), want)
     assert torch.equal(x, given)
+
+
+def test_an_op_is_compiled_to_a_call_of_a_function():
+    ops = library.Library("torchguard_test", "FRAGMENT")
+    ops.define("sums(Tensor[] zs, int[] sizes, Tensor constant, Tensor(a!) total) -> (Tensor, Tensor)")
+    ops.impl("sums", sums, "CPU")
+    library.register_fake("torchguard_test::sums", lambda zs, n, c, total: (c.new_empty(()), c.new_empty(())), lib=ops)
+    compile_to_call(torch.ops.torchguard_test.sums, f"{__name__}:sums")
+
+    def step(x, total):
+        constant = torch.tensor([float(i) for i in range(20)])
+        alike = [(x + 1).flatten(), (x * 2).flatten()]
+        first, second = torch.ops.torchguard_test.sums([*alike, (x - 1).double().flatten()], [2, 1], constant, total)
+        return first + 1, second
+
+    x, total, other = torch.randn(6, 8), torch.zeros(()), torch.zeros(())
+    got, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), x, total)
+    torch.testing.assert_close((*got, total), (*step(x, other), other))
+    body = code.split("def call")[-1]
+    assert "torchguard_sums([" in body
+    assert "torch.ops.torchguard_test.sums.default(" not in body
+    (call,) = [line for line in body.splitlines() if "torchguard_sums([" in line]
+    assert "constant" in call  # not a copy of it
+    assert call.split("[")[1].count("buf") == 2  # the first two are one
+    ops._destroy()
+
+
+def sums(zs, sizes, constant, total):
+    found = sum(z.sum().float() for z in zs)
+    total += found
+    return found, constant.sum()
 
 
 @pytest.mark.long

@@ -7,42 +7,29 @@ but the last are dead code, which the compiler removes: what stays in the graph 
 kernels, and a single packing.
 
 The note is an attribute (`_torchguard_note`) of the tensor that the tracer passes from call to call. Dynamo would trace
-into these functions and lose it. So there are three operators: Dynamo does not trace into an operator, and AOTAutograd
+into these functions and lose it. So there are four operators: Dynamo does not trace into an operator, and AOTAutograd
 runs the Python below when it traces. This can be removed once tracers let Python attributes travel with a tensor.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from torchguard._channel.config import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority
-from torchguard._channel.packing import (
-    Flags,
-    bits,
-    capacity,
-    carrier_of,
-    joined,
-    unpack,
-    words_to_flags,
-    zero_flags,
-)
-from torchguard._channel.policy import RowStatus, is_first_in, is_raised, rows, same_bits, write
-from torchguard._channel.slot_bits import SLOT_BITS, slot_code
+from torchguard._channel.detect import REVISION, fault_slots, row_statuses
+from torchguard._channel.packing import Flags, bits, capacity, unpack, zero_flags
+from torchguard._channel.policy import RowStatus, is_first_in, write
+from torchguard._channel.pushes import call_pack_pushes, columns, packed, packs_by_call
+from torchguard._channel.slot_bits import slot_code
 from torchguard._channel.validate import is_intact
-from torchguard._operators import define, source_checksum, use_operators
+from torchguard._operators import define, use_operators
 from torchguard._torch.tensors import mutation_count
-from torchguard._torch.tracing import can_read, is_shape_only, is_traced, surely_equal
+from torchguard._torch.tracing import can_read, is_shape_only, is_traced
 
-_REVISION = source_checksum(Path(__file__).parent)
 _NOTE = "_torchguard_note"
 _ANY_CODE = -1
-# Up to this number of checks, pairwise comparisons count the errors before each check inside the packing kernel;
-# beyond it, a scan (one more kernel) is cheaper.
-_MAX_PAIRWISE = 64
 # Each push traces the packing of all pushes before it. Where that takes a sort, a note holds at most this many.
 _MAX_SORTED = 16
 
@@ -73,7 +60,7 @@ def empty(n: int, device: torch.device | str | None, dtype: torch.dtype, config:
     """Flags without errors."""
     if use_operators():
         template = zero_flags(n, device, dtype, config)
-        return _BEGIN(template, _REVISION)
+        return _BEGIN(template, REVISION)
     return zero_flags(n, device, dtype, config)
 
 
@@ -87,13 +74,25 @@ def record(f: Flags, masks: list[RowStatus], slots: list[int], config: ErrorConf
     policy, room = config.accumulation, capacity(f, config)
     if use_operators():
         axes = [int(policy.priority), int(policy.order), int(policy.dedupe)]
-        return _RECORD(f, masks, slots, room, axes, is_known, _REVISION)
-    return _record(f, masks, slots, room, policy, is_known)
+        return _RECORD(f, masks, slots, room, axes, is_known, REVISION)
+    return _record(f, _copies(masks, f), slots, room, policy, is_known)
+
+
+def check(
+    f: Flags, z: Tensor, nan: bool, inf: bool, location: int, config: ErrorConfig, is_known: bool = True
+) -> Flags:
+    """`f` with NaN, Inf or both recorded for the rows of `z` that have them; only while Dynamo traces.
+
+    It sees one operator, since it takes long to trace the Python code of a check.
+    """
+    policy, room = config.accumulation, capacity(f, config)
+    axes = [int(policy.priority), int(policy.order), int(policy.dedupe)]
+    return _CHECK(f, z, nan, inf, location, room, axes, is_known, REVISION)
 
 
 def rows_with(f: Flags, code: int = _ANY_CODE) -> Bool[Tensor, " batch"]:
     """True where a sample holds that code; without a code, where it holds any error."""
-    return _ROWS_WITH(f, code, _REVISION) if use_operators() else _rows_with(f, code)
+    return _ROWS_WITH(f, code, REVISION) if use_operators() else _rows_with(f, code)
 
 
 # The operators.
@@ -110,8 +109,35 @@ def _begin_op(template: Flags, revision: int) -> Flags:
 def _record_op(
     f: Flags, masks: list[Tensor], slots: list[int], room: int, axes: list[int], is_known: bool, revision: int
 ) -> Flags:
-    policy = AccumulationConfig(Priority(axes[0]), Order(axes[1]), Dedupe(axes[2]))
-    return _record(f, masks, slots, room, policy, is_known)
+    return _record(f, _copies(masks, f), slots, room, _policy(axes), is_known)
+
+
+def _check_op(
+    f: Flags,
+    z: Tensor,
+    nan: bool,
+    inf: bool,
+    location: int,
+    room: int,
+    axes: list[int],
+    is_known: bool,
+    revision: int,
+) -> Flags:
+    if is_known and is_shape_only(f):
+        return torch.zeros_like(f)
+    statuses = row_statuses(z, nan, inf)
+    if not statuses:
+        return f
+    return _record(f, statuses, fault_slots(nan, inf, location), room, _policy(axes), is_known)
+
+
+def _policy(axes: list[int]) -> AccumulationConfig:
+    return AccumulationConfig(Priority(axes[0]), Order(axes[1]), Dedupe(axes[2]))
+
+
+def _copies(masks: list[RowStatus], f: Flags) -> list[RowStatus]:
+    """Masks as a note may store them: the caller may change its own in place later. Compilers remove the copies."""
+    return [mask.clone() for mask in masks] if is_traced(f) else masks
 
 
 def _rows_with_op(f: Flags, code: int, revision: int) -> Bool[Tensor, " batch"]:
@@ -140,13 +166,18 @@ def _rows_with(f: Flags, code: int) -> Bool[Tensor, " batch"]:
     found = [mask for mask, slot in zip(note.masks, note.slots, strict=True) if code in (_ANY_CODE, slot_code(slot))]
     if note.base is not None:
         found.append(_rows_with(note.base, code))
-    return _columns(found).any(-1) if found else torch.zeros(f.shape[0], dtype=torch.bool, device=f.device)
+    return columns(found).any(-1) if found else torch.zeros(f.shape[0], dtype=torch.bool, device=f.device)
 
 
 _BEGIN = define("begin(Tensor template, int revision) -> Tensor", _begin_op)
 _RECORD = define(
     "record(Tensor f, Tensor[] masks, int[] slots, int room, int[] axes, bool is_known, int revision) -> Tensor",
     _record_op,
+)
+_CHECK = define(
+    "check(Tensor f, Tensor z, bool nan, bool inf, int location, int room, int[] axes, bool is_known, int revision)"
+    " -> Tensor",
+    _check_op,
 )
 _ROWS_WITH = define("rows_with(Tensor f, int code, int revision) -> Tensor", _rows_with_op)
 
@@ -162,64 +193,14 @@ def _note_of(f: Flags) -> _Note | None:
 
 def _extend(f: Flags, masks: list[Tensor], slots: list[int], room: int, policy: AccumulationConfig) -> Flags:
     note = _note_of(f)
-    # A clone, as the caller may change its mask in place later. Compilers remove the copy.
-    masks = [mask.clone() for mask in masks]
     if note and (not note.masks or note.can_be_extended(room, policy)):
         base, all_masks, all_slots = note.base, (*note.masks, *masks), (*note.slots, *slots)
     else:
         base, all_masks, all_slots = f, tuple(masks), tuple(slots)
     if is_shape_only(f):
-        packed = torch.zeros_like(f)
-    elif base is None and is_first_in(policy) and (distinct := _distinct(all_masks, all_slots, policy.dedupe)):
-        packed = _packed_in_order(distinct, all_slots, room, like=f)
+        result = torch.zeros_like(f)
     else:
-        packed = write(torch.zeros_like(f) if base is None else base, all_masks, all_slots, room, policy)
-    setattr(packed, _NOTE, _Note(base, all_masks, all_slots, room, policy, mutation_count(packed)))
-    return packed
-
-
-def _distinct(masks: Sequence[Tensor], slots: Sequence[int], dedupe: Dedupe) -> list[Tensor] | None:
-    """Masks of which no two record the same error for a row; None if the severity to keep differs from row to row."""
-    if dedupe == Dedupe.NONE:
-        return list(masks)
-    distinct: list[Tensor] = []
-    seen: dict[int, tuple[int, Tensor]] = {}
-    for mask, slot in zip(masks, slots, strict=True):
-        group = slot & same_bits(dedupe)
-        if group in seen:
-            before, earlier = seen[group]
-            if before != slot:
-                return None
-            mask = rows(mask) & ~rows(earlier)
-            seen[group] = slot, mask | rows(earlier)
-        else:
-            seen[group] = slot, mask
-        distinct.append(mask)
-    return distinct
-
-
-def _columns(masks: list[Tensor]) -> Bool[Tensor, "batch masks"]:
-    """Masks as columns. Masks of one shape are stacked before the last reduction, which is then one kernel."""
-    first = masks[0]
-    if all(mask.dtype == first.dtype and surely_equal(mask.shape, first.shape) for mask in masks):
-        joined = is_raised(torch.stack(masks))
-        return (joined.flatten(2).any(-1) if joined.ndim > 2 else joined).t()
-    return torch.stack([rows(mask) for mask in masks], dim=-1)
-
-
-def _packed_in_order(masks: list[RowStatus], slots: Sequence[int], room: int, like: Flags) -> Flags:
-    """Pack into empty flags under CHRONO-FIRST: the k-th error of a row goes to its k-th slot."""
-    carrier, device = carrier_of(like), like.device
-    lanes = carrier.slots_per_word
-    found = _columns(masks)
-    step = torch.arange(len(masks), device=device)
-    if len(masks) <= _MAX_PAIRWISE:
-        position = (found.unsqueeze(1) & (step < step.unsqueeze(-1))).sum(-1)
-    else:
-        position = found.cumsum(-1) - 1
-    value = torch.tensor(slots, dtype=carrier.bits, device=device) << ((position % lanes) * SLOT_BITS).to(carrier.bits)
-    word = torch.arange(like.shape[1], device=device).unsqueeze(-1)
-    if len(masks) > room:
-        found = found & (position < room)
-    is_target = found.unsqueeze(1) & ((position // lanes).unsqueeze(1) == word)
-    return words_to_flags(joined(torch.where(is_target, value.unsqueeze(1), 0), carrier.bits), like)
+        pack = call_pack_pushes if packs_by_call(base, f) else packed
+        result = pack(base, all_masks, all_slots, room, policy, like=f)
+    setattr(result, _NOTE, _Note(base, all_masks, all_slots, room, policy, mutation_count(result)))
+    return result

@@ -174,7 +174,7 @@ def _deduplicated(arrived: Tensor, rank: Tensor, width: int, policy: Accumulatio
 
 # The status that a check gives each row: True, or NaN, for a bad one. In a graph, storing the floats that a reduction
 # returns, and testing all of them for NaN together at the end, saves one kernel per check.
-RowStatus = Bool[Tensor, "batch *rest"] | Float[Tensor, "batch *rest"]
+RowStatus = Bool[Tensor, "batch ..."] | Float[Tensor, "batch ..."]
 
 
 def write(

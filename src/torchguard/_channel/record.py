@@ -1,6 +1,6 @@
 """Creating flags and recording errors in them. Flags never change in place: each call returns new ones."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -9,10 +9,12 @@ from torch import Tensor
 from torchguard._channel import deferred
 from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode
 from torchguard._channel.config import AccumulationConfig, ErrorConfig, config_of
+from torchguard._channel.detect import can_be_bad, fault_slots, row_statuses
 from torchguard._channel.packing import Flags, bits, capacity, pack, unpack
-from torchguard._channel.policy import RowStatus, add, append_to_row, arrival_order, leaves_others_alone, rows, write
+from torchguard._channel.policy import add, append_to_row, arrival_order, leaves_others_alone, rows, write
 from torchguard._channel.slot_bits import CODE_MASK, LOCATION_MASK, SLOT_BITS, SLOT_MASK, pack_slot, slot_code
 from torchguard._channel.validate import require_batch, require_flags, require_in_range, require_mask
+from torchguard._operators import use_operators
 from torchguard._renamed import renamed
 from torchguard._torch.tracing import can_read
 from torchguard.exceptions import BatchMismatchError, NotFlagsError
@@ -82,22 +84,23 @@ def push(
     return deferred.record(f, [where], [pack_slot(code, location, _severity(code, severity, config))], config)
 
 
-def push_findings(
-    f: Flags,
-    findings: Sequence[tuple[int, int, RowStatus]],
-    config: ErrorConfig | None = None,
-    *,
-    is_known: bool = True,
+def push_faults(
+    f: Flags, z: Tensor, location: int, codes: Set[int], config: ErrorConfig | None = None, *, is_known: bool = True
 ) -> Flags:
-    """`push_many` without validation, for checks: their status may also be floats, NaN for a bad row.
+    """Record each of `codes` (NAN, INF) for the samples of `z` that have it. Arguments are not validated.
 
     Args:
-        findings: `(code, location, status)`.
         is_known: False if `f` may be another tensor of the same dtype and rank, see `deferred.record`.
     """
-    config = config_of("push_findings", config)
-    slots = [pack_slot(code, location, _severity(code, None, config)) for code, location, _ in findings]
-    return deferred.record(f, [status for _, _, status in findings], slots, config, is_known)
+    if not can_be_bad(z):
+        return f
+    nan, inf = ErrorCode.NAN in codes, ErrorCode.INF in codes
+    if use_operators():
+        return deferred.check(f, z, nan, inf, location, config_of("push_faults", config), is_known)
+    statuses = row_statuses(z, nan, inf)
+    if not statuses:
+        return f
+    return deferred.record(f, statuses, fault_slots(nan, inf, location), config_of("push_faults", config), is_known)
 
 
 @renamed(flags="f")

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torchguard._torch.dispatch import DispatchMode
 from torchguard._torch.nodes import hint
+from torchguard._torch.process import patch_function
 from torchguard._torch.support import torch_is_at_least
 from torchguard._torch.tracing import leave_transforms, transform_depth
 
@@ -70,6 +71,40 @@ def _current_table(proxy: Any) -> Any:
 
 def _note_graph(proxy: Any, table: Any) -> None:
     proxy._torchguard_graph = table.output_graph_weakref
+
+
+def list_attributes_of_new_objects() -> bool:
+    """Have Dynamo trace `value.__dict__.items()` of an object that the graph makes, as a model does that returns one.
+
+    Dynamo of torch 2.11 knows the attributes that were written to such an object, but refuses to list them. Patches
+    `GetAttrVariable.call_method` there. Degraded where torch 2.11 has other names: Dynamo refuses such a model.
+
+    Returns:
+        Whether Dynamo can list them.
+    """
+    from torch._dynamo import variables
+
+    return torch_is_at_least(2, 12) or patch_function(
+        getattr(variables, "GetAttrVariable", None), "call_method", globals(), "_call_method"
+    )
+
+
+def _call_method(original: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Replaces `GetAttrVariable.call_method` on torch 2.11."""
+    from torch._dynamo import variables
+
+    # An object from outside the graph also has attributes that nothing has written: Dynamo would have to guard on them.
+    is_new = isinstance(getattr(self.obj, "mutation_type", None), variables.base.AttributeMutationNew)
+    if not (is_new and name == "items" and self.name == "__dict__"):
+        return original(self, tx, name, args, kwargs)
+    written = tx.output.side_effects.store_attr_mutations.get(self.obj, {})
+    return variables.TupleVariable(
+        [
+            variables.TupleVariable([variables.ConstantVariable.create(key), value])
+            for key, value in written.items()
+            if not isinstance(value, variables.DeletedVariable)
+        ]
+    )
 
 
 class CannotRunError(Exception):

@@ -1,10 +1,13 @@
 """Inductor: the options of a mode, its decompositions, and its compilers.
 
-None of these has a public name; they are the same in torch 2.11 to 2.15. All but `mode_options` and `compile_in_place`
-are required: the call raises ImportError where a name is missing. Every function imports Inductor itself: loading it
-takes seconds.
+None of these has a public name; they are the same in torch 2.11 to 2.15. All but `mode_options`, `compile_in_place`,
+`compile_to_call` and `compile_row_maxima` are required: the call raises ImportError where a name is missing. Every
+function imports Inductor itself: loading it takes seconds.
 """
 
+import functools
+import itertools
+import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -84,12 +87,12 @@ def load_package(path: str) -> Any:
     return aoti_load_package(path)
 
 
-def compile_in_place(functional: Any, in_place: Any, function: str) -> None:
+def compile_in_place(functional: Any, in_place: Any, function: str, any_strides: bool = False) -> None:
     """Have Inductor compile an op that returns its first argument, changed, as one that changes a buffer.
 
     Of an op that changes its argument, Inductor makes copies that fuse with nothing: of an argument that has another
     use, and of one that is a view of what is not in memory yet (to which it copies the result back). Here the buffer is
-    the argument's own if nothing else uses it; else the kernel that computes the argument writes it. Degraded where
+    the argument's own if nothing uses it later; else the kernel that computes the argument writes it. Degraded where
     torch has no `register_lowering`: Inductor calls the op, which makes a copy.
 
     Args:
@@ -97,6 +100,7 @@ def compile_in_place(functional: Any, in_place: Any, function: str) -> None:
         in_place: the op that changes its first argument and returns nothing.
         function: `module:name` of a function that does what `in_place` does for sizes that are known. It is called
             instead, since calling an op takes the host longer than launching a kernel.
+        any_strides: whether it takes a buffer with other strides than the result should have. Inductor may pad rows.
     """
     try:
         from torch._inductor import ir
@@ -104,6 +108,105 @@ def compile_in_place(functional: Any, in_place: Any, function: str) -> None:
         from torch._inductor.virtualized import V
     except ImportError:
         return
+
+    @register_lowering(functional.default, type_promotion_kind=None)
+    def lower(*args: Any) -> Any:
+        node, (z, *others) = V.graph.current_node, args[: len(in_place.default._schema.arguments)]
+        result = node.meta["val"]
+        is_own = _is_own_buffer(node.args[0])
+        buffer = z if is_own else ir.ExternKernel.copy_input(z)
+        if not (is_own and any_strides):
+            buffer = ir.ExternKernel.require_exact_strides(buffer, result.stride())
+        V.graph.mark_buffer_mutated(buffer.get_name())  # has what was not computed yet computed before
+        is_static = all(isinstance(size, int) for size in result.shape)
+        (_call_of(function) if is_static else ir.FallbackKernel).create(in_place.default, buffer, *others)
+        return buffer
+
+
+def compile_to_call(op: Any, function: str) -> None:
+    """Have Inductor's code call a function in place of an op, whose first argument is a list of flat tensors, and the
+    second the number of tensors in each group of them. Calling an op takes the host longer, and so does allocating each
+    of the tensors: those of a group are given as one tensor, where Inductor's kernels can write them side by side.
+
+    Degraded where torch has no `register_lowering`: Inductor calls the op.
+
+    Args:
+        function: `module:name` of a function that does what the op does.
+    """
+    try:
+        from torch._inductor import ir
+        from torch._inductor.lowering import register_lowering
+        from torch._inductor.virtualized import V
+    except ImportError:
+        return
+
+    @register_lowering(op.default, type_promotion_kind=None)
+    def lower(*args: Any) -> Any:
+        given = [_constant_of(node) or arg for node, arg in zip(V.graph.current_node.args, args, strict=True)]
+        given[0] = [one for group in _groups(*args[:2]) for one in _side_by_side(group)]
+        before, V.fake_mode.allow_non_fake_inputs = V.fake_mode.allow_non_fake_inputs, True  # for constants
+        try:
+            results = _call_of(function).create(op.default, *given)
+        finally:
+            V.fake_mode.allow_non_fake_inputs = before
+        return [ir.TensorBox.create(one) if isinstance(one, ir.IRNode) else one for one in results]
+
+
+def _groups(tensors: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
+    ends = [*itertools.accumulate(sizes)]
+    return [tensors[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _side_by_side(tensors: Sequence[Any]) -> Sequence[Any]:
+    """Flat tensors of a graph that is being lowered as one tensor, if each is all of a buffer that a kernel writes.
+
+    Inductor does the same for `cat`, but copies what is a view. Here the buffer that is viewed becomes a part of the
+    memory of all.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    buffers = []
+    for z in tensors:
+        z.realize()
+        buffer: Any = z
+        while isinstance(buffer, (ir.MutableBox, ir.BaseView)):
+            buffer = buffer.data
+        if not isinstance(buffer, ir.ComputedBuffer) or type(buffer.layout) not in (ir.FixedLayout, ir.FlexibleLayout):
+            return tensors
+        is_whole = math.prod(z.get_size()) == math.prod(buffer.get_size()) and buffer.layout.is_contiguous()
+        if not is_whole or (z.get_dtype(), z.get_device()) != (tensors[0].get_dtype(), tensors[0].get_device()):
+            return tensors
+        buffers.append(buffer)
+    if len({id(one) for one in buffers}) < max(len(buffers), 2):
+        return tensors
+    placed: dict[str, Any] = {"device": tensors[0].get_device(), "dtype": tensors[0].get_dtype()}
+    starts: list[Any] = [0, *itertools.accumulate(math.prod(one.get_size()) for one in buffers)]
+    joined = ir.ConcatKernel(name=None, layout=ir.FixedLayout(**placed, size=[starts[-1]]), inputs=[])
+    memory = ir.StorageBox(joined)
+    for buffer, start in zip(buffers, starts, strict=False):
+        strides = ir.FlexibleLayout.contiguous_strides(buffer.get_size())
+        part = ir.FixedLayout(**placed, size=buffer.get_size(), stride=strides, offset=start)
+        buffer.layout = ir.NonOwningLayout(ir.ReinterpretView(data=memory, layout=part))
+    joined.inputs = ir.ConcatKernel.unwrap_storage(buffers)
+    joined.name = V.graph.register_buffer(joined)
+    V.graph.register_operation(joined)
+    return [ir.TensorBox(memory)]
+
+
+def _constant_of(node: Any) -> Any:
+    """The constant of the graph that a node copies, if it does: nothing changes it."""
+    from torch._inductor.virtualized import V
+
+    is_copy = isinstance(node, fx.Node) and node.target is torch.ops.aten.lift_fresh_copy.default
+    constant: Any = node.args[0] if is_copy else None
+    return V.graph.get_attr(constant.target, (), {}) if is_copy else None
+
+
+def _call_of(function: str) -> Any:
+    """The class of Inductor's calls of ops, with that function (`module:name`) in place of the op."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
 
     module, name = function.split(":")
 
@@ -114,19 +217,49 @@ def compile_in_place(functional: Any, in_place: Any, function: str) -> None:
                 wrapper.add_import_once(f"from {module} import {name} as torchguard_{name}")
             super().codegen(wrapper)
 
-    @register_lowering(functional.default, type_promotion_kind=None)
-    def lower(*args: Any) -> Any:
-        node, (z, *others) = V.graph.current_node, args[: len(in_place.default._schema.arguments)]
-        result = node.meta["val"]
-        buffer = z if _is_own_buffer(node.args[0]) else ir.ExternKernel.copy_input(z)
-        buffer = ir.ExternKernel.require_exact_strides(buffer, result.stride())
-        is_static = all(isinstance(size, int) for size in result.shape)
-        (Call if is_static else ir.FallbackKernel).create(in_place.default, buffer, *others)
-        return buffer
+    return Call
+
+
+def compile_row_maxima(op: Any) -> bool:
+    """Have Inductor compile an op as reductions of a tensor that is in memory. Returns whether it will.
+
+    Inductor computes the input of a reduction once more inside its loop, unless a heuristic (too many reads, `exp` but
+    not `erf`, an output of the graph) has it written to memory first. So the kernel of a layer would compute its
+    activation twice, and that of the last layer would have another source, which takes the C++ compiler most of a
+    second. Degraded where torch has no `register_lowering`, `lowerings` or `make_pointwise`: False.
+
+    Args:
+        op: `(z, nan, inf, revision)`, returns a list: if `nan`, the maxima along the last dim of `z`, and if `inf`,
+            zeros with NaN where `z` holds Inf.
+    """
+    try:
+        from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
+        from torch._inductor.virtualized import V, ops
+    except ImportError:
+        return False
+
+    maximum = lowerings[torch.ops.aten.amax.default]
+
+    def nan_where_inf(number: Any, dtype: torch.dtype) -> Any:
+        zero, nan, inf = (ops.constant(value, dtype) for value in (0.0, math.nan, math.inf))
+        return ops.where(ops.eq(ops.abs(number), inf), nan, zero)
+
+    @register_lowering(op.default, type_promotion_kind=None)
+    def lower(z: Any, nan: bool, inf: bool, revision: int) -> list[Any]:
+        (checked,) = V.graph.current_node.all_input_nodes
+        if len(checked.users) > 1:  # else nothing would read it again
+            z.realize()
+        marks = make_pointwise(functools.partial(nan_where_inf, dtype=z.get_dtype()))
+        return [maximum(one, [-1]) for one in ([z] if nan else []) + ([marks(z)] if inf else [])]
+
+    return True
 
 
 def _is_own_buffer(node: Any) -> bool:
-    """Whether a node is in memory that the graph being lowered allocates, and has no use but one."""
+    """Whether a node is in memory that the graph being lowered allocates, and the current node is its last use.
+
+    Inductor runs earlier uses before one that changes the memory.
+    """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -135,15 +268,17 @@ def _is_own_buffer(node: Any) -> bool:
             value = value.data
         return value
 
-    memory, views = in_memory(V.graph.env[node]), set()
+    memory = in_memory(V.graph.env[node])
     if not ir.IRNode.is_realized_node(memory) or isinstance(memory, (ir.InputBuffer, ir.NopKernel)):  # Nop: of a `cat`
         return False
-    while node.op == "call_function" and len(node.users) == 1:
-        views.add(node)
-        if not is_view(node.target):
-            op = node.args[0].target if node.target is operator.getitem else node.target
-            is_new = isinstance(op, torch._ops.OpOverload) and not any(one.alias_info for one in op._schema.returns)
-            # Inductor may make nothing of an op, such as a cast to the same dtype.
-            return is_new and all(one in views or in_memory(value) is not memory for one, value in V.graph.env.items())
+    # Not by views alone: Inductor may make nothing of an op, such as a cast to the same dtype.
+    same = [one for one, value in V.graph.env.items() if in_memory(value) is memory]
+    later, one = set(), V.graph.current_node.next
+    while one.op != "root":
+        later.add(one)
+        one = one.next
+    while is_view(node.target):
         node = node.args[0]
-    return False
+    op = node.args[0].target if node.target is operator.getitem else node.target
+    is_new = isinstance(op, torch._ops.OpOverload) and not any(one.alias_info for one in op._schema.returns)
+    return is_new and not any(user in later for one in same for user in one.users)

@@ -39,6 +39,7 @@ _NEEDED = {
         "torch.fx.experimental.symbolic_shapes": "guard_or_false statically_known_true",
         "torch.utils._pytree": "tree_flatten tree_unflatten tree_map_only tree_flatten_with_path keystr",
     },
+    "checks": {},
     "watch": {
         "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx",
         "torch._dynamo.side_effects": "SideEffects.is_modified",
@@ -92,12 +93,21 @@ _NEEDED = {
 # What is used with less than this is slower, unknown or refused.
 _STAGE_2 = "torch._functorch.aot_autograd.aot_stage2_compile(fw_compiler, bw_compiler, inference_compiler)"
 _NO_REGIONS = "compile_once compiles each block on its own"
+_SLOW_CHECKS = "a model with checks by hand compiles more slowly"
 _COPIES = "gradients are copied before they are masked"
 _ONLY_HELPS = {
     "err": {
         "torch._subclasses.fake_tensor.is_fake": "computing shapes takes as long as tracing",
         "torch.fx.experimental.proxy_tensor.get_proxy_mode": "computing shapes takes as long as tracing",
         "torch.compiler._is_exporting_flag": "an exported program may hold torchguard operators",
+    },
+    "checks": {  # not of "err", whose names are looked up at import: these load Inductor
+        "torch._inductor.virtualized.V.fake_mode": _SLOW_CHECKS,
+        "torch._inductor.virtualized.NullHandler": _SLOW_CHECKS,
+        "torch._inductor.virtualized.ops": _SLOW_CHECKS,
+        "torch._inductor.lowering.register_lowering": _SLOW_CHECKS,
+        "torch._inductor.lowering.lowerings": _SLOW_CHECKS,
+        "torch._inductor.lowering.make_pointwise": _SLOW_CHECKS,
     },
     "watch": {
         "torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint": "a watched model with checkpoints "

@@ -140,6 +140,17 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
+def is_compiled_by_inductor() -> bool:
+    """Whether AOTAutograd traces a graph for Inductor.
+
+    Inductor sets its fake mode around AOTAutograd. Degraded where `V`, its fake mode or `NullHandler` is missing:
+    False, and graphs for Inductor are those of other backends, which take longer to compile.
+    """
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    unset, mode = getattr(virtualized, "NullHandler", None), getattr(getattr(virtualized, "V", None), "fake_mode", None)
+    return unset is not None and mode is not None and not isinstance(mode, unset)
+
+
 def holds(condition: bool) -> bool:
     """Whether a comparison of sizes is true; False for sizes that depend on values.
 

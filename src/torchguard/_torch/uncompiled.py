@@ -115,7 +115,11 @@ class _PythonMode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name() if isinstance(function, torch._ops.HigherOrderOperator) else ""
-        return _IN_PYTHON.get(name, function)(*args, **(kwargs or {}))
+        given, in_python = dict(kwargs or {}), _IN_PYTHON.get(name)
+        if in_python is None:
+            return function(*args, **given)
+        given.pop("mutated_arg_indices", None)  # since torch 2.14: what a graph writes to. Python writes to it itself.
+        return in_python(*args, **given)
 
 
 def _cond(predicate: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:

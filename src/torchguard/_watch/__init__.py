@@ -37,7 +37,7 @@ from typing import Any
 
 from torch import nn
 
-from torchguard._torch.dynamo_graph import keep_writes_after_calls
+from torchguard._torch.dynamo_graph import keep_writes_after_calls, list_attributes_of_new_objects
 from torchguard._torch.hook_guards import renew_identity, skip_guards_on_hooks
 from torchguard._torch.modules import (
     is_compiled_in_place,
@@ -134,6 +134,7 @@ def watch(
     allow_side_effects_under_checkpoint(watch_state)
     skip_guards_on_hooks()
     keep_writes_after_calls()
+    list_attributes_of_new_objects()
     root_hook = wrapper.RootHook(watch_state)
     model.register_forward_pre_hook(root_hook)
     model.register_forward_hook(root_hook.after)

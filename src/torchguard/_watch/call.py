@@ -8,20 +8,22 @@ import torch
 from torch import Tensor
 
 from torchguard._channel.config import get_config
+from torchguard._channel.detect import can_be_checked
 from torchguard._operators import use_operators
 from torchguard._torch.tensors import is_distributed, map_nested
 from torchguard._torch.tracing import can_read, in_transform, is_in_vmap, outside_transforms, outside_vmap
 from torchguard._watch.batch import FOR_ALL, MIXED, Batch, row_code
+from torchguard._watch.call_summary import CallSummary, FaultHandling, first_warnings
 from torchguard._watch.detect import INF, NAN, REVISION, ROW_STATUS, is_finite, only_fault, row_status
 from torchguard._watch.finite_gradients import record_faults_in
 from torchguard._watch.graph_plan import mark_samples
+from torchguard._watch.history_table import HistoryTable
 from torchguard._watch.origins import BY_SIZE, RowStatuses
 from torchguard._watch.parameter_uses import Protection
 from torchguard._watch.plan import FollowedCall, PlannedCall
 from torchguard._watch.replace import REPLACE_NONFINITE, replace_nonfinite
 from torchguard._watch.select import Checks
-from torchguard._watch.summarize import CallSummary, FaultHandling, first_warnings, summarize
-from torchguard.checks import can_be_checked
+from torchguard._watch.summarize import summarize
 
 NOTHING_SAID: Mapping[int, int] = {}
 
@@ -318,7 +320,9 @@ class CallRecord:
         found = [status for status, code in zip(self.statuses, self.rows, strict=True) if code == FOR_ALL]
         return any(can_read(status) and not bool(is_finite(status).all()) for status in found)
 
-    def summarize(self, location_ids: Tensor, mixes: bool) -> CallSummary:
+    def summarize(
+        self, location_ids: Tensor, mixes: bool, history: HistoryTable | None, ids: Tensor | None
+    ) -> CallSummary:
         """The summary of the call. `location_ids` has the id of each location, followed by 0."""
         if not self.statuses:
             self.record(0, torch.zeros(self.batch.size, 1, dtype=torch.int8, device=self.batch.device))
@@ -330,4 +334,6 @@ class CallRecord:
             FaultHandling(self.quarantine, self.replaces, mixes),
             get_config(),
             self.probes,
+            history,
+            ids,
         )

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 
 from torchguard._channel.codes import ErrorCode
+from torchguard._channel.detect import floats_of
 from torchguard._operators import define, source_checksum, use_operators
 from torchguard._torch.tensors import is_distributed, mutation_count
 from torchguard._torch.tracing import is_exporting, is_shape_only, is_surely, is_traced
-from torchguard.checks import floats_of
 from torchguard.exceptions import WatchError
 
 # Faults in order of rank: where a vector has several, the last one counts.
@@ -254,6 +254,11 @@ def inf_from(status: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
     if status.is_floating_point():
         return torch.where(status >= limit, math.inf, status)
     return torch.where(status >= bits_of(limit, dtype), torch.clamp(status, min=_INF_BITS[status.dtype]), status)
+
+
+def inf_bits(dtype: torch.dtype) -> int:
+    """The bits of Inf in a status of a dtype, or in a tensor whose status consists of bits."""
+    return _INF_BITS[_BITS.get(dtype, dtype)]
 
 
 def bits_of(number: float, dtype: torch.dtype) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._channel.codes import ErrorCode
+from torchguard._channel.detect import floats_of
 from torchguard._channel.record import push
 from torchguard._health import check_grads
 from torchguard._operators import define_opaque
@@ -26,7 +27,6 @@ from torchguard._torch.tensors import is_distributed, map_local
 from torchguard._torch.tracing import can_read, casts_to_float16
 from torchguard._watch.detect import PROBE_NAN, all_finite
 from torchguard._watch.select import enclosing_location
-from torchguard.checks import floats_of
 
 _STATES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

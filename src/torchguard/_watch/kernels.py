@@ -1,5 +1,7 @@
 """The Triton kernels of `gradient_mask` and `zeros`. Importing this loads Triton, which comes with torch for a GPU."""
 
+import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -79,6 +81,47 @@ def mask_gradient(grad: Tensor, table: Tensor, location: int, samples: int) -> N
         _KERNELS[key] = _mask_gradient_kernel[grid](*arguments, num_warps=_WARPS)  # pyright: ignore[reportIndexIssue]
     else:
         kernel[grid](*arguments)
+
+
+@triton.jit(do_not_specialize=["rows", "length", "stride", "programs"])
+def _zero_bad_samples_kernel(z, origin, rows, length, stride, programs):
+    sample, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if tl.load(origin + sample) >= 0:
+        for row in range(program, rows, programs):
+            for start in range(0, length, _BLOCK):
+                at = start + tl.arange(0, _BLOCK)
+                to = z + (sample * rows + row) * stride + at
+                tl.store(to, tl.zeros([_BLOCK], dtype=z.dtype.element_ty), mask=at < length)
+
+
+def zero_bad_samples(z: Tensor, origin: Tensor, samples: int) -> None:
+    """Write zeros into each sample of `z` that has an origin (-1: none). A sample is one row of the first dim, or
+    several."""
+    rows = _as_rows(z)
+    if rows is None:
+        z.unflatten(0, (samples, -1)).masked_fill_((origin >= 0).view(-1, *[1] * z.ndim), 0)
+        return
+    count, length, stride = rows
+    programs = min(max(_PROGRAMS // samples, 1), count // samples)
+    kernel = _zero_bad_samples_kernel[(samples, programs, 1)]  # pyright: ignore[reportIndexIssue]
+    with on_device_of(z):
+        kernel(z, origin, count // samples, length, stride, programs, num_warps=_WARPS)
+
+
+def on_device_of(z: Tensor) -> AbstractContextManager[Any]:
+    """Within it, kernels are launched on the device of a tensor. Inductor's code is in it already."""
+    return nullcontext() if z.get_device() == torch.cuda.current_device() else torch.cuda.device(z.device)
+
+
+def _as_rows(z: Tensor) -> tuple[int, int, int] | None:
+    """The number of rows of a tensor, their length and the distance between two, which may be longer: Inductor pads
+    rows. None if it does not consist of such rows."""
+    if z.is_contiguous():
+        return z.shape[0], z.numel() // z.shape[0], z.numel() // z.shape[0]
+    *outer, length = z.shape
+    strides = [z.stride(-2) * math.prod(outer[i + 1 :]) for i in range(len(outer))]
+    is_regular = z.stride(-1) == 1 and z.stride(-2) >= length and [*z.stride()[:-1]] == strides
+    return (math.prod(outer), length, z.stride(-2)) if is_regular else None
 
 
 @triton.jit(do_not_specialize=["count"])

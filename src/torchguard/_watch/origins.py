@@ -3,16 +3,11 @@
 A key orders the faults. From its lowest bit it holds the fault, the position of the vector (counted down), and the
 number of the check (counted down). So the largest key is the earliest fault; 0 stands for none.
 
-**Small tensors on a GPU are scanned together.** A kernel for each check would take longer to launch than to run. The
-tensors that `detect.deferrable_status` kept are copied together, sample by sample. One kernel finds the largest
-magnitude of each segment, another the first bad vector of each tensor. A segment is as long as the greatest common
-divisor of the lengths of the vectors, so that none is part of two. What is known of a segment (its tensor, the position
-of its vector, the magnitude that counts as Inf) are constants of the graph.
+On a GPU, kernels do what this file does in most graphs: see `gpu_summary.py`.
 """
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,26 +16,19 @@ from torch import Tensor
 
 from torchguard._operators import define_opaque
 from torchguard._torch.tracing import in_transform, is_surely, is_traced, surely_equal
-from torchguard._watch.batch import FOR_ALL, MIXED, Batch, row_code
+from torchguard._watch.batch import FOR_ALL, MIXED, Batch
 from torchguard._watch.detect import (
-    INF,
-    NAN,
     OK,
-    DeferredScan,
-    bits_of,
     compiles_summary,
-    deferred_scan,
     faults_of,
-    is_nan,
-    largest_bits,
-    num_pieces,
 )
 
 # In place of a row code: sizes decide.
 BY_SIZE = -1
-# Tensors whose vectors have no longer segment in common are not scanned together.
-_SHORTEST_SEGMENT = 64
-_FAULT_MASK, _POSITION_SHIFT, _MAX_POSITION, _ORDER_SHIFT = 0xFF, 8, (1 << 31) - 1, 40
+# The rows of `CallSummary.origins` before those of the path.
+NUM_ORIGINS = 3
+# The bits of a key.
+FAULT_MASK, POSITION_SHIFT, MAX_POSITION, ORDER_SHIFT = 0xFF, 8, (1 << 31) - 1, 40
 
 
 class RowStatuses(NamedTuple):
@@ -98,30 +86,25 @@ def earliest_faults(checked: RowStatuses, batch: Batch, most: int, mixes: bool) 
     else:
         missing = max(0, most - keys.shape[0])
         firsts = F.pad(keys, (0, 0, 0, missing)).topk(most, dim=0).values
-    fault = firsts & _FAULT_MASK
-    position = torch.where(fault[0] == OK, -1, _MAX_POSITION - ((firsts[0] >> _POSITION_SHIFT) & _MAX_POSITION))
+    fault = firsts & FAULT_MASK
+    position = torch.where(fault[0] == OK, -1, MAX_POSITION - ((firsts[0] >> POSITION_SHIFT) & MAX_POSITION))
     return Faults(fault, checks_of(firsts, len(checked.statuses)), position, times, keys)
 
 
 def checks_of(keys: Tensor, checks: int) -> Tensor:
     """The number of the check of each key; that of all checks where there is no fault."""
-    return checks - (keys >> _ORDER_SHIFT)
+    return checks - (keys >> ORDER_SHIFT)
 
 
 def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
     """A key for every check and sample."""
-    scans = {i: one for i in range(len(statuses)) if (one := _deferred(statuses[i], rows[i], batch)) is not None}
-    rest = [] if is_surely(batch.size == 0) else [i for i in range(len(statuses)) if i not in scans]
-    groups, unbatched = grouped(statuses, rows, batch, rest)
+    groups, unbatched = grouped(statuses, rows, batch, [] if is_surely(batch.size == 0) else range(len(statuses)))
     parts, numbers = [], []
     for group in groups:
         faults = faults_of(group.stacked.amax(-1)).to(torch.int64)
         faults = faults.flatten(2) if faults.ndim > 2 else faults.unsqueeze(-1)
         parts.append(_vector_keys(faults, torch.arange(faults.shape[-1], device=faults.device)).amax(-1))
         numbers += group.numbers
-    for alike in _scanned_together(scans):
-        parts.append(_keys_of_scans([scans[i] for i in alike]))
-        numbers += alike
     if parts:
         keys = torch.cat(parts)
         parts = [torch.where(keys == 0, 0, keys | _order_bits(len(statuses), numbers, keys))]
@@ -133,7 +116,7 @@ def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
             [faults_of(statuses[i]).flatten().amax(0).to(batch.device, torch.int64) for i in unbatched]
         )
         faults = faults.unsqueeze(-1)
-        first = _order_bits(len(statuses), unbatched, faults) | (_MAX_POSITION << _POSITION_SHIFT) | faults
+        first = _order_bits(len(statuses), unbatched, faults) | (MAX_POSITION << POSITION_SHIFT) | faults
         keys = torch.where(faults == OK, 0, first)
         earlier = torch.cat(parts).flatten().amax(0) if parts else torch.zeros_like(keys)
         has_rows = [
@@ -147,12 +130,12 @@ def _keys(statuses: list[Tensor], rows: Sequence[int], batch: Batch) -> Tensor:
 
 def _vector_keys(fault: Tensor, position: Tensor) -> Tensor:
     """The key of each vector, without the bits of the order."""
-    return torch.where(fault == OK, 0, (_MAX_POSITION - position).to(torch.int64) << _POSITION_SHIFT | fault)
+    return torch.where(fault == OK, 0, (MAX_POSITION - position).to(torch.int64) << POSITION_SHIFT | fault)
 
 
 def _order_bits(checks: int, numbers: list[int], like: Tensor) -> Tensor:
     """The bits of a key that hold the order, for the checks of these numbers."""
-    return _constant([(checks - i) << _ORDER_SHIFT for i in numbers], like).unsqueeze(-1)
+    return _constant([(checks - i) << ORDER_SHIFT for i in numbers], like).unsqueeze(-1)
 
 
 def grouped(
@@ -177,61 +160,6 @@ def grouped(
         else:
             groups.append({i: by_sample})
     return [StatusGroup(_stacked([*group.values()]), [*group]) for group in groups], unbatched
-
-
-def _deferred(status: Tensor, code: int, batch: Batch) -> DeferredScan | None:
-    """The deferred scan of a tensor, if it has one row for each sample."""
-    found = deferred_scan(status) if code == row_code(0) and compiles_summary(batch.device) else None
-    if found is None or found.tensor.device != batch.device or not is_surely(found.tensor.shape[0] == batch.size):
-        return None
-    return found
-
-
-def _scanned_together(scans: Mapping[int, DeferredScan]) -> list[list[int]]:
-    """The numbers of tensors that can be scanned together: of one dtype, with segments that are not too short."""
-    groups: list[tuple[torch.dtype, int, list[int]]] = []
-    for i, one in scans.items():
-        dtype, width = one.tensor.dtype, one.tensor.shape[-1]
-        for k, (of_group, length, numbers) in enumerate(groups):
-            common = math.gcd(length, width)
-            if of_group == dtype and (common >= _SHORTEST_SEGMENT or length == width):
-                groups[k] = (dtype, common, [*numbers, i])
-                break
-        else:
-            groups.append((dtype, width, [i]))
-    return [numbers for _, _, numbers in groups]
-
-
-def _keys_of_scans(scans: Sequence[DeferredScan]) -> Tensor:
-    """The key of the first bad vector, `(tensors, batch)`, without the bits of the order."""
-    flat = [one.tensor.flatten(1) for one in scans]
-    common = math.gcd(*(one.tensor.shape[-1] for one in scans))
-    length = common // num_pieces(common)
-    largest = largest_bits(_call_join_samples(flat).unflatten(1, (-1, length))).squeeze(-1)  # (batch, segments)
-    of_tensor, positions, limits = [], [], []
-    for k, (one, samples) in enumerate(zip(scans, flat, strict=True)):
-        count, in_vector = samples.shape[1] // length, one.tensor.shape[-1] // length
-        limit = one.limit if largest.is_floating_point() else bits_of(one.limit, one.tensor.dtype)
-        of_tensor += [k] * count
-        positions += [i // in_vector for i in range(count)]
-        limits += [limit] * count
-    constant = functools.partial(torch.tensor, device=largest.device)
-    fault = torch.where(largest < constant(limits, dtype=largest.dtype), OK, torch.where(is_nan(largest), NAN, INF))
-    keys = _vector_keys(fault, constant(positions))
-    is_part = constant(of_tensor) == torch.arange(len(scans), device=largest.device).unsqueeze(-1)
-    return torch.where(is_part.unsqueeze(1), keys, 0).amax(-1)
-
-
-def _call_join_samples(tensors: Sequence[Tensor]) -> Tensor:
-    """Call the operator `join_samples`: `torch.cat` along dim 1, by one kernel. Inductor would use one for each."""
-    return tensors[0] if len(tensors) == 1 else _JOIN_SAMPLES(tensors)
-
-
-_JOIN_SAMPLES = define_opaque(
-    "join_samples(Tensor[] tensors) -> Tensor",
-    lambda tensors: torch.cat(tensors, 1),
-    lambda tensors: tensors[0].new_empty(tensors[0].shape[0], sum(z.shape[1] for z in tensors)),
-)
 
 
 def _stacked(statuses: list[Tensor]) -> Tensor:

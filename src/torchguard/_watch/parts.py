@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchguard._channel.detect import can_be_checked, floats_of
 from torchguard._operators import define_opaque
 from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.modules import has_compiled_parts
@@ -27,7 +28,6 @@ from torchguard._watch.batch import row_code
 from torchguard._watch.call import CallRecord
 from torchguard._watch.detect import index_status
 from torchguard._watch.warn import warn_of_compiled_parts
-from torchguard.checks import can_be_checked, floats_of
 
 
 class _Running(threading.local):

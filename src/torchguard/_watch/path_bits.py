@@ -22,8 +22,8 @@ from torchguard._torch.tracing import constant_in_graphs, in_transform, is_trace
 
 # In place of the number of an order: paths are not recorded.
 NO_ORDER = -1
-# Of a word. The sign stays free: -1 stands for "none" in the rows of origins.
-_BITS = 62
+# The bits of a word. The sign stays free: -1 stands for "none" in the rows of origins.
+WORD_BITS = 62
 # A call with more checks records no paths: 992 of them are more than 100 blocks of a transformer have.
 MAX_WORDS = 16
 # Orders of eager calls may vary without end. Those met later are not recorded.
@@ -34,19 +34,14 @@ _ORDERS: dict[int, tuple[int, ...]] = {}
 @constant_in_graphs
 def order_number(locations: tuple[int, ...]) -> int:
     """The number of an order, which can be read from now on; `NO_ORDER` if it is too long or there are too many."""
-    number = hash(locations) & ((1 << _BITS) - 1)  # the same in every process: hashes of integers are not salted
+    number = hash(locations) & ((1 << WORD_BITS) - 1)  # the same in every process: hashes of integers are not salted
     if _num_words(len(locations)) > MAX_WORDS or (len(_ORDERS) >= _MAX_ORDERS and number not in _ORDERS):
         return NO_ORDER
     return number if _ORDERS.setdefault(number, locations) == locations else NO_ORDER
 
 
-def records_in_graph(device: torch.device) -> bool:
-    """Whether compiled calls record paths. On a GPU that is two or three kernels more in every call."""
-    return device.type == "cpu"
-
-
 def _num_words(checks: int) -> int:
-    return -(-checks // _BITS)
+    return -(-checks // WORD_BITS)
 
 
 class CallOrder(NamedTuple):
@@ -92,7 +87,9 @@ def _bits(numbers: tuple[int, ...], checks: int, like: Tensor) -> Tensor:
 
 def _bit_lists(numbers: tuple[int, ...], checks: int) -> list[list[int]]:
     words = range(_num_words(checks))
-    return [[1 << i % _BITS if i // _BITS == word else 0 for word in words] for i in numbers] + [[0 for _ in words]]
+    return [[1 << i % WORD_BITS if i // WORD_BITS == word else 0 for word in words] for i in numbers] + [
+        [0 for _ in words]
+    ]
 
 
 @functools.lru_cache(64)
@@ -108,5 +105,5 @@ def read_path(rows: Sequence[int]) -> tuple[int, ...]:
     """
     order, *words = rows or (NO_ORDER,)
     locations = _ORDERS.get(order, ())
-    found = [location for i, location in enumerate(locations) if words[i // _BITS] >> i % _BITS & 1]
+    found = [location for i, location in enumerate(locations) if words[i // WORD_BITS] >> i % WORD_BITS & 1]
     return tuple(location for location, _ in groupby(found))

@@ -9,9 +9,9 @@ from torch import Tensor
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.packing import unpack
 from torchguard._channel.slot_bits import slot_code
-from torchguard._watch.history import NO_ID
+from torchguard._watch.call_summary import CallSummary
+from torchguard._watch.history_table import NO_ID
 from torchguard._watch.path_bits import read_path
-from torchguard._watch.summarize import CallSummary
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torchguard._channel.codes import ErrorCode
 from torchguard._health import check_params
-from torchguard._watch.history import NO_ID, Entry, History
+from torchguard._watch.history import Entry, History
+from torchguard._watch.history_table import NO_ID
 from torchguard._watch.report import Incident, Labels
 from torchguard._watch.section import Fault, values_section
 from torchguard.report import Section, Shown, Status

@@ -18,13 +18,13 @@ from torchguard._watch import report
 from torchguard._watch.arguments import IDS
 from torchguard._watch.batch import Batch
 from torchguard._watch.call import CallRecord
+from torchguard._watch.call_summary import CallSummary
 from torchguard._watch.finite_gradients import register_state
 from torchguard._watch.gradient_probes import region_probes
 from torchguard._watch.history import History
 from torchguard._watch.parts import enter_call, leave_call
 from torchguard._watch.plan import Call, OwnerPlan, Plans
 from torchguard._watch.select import Checks, argument_names, norm_widths
-from torchguard._watch.summarize import CallSummary
 from torchguard.exceptions import WatchError
 from torchguard.locations._tracked import LocationTable
 

@@ -1,33 +1,37 @@
-"""The summary of a call: row statuses to flags, and the earliest fault of each sample.
-
-Every check of a call leaves a row status. `origins.py` finds the earliest fault of each sample, its origin. Without
-quarantine, later faults of the sample count as propagated from it. If quarantine replaced each fault when it was met, a
-later one is a fault of its own, and is recorded as well.
+"""The summary of a call, in eager mode and in graphs (`call_summary.py` has what it consists of).
 
 In a compiled call the statuses come from hundreds of kernels. Dynamo sees one operator, `summarize_call`, because it is
-slow to trace Python code that examines each status. AOTAutograd runs its body. For a GPU the body is traced and
-compiled. For the CPU it stacks equal shapes and calls a second operator, `summarize_call_eager`, which is not compiled:
-it would take long to compile, and usually finds that all is finite and returns at once.
+slow to trace Python code that examines each status. AOTAutograd runs its body. For a GPU it calls an operator that
+launches kernels (`gpu_summary.py`), or is traced and compiled where these cannot be used. For the CPU it stacks equal
+shapes and calls a second operator, `summarize_call_eager`, which is not compiled: it would take long to compile, and
+usually finds that all is finite and returns at once.
 """
 
 import functools
 import json
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode, Severity
 from torchguard._channel.config import ErrorConfig
-from torchguard._channel.packing import Flags, capacity, pack, zero_flags
-from torchguard._channel.slot_bits import LOCATION_SHIFT, pack_slot
+from torchguard._channel.detect import floats_of
+from torchguard._channel.packing import Flags
 from torchguard._operators import define, define_opaque, use_operators
-from torchguard._torch.tracing import can_read, in_transform, is_exporting, is_shape_only, is_traced
+from torchguard._torch.tracing import in_transform, is_exporting, is_shape_only, is_traced
 from torchguard._watch.batch import Batch, row_code
+from torchguard._watch.call_summary import (
+    FALLBACK_SLOT,
+    FAULT_SLOTS,
+    CallSummary,
+    FaultHandling,
+    all_ok,
+    clean_summary,
+    flags_and_origins,
+    is_ok,
+    most_faults,
+)
 from torchguard._watch.detect import (
-    FAULT_CODES,
-    OK,
     REVISION,
     all_finite,
     compiles_summary,
@@ -35,53 +39,13 @@ from torchguard._watch.detect import (
     is_skipped,
     scan,
 )
+from torchguard._watch.gpu_summary import can_summarize, gpu_summary
 from torchguard._watch.gradient_probes import set_origins
-from torchguard._watch.origins import RowStatuses, checks_of, earliest_faults, grouped, lookup
-from torchguard._watch.path_bits import NO_ORDER, CallOrder, all_checks, order_number, records_in_graph
-from torchguard.checks import floats_of
+from torchguard._watch.history_table import HistoryTable
+from torchguard._watch.origins import RowStatuses, grouped
+from torchguard._watch.path_bits import NO_ORDER, CallOrder, all_checks, order_number
 
-# The slot of each fault, and of each code that a warning may have, without the location.
-_FAULT_SLOTS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY[code]) for code in FAULT_CODES)
-_WARNING_SLOTS = tuple(pack_slot(code, 0, DEFAULT_SEVERITY.get(code, Severity.WARN)) for code in range(16))
-_FALLBACK = pack_slot(ErrorCode.FALLBACK_VALUE, 0, Severity.WARN)
 _CPU = torch.device("cpu")
-# The rows of `CallSummary.origins` before those of the path.
-NUM_ORIGINS = 3
-
-
-class CallSummary(NamedTuple):
-    """One call, sample by sample. Locations are given by their index in `WatchState.paths`.
-
-    Args:
-        origins: `(NUM_ORIGINS, batch)`: the location where the sample went bad first (`CallRecord.check` has the
-            numbers of arguments), at how many further locations it was bad, and the position of the first bad vector at
-            the origin, counted over the dims between batch and last. All three are -1 for a sample that is finite
-            everywhere. Further rows, if there are any, are the path of the sample: see `path_bits.py`.
-        warnings: `(codes, batch)`, if there are any: 16 times the location where the warning came up first, plus its
-            code; -1 for none.
-        ids: `(batch,)`, the ids of the samples, if they were given.
-        is_clean: whether it is known without reading that there is no fault.
-    """
-
-    flags: Flags
-    origins: Tensor
-    warnings: Tensor | None
-    ids: Tensor | None = None
-    is_clean: bool = False
-
-
-class FaultHandling(NamedTuple):
-    """What a call does with faults, as far as its summary depends on it.
-
-    Args:
-        quarantine: whether the output of bad samples is replaced.
-        replaced: whether each fault was replaced when it was met, so that the next is a fault of its own.
-        mixes: whether the model may have mixed samples, so that a fault of one counts for all.
-    """
-
-    quarantine: bool
-    replaced: bool
-    mixes: bool
 
 
 def summarize(
@@ -92,6 +56,8 @@ def summarize(
     handling: FaultHandling,
     config: ErrorConfig,
     probes: Tensor | None,
+    history: HistoryTable | None,
+    ids: Tensor | None,
 ) -> CallSummary:
     """The summary of a call.
 
@@ -99,106 +65,22 @@ def summarize(
         warnings: see `CallSummary`.
         location_ids: the id of each location, followed by 0.
         probes: the gradient probes of the call, if it has any. Their backward pass is given the origins.
+        history: where a graph writes the entries of the call, if it has a table on the device.
+        ids: those of the samples, if they were given.
     """
     if use_operators():
-        number = order_number(tuple(checked.locations)) if records_in_graph(batch.device) else NO_ORDER
-        found = _call_summarize(checked, probes, warnings, location_ids, batch, handling, config, number)
+        number = order_number(tuple(checked.locations))
+        found = _call_summarize(checked, probes, warnings, location_ids, batch, handling, config, number, history, ids)
         return CallSummary(*found, warnings)
-    if is_clean := warnings is None and _all_ok(checked.statuses):
-        found = _clean(batch, config)
+    if is_clean := warnings is None and all_ok(checked.statuses):
+        found = clean_summary(batch, config)
     else:
         can_record = not is_exporting() and not in_transform()
         number = order_number(tuple(checked.locations)) if can_record else NO_ORDER
         order = all_checks(number, len(checked.statuses))
-        found = _summarize(checked, warnings, location_ids, batch, handling, config, order)
+        found = flags_and_origins(checked, warnings, location_ids, batch, handling, config, order)
     set_origins(probes, found[1])
     return CallSummary(*found, warnings, None, is_clean)
-
-
-def _summarize(
-    checked: RowStatuses,
-    warnings: Tensor | None,
-    location_ids: Tensor,
-    batch: Batch,
-    handling: FaultHandling,
-    config: ErrorConfig,
-    order: CallOrder,
-) -> tuple[Flags, Tensor]:
-    """Flags and origins."""
-    f = zero_flags(batch.size, batch.device, config.flag_dtype, config)
-    room = capacity(f, config)
-    most = max(1, min(room // 2, len(checked.statuses))) if handling.replaced else 1
-    fault, check, position, times, keys = earliest_faults(checked, batch, most, handling.mixes)
-    location = lookup(check, [*checked.locations, -1])
-    location_bits = location_ids.to(location.device)[location] << LOCATION_SHIFT
-    slots = torch.where(fault == OK, 0, location_bits | lookup(fault, _FAULT_SLOTS))
-    if handling.quarantine:
-        slots = _alternate(slots, torch.where(fault == OK, 0, location_bits | _FALLBACK))
-    if warnings is not None:
-        slots = _empty_last(torch.cat([slots, _warning_slots(warnings, location_ids)]))
-    origins = torch.stack([location[0], times - 1, position])
-    if order.num_rows:
-        origins = torch.cat([origins, order.rows(checks_of(keys, len(checked.statuses)))])
-    return pack(slots[:room].t(), f), origins
-
-
-def _alternate(a: Tensor, b: Tensor) -> Tensor:
-    """Rows of both tensors in turn."""
-    if is_exporting():  # before torch 2.13, `flatten` would limit the batch of an exported program
-        return torch.stack([row for pair in zip(a, b, strict=True) for row in pair])
-    return torch.stack([a, b], 1).flatten(0, 1)
-
-
-def _all_ok(statuses: list[Tensor]) -> bool:
-    """Whether there is no fault, as far as that can be read without waiting for a device."""
-    if not statuses:
-        return True
-    if not can_read(statuses[0]) or not all(status.is_cpu for status in statuses):
-        return False
-    dtypes = {status.dtype for status in statuses}
-    return all(_is_ok(torch.cat([one.flatten() for one in statuses if one.dtype == dtype])) for dtype in dtypes)
-
-
-def _is_ok(status: Tensor) -> bool:
-    if status.dtype == torch.int8:
-        return status.numel() == 0 or status.amax().item() <= OK
-    return all_finite(status)
-
-
-def _clean(batch: Batch, config: ErrorConfig, path_rows: int = 0) -> tuple[Flags, Tensor]:
-    """Flags and origins of a call without faults."""
-    f = zero_flags(batch.size, batch.device, config.flag_dtype, config)
-    return f, torch.full((NUM_ORIGINS + path_rows, batch.size), -1, dtype=torch.int64, device=batch.device)
-
-
-def first_warnings(recorded: Sequence[tuple[int, int, Tensor]]) -> Tensor | None:
-    """`CallSummary.warnings`, from the location, the code and the `(batch,)` mask of each warning of a call.
-
-    A warning counts where it comes up first: a layer that passes on zeros is no second cause.
-    """
-    firsts = []
-    for code in sorted({code for _, code, _ in recorded}):
-        masks = torch.stack([mask for _, other, mask in recorded if other == code])
-        packed = [location * 16 + code for location, other, _ in recorded if other == code]
-        first = lookup(masks.to(torch.int8).argmax(0), packed)
-        firsts.append(torch.where(masks.any(0), first, -1))
-    return torch.stack(firsts) if firsts else None
-
-
-def _warning_slots(warnings: Tensor, location_ids: Tensor) -> Tensor:
-    location, code = warnings >> 4, warnings & 0xF
-    location_bits = location_ids.to(location.device)[location] << LOCATION_SHIFT
-    return torch.where(warnings < 0, 0, location_bits | lookup(code, _WARNING_SLOTS))
-
-
-def _empty_last(slots: Tensor) -> Tensor:
-    # Keys that differ, not a stable sort: ONNX has none.
-    order = torch.where(slots == 0, len(slots), 0) + torch.arange(len(slots), device=slots.device).unsqueeze(-1)
-    order = order.sort(dim=0).indices
-    return slots.gather(0, order)
-
-
-# The operators.
 
 
 def _layout(config: ErrorConfig) -> tuple[torch.dtype, int, int | None]:
@@ -223,11 +105,14 @@ def _call_summarize(
     handling: FaultHandling,
     config: ErrorConfig,
     order: int,
+    history: HistoryTable | None,
+    ids: Tensor | None,
 ) -> tuple[Flags, Tensor]:
     """Call the operator `summarize_call`. `order` is the number of the order of the checks."""
     samples = (batch.size, batch.lengths, batch.dim, batch.device)
     how = (*handling, *_layout(config), order, REVISION)
-    return _SUMMARIZE_CALL(*checked, probes, warnings, location_ids, *samples, *how)
+    table = (None, None, None) if history is None else (*history, ids)
+    return _SUMMARIZE_CALL(*checked, probes, warnings, location_ids, *table, *samples, *how)
 
 
 def _summarize_call_op(
@@ -237,6 +122,9 @@ def _summarize_call_op(
     probes: Tensor | None,
     warnings: Tensor | None,
     location_ids: Tensor,
+    entries: Tensor | None,
+    counts: Tensor | None,
+    ids: Tensor | None,
     size: int,
     lengths: list[int],
     dim: int,
@@ -253,8 +141,9 @@ def _summarize_call_op(
     checked, batch = RowStatuses(statuses, locations, rows), Batch(size, tuple(lengths), dim, device)
     config = _config(dtype, slots, transposes_from)
     handling = FaultHandling(quarantine, replaced, mixes)
+    history = None if entries is None or counts is None else HistoryTable(entries, counts)
     found = _summarize_traced(
-        checked, warnings, location_ids, batch, handling, config, all_checks(order, len(statuses))
+        checked, warnings, location_ids, batch, handling, config, all_checks(order, len(statuses)), history, ids
     )
     set_origins(probes, found[1])
     return found
@@ -268,14 +157,57 @@ def _summarize_traced(
     handling: FaultHandling,
     config: ErrorConfig,
     order: CallOrder,
+    history: HistoryTable | None,
+    ids: Tensor | None,
 ) -> tuple[Flags, Tensor]:
     if is_shape_only(checked.statuses[0]):
-        return _clean(batch, config, order.num_rows)
+        if history is not None:
+            history.mark_written()
+        return clean_summary(batch, config, order.num_rows)
     kept = [i for i, status in enumerate(checked.statuses) if not is_skipped(status)]
     checked, order = checked.only(kept), order._replace(kept=tuple(kept))
+    found = _summarize_by_kernels(checked, warnings, location_ids, batch, handling, config, order, history, ids)
+    if found is None:
+        found = _summarize_in_graph(checked, warnings, location_ids, batch, handling, config, order)
+        if history is not None:
+            history.write(*found, ids)
+    return found
+
+
+def _summarize_by_kernels(
+    checked: RowStatuses,
+    warnings: Tensor | None,
+    location_ids: Tensor,
+    batch: Batch,
+    handling: FaultHandling,
+    config: ErrorConfig,
+    order: CallOrder,
+    history: HistoryTable | None,
+    ids: Tensor | None,
+) -> tuple[Flags, Tensor] | None:
+    """Flags and origins, and the entries of the history, by the kernels of a GPU; None where these are not used."""
+    statuses = checked.statuses
+    if warnings is not None or not statuses or not is_traced(statuses[0]) or not can_summarize(checked, batch, config):
+        return None
+    most = most_faults(config.num_slots, len(statuses), handling)
+    words = config.words_for(config.flag_dtype)
+    fallback = FALLBACK_SLOT if handling.quarantine and config.num_slots > 1 else None
+    how = (FAULT_SLOTS, most, fallback, handling.mixes, words, order)
+    return gpu_summary(checked, location_ids, batch, *how, history, ids)
+
+
+def _summarize_in_graph(
+    checked: RowStatuses,
+    warnings: Tensor | None,
+    location_ids: Tensor,
+    batch: Batch,
+    handling: FaultHandling,
+    config: ErrorConfig,
+    order: CallOrder,
+) -> tuple[Flags, Tensor]:
     statuses, locations, rows = checked
     if not statuses or compiles_summary(batch.device) or not is_traced(statuses[0]):
-        return _summarize(checked, warnings, location_ids, batch, handling, config, order)
+        return flags_and_origins(checked, warnings, location_ids, batch, handling, config, order)
     sources = {i: one.tensor for i, one in enumerate(map(deferred_scan, statuses)) if one is not None}
     rest = [i for i in range(len(statuses)) if i not in sources]
     groups, alone = grouped(statuses, rows, batch, rest)
@@ -285,7 +217,7 @@ def _summarize_traced(
         [group.stacked for group in groups],
         [statuses[i] for i in alone],
         [*sources.values()],
-        json.dumps([in_groups, alone, [*sources], locations, rows, kept]),
+        json.dumps([in_groups, alone, [*sources], locations, rows, order.kept]),
         warnings,
         location_ids,
         batch,
@@ -297,8 +229,9 @@ def _summarize_traced(
 
 _SUMMARIZE_CALL = define(
     "summarize_call(Tensor[] statuses, int[] locations, int[] rows, Tensor? probes, Tensor? warnings, "
-    "Tensor location_ids, SymInt size, SymInt[] lengths, int dim, Device device, bool quarantine, bool replaced, "
-    "bool mixes, ScalarType dtype, int slots, int? transposes_from, int order, int revision) -> (Tensor, Tensor)",
+    "Tensor location_ids, Tensor(a!)? entries, Tensor(b!)? counts, Tensor? ids, SymInt size, SymInt[] lengths, "
+    "int dim, Device device, bool quarantine, bool replaced, bool mixes, ScalarType dtype, int slots, "
+    "int? transposes_from, int order, int revision) -> (Tensor, Tensor)",
     _summarize_call_op,
 )
 
@@ -349,9 +282,9 @@ def _summarize_call_eager_op(
     checks: int,
 ) -> tuple[Flags, Tensor]:
     batch, config = Batch(size, tuple(lengths), dim, _CPU), _config(dtype, slots, transposes_from)
-    is_ok = all(map(_is_ok, groups)) and all(map(_is_ok, alone)) and all(all_finite(floats_of(z)) for z in sources)
-    if warnings is None and is_ok:
-        return _clean(batch, config, all_checks(order, checks).num_rows)
+    is_clean = all(map(is_ok, (*groups, *alone))) and all(all_finite(floats_of(z)) for z in sources)
+    if warnings is None and is_clean:
+        return clean_summary(batch, config, all_checks(order, checks).num_rows)
     in_groups, in_alone, in_sources, locations, rows, kept = json.loads(numbers)
     statuses = dict(zip(in_groups, (one for group in groups for one in group), strict=True))
     statuses |= zip(in_alone, alone, strict=True)
@@ -359,12 +292,12 @@ def _summarize_call_eager_op(
     found = sorted(statuses)
     checked = RowStatuses([statuses[i] for i in found], [locations[i] for i in found], [rows[i] for i in found])
     handling, path = FaultHandling(quarantine, replaced, mixes), CallOrder(order, checks, tuple(kept[i] for i in found))
-    return _summarize(checked, warnings, location_ids, batch, handling, config, path)
+    return flags_and_origins(checked, warnings, location_ids, batch, handling, config, path)
 
 
 def _summarize_call_eager_shapes(*arguments: Any) -> tuple[Flags, Tensor]:
     size, lengths, dim, _, _, _, *layout, order, checks = arguments[6:]
-    return _clean(Batch(size, tuple(lengths), dim, _CPU), _config(*layout), all_checks(order, checks).num_rows)
+    return clean_summary(Batch(size, tuple(lengths), dim, _CPU), _config(*layout), all_checks(order, checks).num_rows)
 
 
 _SUMMARIZE_CALL_EAGER = define_opaque(

@@ -22,6 +22,7 @@ from torchguard._torch.uncompiled import python_control_flow
 from torchguard._watch.arguments import IDS, batch_of, checked_ids, form_of
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.call import CallRecord
+from torchguard._watch.call_summary import CallSummary
 from torchguard._watch.detect import PROBE_NAN
 from torchguard._watch.export import plan_of_transform
 from torchguard._watch.finite_derivatives import finite_arguments, refuse_nested_forward_mode, with_finite_derivatives
@@ -39,7 +40,6 @@ from torchguard._watch.plan import NOTHING_KNOWN, OwnerPlan, PlannedCall, can_fo
 from torchguard._watch.report import Incident, incidents_of
 from torchguard._watch.run_report import RunReport, incident_of, run_report, with_causes
 from torchguard._watch.state import MAX_PROBED_BATCH, NoLongerWatched, WatchState
-from torchguard._watch.summarize import CallSummary
 from torchguard._watch.warn import warn_of_recurrent_layer, warn_of_unfollowed, warn_once_of_mixing
 from torchguard._watch.zeros import zero_samples
 from torchguard.exceptions import ReturnsError, WatchError
@@ -82,7 +82,7 @@ class WatchedModel:
                 codes = [MIXED] * len(tensors_in(output, objects=OBJECTS))
         mixes = watch.quarantine and codes is not None and MIXED in codes
         ids = None if ids is None else checked_ids(ids, batch)
-        summary = call_record.summarize(watch.location_ids, mixes)
+        summary = call_record.summarize(watch.location_ids, mixes, watch.history.table_on(batch.device), ids)
         if watch.quarantine and not summary.is_clean and call_record.has_fault_for_all():
             warn_of_recurrent_layer(watch)
         if call_record.needs_finite_gradients:
@@ -358,7 +358,7 @@ class WatchedOutput(tuple):
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, (int, slice)):
-            return tuple.__getitem__(self, key)
+            return (*self,)[key]  # before torch 2.13, Dynamo cannot trace tuple.__getitem__
         raise _error(f"it has no item {key!r}")
 
     @classmethod

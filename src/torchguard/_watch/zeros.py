@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.library import triton_op
 
 from torchguard._operators import define, define_opaque, free_namespace, use_operators
+from torchguard._torch.inductor import compile_in_place
 from torchguard._torch.tracing import is_shape_only, is_traced
 from torchguard._watch.batch import MIXED, Batch
 from torchguard._watch.detect import REVISION, empty_status, has_bit_status, is_finite, scan
@@ -68,7 +69,7 @@ def _zero_samples_op(
     batch = Batch(size, tuple(lengths), along, z.device)
     if rows != MIXED and not batch.has_samples(z.shape, rows):
         return z.view_as(z)  # an operator may not return its input
-    if is_traced(z) and z.is_cpu and not z.is_complex() and not is_shape_only(z):
+    if is_traced(z) and not z.is_complex() and not is_shape_only(z):
         return _ZeroSamples.apply(z, origin, batch, rows)  # pyright: ignore[reportReturnType]
     return _zeroed(z, origin, batch, rows)
 
@@ -81,11 +82,21 @@ _ZERO_SAMPLES = define(
 
 
 class _ZeroSamples(torch.autograd.Function):
-    """By an operator that is not compiled: as `where`, it would be two more kernels to compile."""
+    """Zeros in bad samples, in a graph.
+
+    On the CPU by an operator that is not compiled: as `where`, it would be two more kernels to compile. On a GPU by a
+    kernel that writes to bad samples alone, in place if nothing uses the tensor later: `where` would be a second tensor
+    beside the output of the model.
+    """
 
     @staticmethod
     def forward(z: Tensor, origin: Tensor, batch: Batch, rows: int | None) -> Tensor:
-        return _call_zero_samples_eager(z, origin, batch, rows)
+        if z.is_cpu:
+            return _call_zero_samples_eager(z, origin, batch, rows)
+        if _can_zero_samples(z, batch, rows):
+            _compile_zero_bad_samples()
+            return _ZERO_BAD_SAMPLES(z, origin.to(z.device), batch.size, REVISION)
+        return _zeroed(z, origin, batch, rows)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -118,6 +129,41 @@ _ZERO_SAMPLES_EAGER = define_opaque(
 )
 
 
+def _can_zero_samples(z: Tensor, batch: Batch, rows: int | None) -> bool:
+    """Whether the kernel takes a tensor: its samples lie one behind another in memory."""
+    is_static = all(isinstance(size, int) for size in (batch.size, *z.shape))
+    return is_static and rows != MIXED and batch.is_sample_major(z.shape, rows) and has_kernel(z)
+
+
+def _zero_bad_samples_in_place(z: Tensor, origin: Tensor, samples: int) -> None:
+    from torchguard._watch.kernels import zero_bad_samples
+
+    zero_bad_samples(z, origin, samples)
+
+
+def _zero_bad_samples_op(z: Tensor, origin: Tensor, samples: int, revision: int) -> Tensor:
+    zeroed = z.clone(memory_format=torch.contiguous_format)
+    _zero_bad_samples_in_place(zeroed, origin, samples)
+    return zeroed
+
+
+_ZERO_BAD_SAMPLES_ = define_opaque(
+    "zero_bad_samples_(Tensor(a!) z, Tensor origin, SymInt samples) -> ()", _zero_bad_samples_in_place, lambda *_: None
+)
+_ZERO_BAD_SAMPLES = define_opaque(
+    "zero_bad_samples(Tensor z, Tensor origin, SymInt samples, int revision) -> Tensor",
+    _zero_bad_samples_op,
+    lambda z, *_: torch.empty_like(z, memory_format=torch.contiguous_format),
+)
+
+
+@functools.cache
+def _compile_zero_bad_samples() -> None:
+    """Have Inductor launch the kernel itself. Only when it is first needed, since this loads all of Inductor."""
+    function = "torchguard._watch.kernels:zero_bad_samples"
+    compile_in_place(_ZERO_BAD_SAMPLES, _ZERO_BAD_SAMPLES_, function, any_strides=True)
+
+
 def _zeroed(z: Tensor, origin: Tensor, batch: Batch, rows: int | None) -> Tensor:
     keep = _kept(origin, z, batch, rows)
     assert keep is not None
@@ -135,12 +181,12 @@ def has_kernel(z: Tensor) -> bool:
         and z.numel() > 0
         and z.element_size() > 1
         and z.get_device() == torch.cuda.current_device()
-        and _has_triton()
+        and has_triton()
     )
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     """Not every machine with a GPU has it."""
     try:
         import triton  # noqa: F401  # pyright: ignore[reportMissingImports]

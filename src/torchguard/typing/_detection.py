@@ -7,10 +7,10 @@ from torch import Tensor
 
 from torchguard import err
 from torchguard._channel.config import CARRIERS, get_config
-from torchguard._channel.record import push_findings
+from torchguard._channel.detect import can_be_checked
+from torchguard._channel.record import push_faults
 from torchguard._pytrees import child_at, replace_children, tensors_in
 from torchguard._torch.tracing import holds
-from torchguard.checks import can_be_checked, findings_in
 from torchguard.exceptions import InvalidParameterError
 from torchguard.typing._containers import Each, EachValue, Fields, Items, Node, OneOf
 from torchguard.typing._dims import Named
@@ -124,9 +124,7 @@ def detect(result: Any, path: Path, is_known: bool, layout: ReturnLayout, codes:
         dim = _samples_along(_text(where), layout)
         # A tensor without a row per sample cannot be attributed to samples.
         if dim is not None and z.ndim > max(dim, -dim - 1) and holds(z.shape[dim] == given.shape[0]):
-            findings = findings_in(z.movedim(dim, 0) if dim else z, location, codes)
-            if findings:
-                f = push_findings(f, findings, is_known=is_known)
+            f = push_faults(f, z.movedim(dim, 0) if dim else z, location, codes, is_known=is_known)
     return result if f is given else _with(result, path, f)
 
 
