@@ -24,6 +24,7 @@ from torchguard._torch import (
     dynamo_graph,
     events,
     fakes,
+    hook_calls,
     hook_guards,
     inductor,
     modules,
@@ -712,6 +713,20 @@ class TestInductor:
         x = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
         f = torch.compile(lambda x: flag_nan(x.sin(), "x", err.new(x)), fullgraph=True)(x)
         assert flags.repr(f) == "ErrorFlags(2 samples, 1 errors: 1xNAN @ x)"
+
+
+class TestHookCalls:
+    def test_call_hooks_while_tracing_says_that_torch_lacks_a_variable(self, monkeypatch):
+        monkeypatch.delattr("torch._dynamo.variables.TupleVariable")
+        assert not hook_calls.call_hooks_while_tracing()
+
+    def test_hooks_are_traced_where_they_cannot_be_called(self, monkeypatch):
+        called = []
+        monkeypatch.setattr(hook_calls, "_hooks_of", lambda tx, module: called.append(module))
+        x = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
+        _, f = torch.compile(watch(nn.Sequential(nn.Linear(2, 2))), backend="eager", fullgraph=True)(x)
+        assert called
+        assert err.is_err(f).tolist() == [False, True]
 
 
 class TestHookGuards:

@@ -94,7 +94,16 @@ _NEEDED = {
 _STAGE_2 = "torch._functorch.aot_autograd.aot_stage2_compile(fw_compiler, bw_compiler, inference_compiler)"
 _NO_REGIONS = "compile_once compiles each block on its own"
 _SLOW_CHECKS = "a model with checks by hand compiles more slowly"
+_SLOW_HOOKS = "a watched model compiles more slowly"
 _COPIES = "gradients are copied before they are masked"
+_VARIABLES = (
+    "UserFunctionVariable.call_function",
+    "UnspecializedNNModuleVariable",
+    "ConstantVariable",
+    "TensorVariable",
+    "TupleVariable",
+    "VariableTracker",
+)
 _ONLY_HELPS = {
     "err": {
         "torch._subclasses.fake_tensor.is_fake": "computing shapes takes as long as tracing",
@@ -118,6 +127,7 @@ _ONLY_HELPS = {
         "torch._dynamo.output_graph.OutputGraph._call_user_compiler": _NO_REGIONS,
         _STAGE_2: _NO_REGIONS,
         "torch._higher_order_ops.invoke_subgraph.get_invoke_subgraph_cache": "compile_once compiles more slowly",
+        **{f"torch._dynamo.variables.{name}": _SLOW_HOOKS for name in _VARIABLES},
         "torch._inductor.lowering.register_lowering": _COPIES,
         "torch._inductor.virtualized.V": _COPIES,
         "torch._higher_order_ops.utils.setup_compilation_env": "torch.cond and the like fail in eager mode",

@@ -38,6 +38,7 @@ from typing import Any
 from torch import nn
 
 from torchguard._torch.dynamo_graph import keep_writes_after_calls, list_attributes_of_new_objects
+from torchguard._torch.hook_calls import call_hooks_while_tracing
 from torchguard._torch.hook_guards import renew_identity, skip_guards_on_hooks
 from torchguard._torch.modules import (
     is_compiled_in_place,
@@ -133,6 +134,7 @@ def watch(
     )
     allow_side_effects_under_checkpoint(watch_state)
     skip_guards_on_hooks()
+    call_hooks_while_tracing()
     keep_writes_after_calls()
     list_attributes_of_new_objects()
     root_hook = wrapper.RootHook(watch_state)

@@ -291,10 +291,12 @@ class CallRecord:
 
     def set_rows(self, codes: Sequence[int]) -> None:
         """Set the row codes of all statuses, which are known only at the end of a traced call."""
+        self.rows = [*codes]
+        if not self.warnings:  # as mostly: Dynamo is slow to trace a loop over all checks
+            return
+        # Warnings were computed by sizes. Where these do not show the sample of a row, they are for all samples.
         usual = row_code(0)
         odd = [self.locations[i] for i, code in enumerate(codes) if code != usual]
-        self.rows = [*codes]
-        # Warnings were computed by sizes. Where these do not show the sample of a row, they are for all samples.
         self.warnings = [
             (location, code, mask.any().expand(mask.shape) if location in odd else mask)
             for location, code, mask in self.warnings

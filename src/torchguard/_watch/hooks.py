@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard._pytrees import OBJECTS, map_tensors, tensors_in
+from torchguard._torch.hook_calls import HookCall
 from torchguard._torch.hook_guards import IDENTITY
 from torchguard._torch.modules import is_torch_leaf
 from torchguard._torch.tracing import is_in_branch
@@ -26,6 +27,7 @@ from torchguard._watch.parts import (
 )
 from torchguard._watch.select import is_mask, looks_up_its_argument, mask_positions
 from torchguard._watch.state import WatchState
+from torchguard._watch.traced_checks import TracedChecks
 
 # Names of modules that square their input, and the number of squares they are taken to sum if they do not say.
 _SQUARING, _NUM_SQUARES = re.compile("norm", re.IGNORECASE), 2**20
@@ -107,6 +109,10 @@ class ModuleHooks:
             for _, z in tensors_in(output, objects=OBJECTS):
                 run_other_checks(z, call_record, self.location)
         return output
+
+    def in_dynamo(self, call: HookCall) -> TracedChecks:
+        """What Dynamo calls in place of `before` and `after`: see `_torch/hook_calls.py`."""
+        return TracedChecks(call, self)
 
     def _clamped(self, ids: Any, embedding: Any, call_record: CallRecord) -> Any:
         if not isinstance(ids, Tensor):
