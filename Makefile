@@ -55,6 +55,8 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/typed.py
 	@echo "bench: watched models against unwatched ones"
 	@$(BIN)/python benchmarks/watched.py cpu
+	@echo "bench: tracing watched models against unwatched ones"
+	@$(BIN)/python benchmarks/tracing.py
 	@echo "bench: guarded training steps against plain ones"
 	@$(BIN)/python benchmarks/retry.py cpu
 	@echo "bench: digests and gathers over ranks"

@@ -51,6 +51,21 @@ def host() -> str:
     )
 
 
+def tracing() -> str:
+    """What Dynamo takes to trace a watched model, against the unwatched one."""
+    models: dict[str, Any] = _result("tracing")["models"]
+    names = {"hooks called": "", "hooks traced": ", traced"}
+    rows = [(f"{model}, {case}", models[model][case]) for model in models for case in ("inference", "training")]
+    rows.sort(key=lambda row: -row[1]["quarantine"]["ratio"])
+    return _table(
+        ["ratio to unwatched: modules / quarantine", *names],
+        [
+            [label, *[_cell(found, "ratio", 2, tuple(f"{one}{how}" for one in VARIANTS)) for how in names.values()]]
+            for label, found in rows
+        ],
+    )
+
+
 def certificates() -> str:
     """How many functions pass each layer, and how many are inconclusive or fail."""
     functions: dict[str, dict[str, str]] = json.loads((RESULTS / "certificates.json").read_text())["functions"]
@@ -286,6 +301,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "linters": linters,
     "costs": costs,
     "host": host,
+    "tracing": tracing,
     "certificates": certificates,
     "retry": retry,
     "ranks": ranks,

@@ -297,16 +297,20 @@ def plus_one(module, args, out):
     return out + 1 if type(module) is nn.Linear else None
 
 
-def test_a_hook_for_all_modules_is_called(calls):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_hook_for_all_modules_is_called(is_late, calls):
     guarded, x = watch(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.ones(2, 4)
     out, _ = guarded(x)
+    run = torch.compile(guarded, backend="eager", fullgraph=True)
+    if is_late:
+        run(x)
     handle = nn.modules.module.register_module_forward_hook(plus_one)
     try:
-        other, _ = torch.compile(guarded, backend="eager", fullgraph=True)(x)
+        other, _ = run(x)
     finally:
         handle.remove()
     assert not torch.equal(out, other)
-    assert not calls
+    assert len(calls) == 2 * is_late
 
 
 def test_a_backward_hook_is_called(calls):

@@ -26,7 +26,6 @@ from torchguard._torch.hook_guards import IDENTITY
 from torchguard._torch.process import patch_function
 
 _HOOKS, _OTHER_HOOKS = ("_forward_hooks", "_forward_pre_hooks"), ("_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_ALL = [f"_global{name}" for name in (*_HOOKS, *_OTHER_HOOKS)]
 
 
 class CannotCall(Exception):  # noqa: N818 (not an error: the hooks are traced then)
@@ -170,14 +169,35 @@ def _hooks_of(tx: Any, variable: Any) -> Any:
         hasattr(hooks, "in_dynamo")
         and all(one is hooks for one in found)
         and not any(getattr(module, name) for name in _OTHER_HOOKS)
-        and not any(getattr(of_torch, name) for name in _HOOKS_OF_ALL)
         and module._compiled_call_impl is None
         and type(module)._call_impl is nn.Module._call_impl
         and "_call_impl" not in vars(module)
         and tx.output.current_tracer.parent is None
         and not torch._dynamo.config.nested_graph_breaks
     )
-    return hooks if is_usual else None
+    return hooks if is_usual and not _has_global_hooks(tx.output, tx) else None
+
+
+def _has_global_hooks(graph: Any, tx: Any) -> bool:
+    """Whether there are hooks for all modules. Tracing the question has Dynamo guard on it, once for each graph."""
+    if not hasattr(graph, "_torchguard_has_global_hooks"):
+        from torch._dynamo.variables import VariableTracker
+
+        graph._torchguard_has_global_hooks = _constant(
+            VariableTracker.build(tx, _any_global_hooks).call_function(tx, [], {})
+        )
+    return graph._torchguard_has_global_hooks
+
+
+def _any_global_hooks() -> bool:
+    # Not `len`: Dynamo guards on a dict of hooks that is empty only if its items are read.
+    hooks = (
+        *of_torch._global_forward_hooks.items(),
+        *of_torch._global_forward_pre_hooks.items(),
+        *of_torch._global_backward_hooks.items(),
+        *of_torch._global_backward_pre_hooks.items(),
+    )
+    return hooks != ()
 
 
 def _read(tx: Any, variable: Any, name: str) -> Any:
