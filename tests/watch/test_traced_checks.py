@@ -322,6 +322,20 @@ def test_a_backward_hook_is_called(calls):
     assert seen == [model[0]]
 
 
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+def test_a_patched_call_is_traced(name, monkeypatch, calls):
+    original = getattr(nn.Module, name)
+
+    def patched(module, *args, **kwargs):
+        out = original(module, *args, **kwargs)
+        return out + 1 if type(module) is nn.Linear else out
+
+    guarded, x = watch(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.ones(2, 4)
+    monkeypatch.setattr(nn.Module, name, patched)
+    out, _ = torch.compile(guarded, backend="eager")(x)
+    torch.testing.assert_close(out, guarded(x)[0])
+
+
 def test_another_forward_is_called(calls):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     guarded, x = watch(model), torch.ones(2, 4)

@@ -135,8 +135,8 @@ def call_hooks_while_tracing() -> bool:
 
 def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Replaces `UserFunctionVariable.call_function`."""
-    is_module = getattr(self, "fn", None) is nn.Module.__call__ and args and IDENTITY in _attributes(args[0])
-    hooks = _hooks_of(tx, args[0]) if is_module else None
+    is_call = getattr(self, "fn", None) is nn.Module._wrapped_call_impl  # `nn.Module.__call__`, unless it was patched
+    hooks = _hooks_of(tx, args[0]) if is_call and args and IDENTITY in _attributes(args[0]) else None
     if hooks is None:
         return original(self, tx, args, kwargs)
     module, *given = map(_realized, args)
@@ -170,8 +170,7 @@ def _hooks_of(tx: Any, variable: Any) -> Any:
         and all(one is hooks for one in found)
         and not any(getattr(module, name) for name in _OTHER_HOOKS)
         and module._compiled_call_impl is None
-        and type(module)._call_impl is nn.Module._call_impl
-        and "_call_impl" not in vars(module)
+        and getattr(module._call_impl, "__globals__", None) is vars(of_torch)  # neither overridden nor patched
         and tx.output.current_tracer.parent is None
         and not torch._dynamo.config.nested_graph_breaks
     )
