@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchguard import err
+from torchguard._graphs.source_lines import source_line_of
 from torchguard._torch import hook_calls
 from torchguard._watch import watch
 from torchguard._watch.traced_checks import TracedChecks
@@ -53,7 +54,8 @@ def described(graph: fx.Graph) -> list:
             (node.args, node.kwargs), lambda one: f"%{numbers[one]}" if isinstance(one, fx.Node) else one
         )
         within = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-        nodes.append((node.op, str(node.target) if node.op != "output" else "", str(given), within))
+        is_ours = source_line_of(node) is not None and "torchguard/_watch" in source_line_of(node).file
+        nodes.append((node.op, str(node.target) if node.op != "output" else "", str(given), within, is_ours))
     return nodes
 
 

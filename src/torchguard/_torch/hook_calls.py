@@ -15,6 +15,9 @@ Names of Dynamo's variables are those of torch 2.11 to 2.15. Degraded where one 
 can be removed when Dynamo can be told what a hook does.
 """
 
+import itertools
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,7 +100,14 @@ class HookCall:
         """A call of an operator. Several results are a tuple of Python's."""
         from torch._dynamo.variables import VariableTracker
 
+        nodes = self._tx.output.current_tracer.graph.nodes
+        before = len(nodes)
         result = VariableTracker.build(self._tx, operator).call_function(self._tx, [*map(self._variable, args)], {})
+        # The line of a node tells what `watch` put into a graph.
+        frame = sys._getframe(1)
+        line = traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        for node in itertools.islice(reversed(nodes), len(nodes) - before):
+            node.stack_trace = (node.stack_trace or "") + "".join(traceback.StackSummary.from_list([line]).format())
         items = self.items(result)
         return result if items is None else tuple(items)
 

@@ -20,7 +20,8 @@ State that is not visible in signatures, here and in the rest of torchguard, and
   `_fx_building` on a model while its `__init__` runs (`locations/_tracked.py`).
 - On torch: the operators, which stay for the process since compiled code calls them; Dynamo's marks on the tensors of a
   `WatchState` that their sizes are static (`_torch/dynamo.py`) and on functions that are constant in graphs
-  (`_torch/tracing.py`); `_torchguard_schemas` on torch's cache of nested regions, with a patch of
+  (`_torch/tracing.py`); `_torchguard_has_global_hooks` on the graph that it is building (`_torch/hook_calls.py`);
+  `_torchguard_schemas` on torch's cache of nested regions, with a patch of
   `invoke_subgraph.gen_schema` (`_torch/settings.py`); and what survives a second import of torchguard: `_torchguard` on
   the module `torch`, and `_torchguard_copies` on a function of Dynamo (`_torch/process.py`). docs/private-torch.md
   lists the settings and patches.
