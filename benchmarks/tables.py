@@ -55,7 +55,9 @@ def tracing() -> str:
     """What Dynamo takes to trace a watched model, against the unwatched one."""
     models: dict[str, Any] = _result("tracing")["models"]
     names = {"hooks called": "", "hooks traced": ", traced"}
-    rows = [(f"{model}, {case}", models[model][case]) for model in models for case in ("inference", "training")]
+    labels = {"GPT of ours": "the GPT of `benchmarks/models.py`"}
+    cases = ("inference", "training")
+    rows = [(f"{labels.get(model, model)}, {case}", models[model][case]) for model in models for case in cases]
     rows.sort(key=lambda row: -row[1]["quarantine"]["ratio"])
     return _table(
         ["ratio to unwatched: modules / quarantine", *names],
