@@ -24,7 +24,6 @@ NAMES = [
     "BartForConditionalGeneration",
     "ConvBertForMaskedLM",
     "GPT2LMHeadModel",
-    "JetMoeForCausalLM",
     "LlamaForCausalLM",
     "ModernBertForSequenceClassification",
     "OPTForCausalLM",
