@@ -15,20 +15,30 @@ from torchguard._torch.inductor import compile_in_place, compile_to_call
 REVISION = source_checksum(Path(inductor.__file__).parent)
 
 
+def defined(name, **options):
+    """An op that returns what the op `<name>_` leaves in its argument: zeros in place of negative numbers."""
+    ops = library.Library("torchguard_test", "FRAGMENT")
+    ops.define(f"{name}_(Tensor(a!) z) -> ()")
+    ops.impl(f"{name}_", _relu_, "CPU")
+    ops.define(f"{name}(Tensor z, int revision) -> Tensor")
+    ops.impl(name, lambda z, revision: z.clamp(min=0).contiguous(), "CPU")
+    library.register_fake(f"torchguard_test::{name}_", lambda z: None, lib=ops)
+    library.register_fake(f"torchguard_test::{name}", lambda z, revision: z.new_empty(z.shape), lib=ops)
+    op = getattr(torch.ops.torchguard_test, name)
+    compile_in_place(op, getattr(torch.ops.torchguard_test, f"{name}_"), "torch:relu_", **options)
+    yield lambda z: op(z, REVISION)
+    ops._destroy()
+
+
 @pytest.fixture(scope="module")
 def relu():
-    """An op that returns what the op `relu_` leaves in its argument."""
-    ops = library.Library("torchguard_test", "FRAGMENT")
-    ops.define("relu_(Tensor(a!) z) -> ()")
-    ops.impl("relu_", _relu_, "CPU")
-    ops.define("relu(Tensor z, int revision) -> Tensor")
-    ops.impl("relu", lambda z, revision: z.clamp(min=0).contiguous(), "CPU")
-    library.register_fake("torchguard_test::relu_", lambda z: None, lib=ops)
-    library.register_fake("torchguard_test::relu", lambda z, revision: z.new_empty(z.shape), lib=ops)
-    found = torch.ops.torchguard_test
-    compile_in_place(found.relu, found.relu_, "torch:relu_")
-    yield lambda z: found.relu(z, REVISION)
-    ops._destroy()
+    yield from defined("relu")
+
+
+@pytest.fixture(scope="module")
+def masked():
+    """An op whose result the later uses of its argument may read, too."""
+    yield from defined("mask", for_all_uses=True)
 
 
 def _relu_(z):
@@ -84,6 +94,38 @@ def test_what_was_used_before_is_not_copied(relu):
     got, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), x, w)
     assert code.count("empty_strided_cpu((6, 8)") == 1
     torch.testing.assert_close(got, step(x, w))
+
+
+def test_later_uses_read_what_an_op_left_and_earlier_ones_what_was_there(masked):
+    def step(x, w):
+        in_memory, computed, viewed = x @ w, x * 2 - 1, x @ w
+        before = in_memory.sum() + computed.sum(), viewed.t() * 2
+        first, second, third = masked(in_memory), masked(computed), masked(viewed.view(3, 2, 8))
+        return before, first, second, third, in_memory + 1, computed + 1, viewed + 1
+
+    x, w = torch.randn(6, 8), torch.randn(8, 8)
+    given = x.clone()
+    (before, first, second, third, *later), (code,) = run_and_get_code(torch.compile(step, fullgraph=True), x, w)
+    product, doubled = x @ w, x * 2 - 1
+    torch.testing.assert_close(before, (product.sum() + doubled.sum(), product.t() * 2))
+    torch.testing.assert_close((first, second, third.view(6, 8)), (product.relu(), doubled.relu(), product.relu()))
+    # The argument of the third is a view: what is computed from the viewed tensor keeps its values.
+    torch.testing.assert_close(later, [product.relu() + 1, doubled.relu() + 1, product + 1])
+    assert torch.equal(x, given)
+    assert code.count("torchguard_relu_(") == 3
+
+
+def test_an_op_after_itself_is_left_out(masked):
+    def step(x, w):
+        return masked(masked(x @ w).view(3, 2, 8)) + 1, masked(x), x + 1
+
+    x, w = torch.randn(6, 8), torch.randn(8, 8)
+    given = x.clone()
+    (twice, alone, other), (code,) = run_and_get_code(torch.compile(step, fullgraph=True), x, w)
+    torch.testing.assert_close(twice, (x @ w).relu().view(3, 2, 8) + 1)
+    torch.testing.assert_close((alone, other), (x.relu(), x.relu() + 1))
+    assert torch.equal(x, given)  # an input of the graph is not changed
+    assert code.count("torchguard_relu_(") == 2
 
 
 @pytest.mark.long

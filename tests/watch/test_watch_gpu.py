@@ -288,6 +288,57 @@ def test_the_kernel_that_masks_is_launched_by_the_graph():
     assert "torchguard.mask_gradient" not in codes[-1].split("def call")[-1]
 
 
+class Residual(nn.Module):
+    """Blocks around a residual stream of 2,048. `sqrt` has an infinite gradient at 0, its value is fine."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(2048) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(4))
+        self.head = nn.Linear(2048, 3)
+
+    def forward(self, x, root_of):
+        for i, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
+            x = x + layer(norm(x))
+            x = x + (x * root_of).abs().sqrt() if i == 1 else x
+        return self.head(x)
+
+
+@pytest.mark.parametrize("fault", ["input", "backward"])
+@pytest.mark.parametrize("mode", ["plain", "inductor"])
+def test_gradients_of_a_residual_stream(mode, fault):
+    model, x = Residual().cuda(), torch.randn(4, 512, 2048, device="cuda")
+    root_of = torch.ones(4, 1, 1, device="cuda")
+    model(x[GOOD], root_of[GOOD]).square().flatten(1).mean(1).mean().backward()
+    want = take_gradients(model)
+    if fault == "input":
+        x[BAD, 7] = NAN
+    else:
+        root_of[BAD] = 0
+    guarded = watch(model, quarantine=True)
+    call = torch.compile(guarded, fullgraph=True) if mode == "inductor" else guarded
+    out, f = call(x, root_of)
+    (err.mean_ok(f, out.square().flatten(1).mean(1)) if fault == "input" else out[GOOD].square().mean()).backward()
+    found = take_gradients(model)
+    if fault == "input":
+        assert err.is_err(f).tolist() == [False, True, False, False]
+    else:  # 0 * Inf: a gradient of zeros goes into `sqrt`
+        assert err.is_err(guarded.backward_flags).tolist() == [False, True, False, False]
+    for name, got in found.items():
+        torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_residual_stream_is_masked_without_a_copy():
+    model, x = Residual().cuda(), torch.randn(4, 512, 2048, device="cuda")
+    call = torch.compile(watch(model, quarantine=True), fullgraph=True)
+    _, codes = run_and_get_code(lambda: call(x, torch.ones(4, 1, 1, device="cuda"))[0].sum().backward())
+    masks = [line for line in codes[-1].splitlines() if "torchguard_mask_gradient(buf" in line]
+    names = [line.split("(")[1].split(",")[0] for line in masks]
+    assert len(names) == len(set(names))  # nothing is masked that a mask left
+    forward = codes[0].split("def call")[-1]
+    assert sum("mean" in line and ".run(" in line for line in forward.splitlines()) == 4  # one kernel for each norm
+
+
 @pytest.mark.parametrize("width", [16, 48, 1024, 3072, 5000, 4097])
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_replacing_in_place(kind, width):

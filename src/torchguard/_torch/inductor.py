@@ -87,7 +87,9 @@ def load_package(path: str) -> Any:
     return aoti_load_package(path)
 
 
-def compile_in_place(functional: Any, in_place: Any, function: str, any_strides: bool = False) -> None:
+def compile_in_place(
+    functional: Any, in_place: Any, function: str, any_strides: bool = False, for_all_uses: bool = False
+) -> None:
     """Have Inductor compile an op that returns its first argument, changed, as one that changes a buffer.
 
     Of an op that changes its argument, Inductor makes copies that fuse with nothing: of an argument that has another
@@ -101,6 +103,9 @@ def compile_in_place(functional: Any, in_place: Any, function: str, any_strides:
         function: `module:name` of a function that does what `in_place` does for sizes that are known. It is called
             instead, since calling an op takes the host longer than launching a kernel.
         any_strides: whether it takes a buffer with other strides than the result should have. Inductor may pad rows.
+        for_all_uses: whether what uses the argument later may as well read the result, and the op leaves its own
+            result unchanged. Then the argument is not kept beside the result, nor computed once more, and a second op
+            after the first is left out.
     """
     try:
         from torch._inductor import ir
@@ -112,14 +117,19 @@ def compile_in_place(functional: Any, in_place: Any, function: str, any_strides:
     @register_lowering(functional.default, type_promotion_kind=None)
     def lower(*args: Any) -> Any:
         node, (z, *others) = V.graph.current_node, args[: len(in_place.default._schema.arguments)]
+        argument: Any = node.args[0]
         result = node.meta["val"]
-        is_own = _is_own_buffer(node.args[0])
+        if for_all_uses and _viewed(argument).target is functional.default:
+            return z
+        is_own = _is_own_buffer(argument, for_all_uses)
         buffer = z if is_own else ir.ExternKernel.copy_input(z)
         if not (is_own and any_strides):
             buffer = ir.ExternKernel.require_exact_strides(buffer, result.stride())
         V.graph.mark_buffer_mutated(buffer.get_name())  # has what was not computed yet computed before
         is_static = all(isinstance(size, int) for size in result.shape)
         (_call_of(function) if is_static else ir.FallbackKernel).create(in_place.default, buffer, *others)
+        if for_all_uses:
+            V.graph.env[argument] = buffer
         return buffer
 
 
@@ -255,8 +265,16 @@ def compile_row_maxima(op: Any) -> bool:
     return True
 
 
-def _is_own_buffer(node: Any) -> bool:
-    """Whether a node is in memory that the graph being lowered allocates, and the current node is its last use.
+def _viewed(node: Any) -> Any:
+    """The node that a node is a view of, or itself."""
+    while is_view(node.target):
+        node = node.args[0]
+    return node
+
+
+def _is_own_buffer(node: Any, for_all_uses: bool) -> bool:
+    """Whether a node is in memory that the graph being lowered allocates, and the current node is its last use; with
+    `for_all_uses`, the last but for those of the node itself.
 
     Inductor runs earlier uses before one that changes the memory.
     """
@@ -273,12 +291,13 @@ def _is_own_buffer(node: Any) -> bool:
         return False
     # Not by views alone: Inductor may make nothing of an op, such as a cast to the same dtype.
     same = [one for one, value in V.graph.env.items() if in_memory(value) is memory]
+    if for_all_uses:
+        same.remove(node)
     later, one = set(), V.graph.current_node.next
     while one.op != "root":
         later.add(one)
         one = one.next
-    while is_view(node.target):
-        node = node.args[0]
+    node = _viewed(node)
     op = node.args[0].target if node.target is operator.getitem else node.target
     is_new = isinstance(op, torch._ops.OpOverload) and not any(one.alias_info for one in op._schema.returns)
     return is_new and not any(user in later for one in same for user in one.users)

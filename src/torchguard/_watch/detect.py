@@ -84,7 +84,7 @@ def row_status(z: Tensor, alone: bool = False, keep_neg_inf: bool = False, norm_
     """
     if use_operators():
         return call_row_status(z, alone, keep_neg_inf, norm_widths)
-    return scan(without_neg_inf(z) if keep_neg_inf else z)
+    return scan(without_neg_inf(z) if keep_neg_inf else z, norm_widths)
 
 
 def without_neg_inf(z: Tensor) -> Tensor:
@@ -144,9 +144,9 @@ def scan(z: Tensor, norm_widths: Sequence[int] = ()) -> Tensor:
     """The row status of `z`, by operations that a backend can fuse.
 
     Args:
-        norm_widths: the lengths of the vectors that the model normalizes, if values are only checked. Vectors of such
-            a length are scanned whole, as a norm reads them: Inductor fuses reductions of one size alone. Others are
-            scanned in pieces if they are long, which is faster where nothing else reduces them.
+        norm_widths: the lengths of the vectors that the model normalizes. Vectors of such a length are scanned whole,
+            as a norm reads them: Inductor fuses reductions of one size alone. Others are scanned in pieces if they are
+            long, which is faster where nothing else reduces them.
     """
     ndim, is_complex = z.ndim, z.is_complex()
     z = floats_of(z) if z.is_cpu or z.dtype not in _BITS else z  # bits need no detach: integers have no gradient

@@ -5,7 +5,8 @@ check that ends early; as traced operations it would write the gradient in every
 gradient probes (`gradient_probes.py`).
 
 There are two operators. `mask_gradient_` changes its argument, and Inductor calls it. `mask_gradient` returns a masked
-copy; in its place Inductor's code launches the kernel, on a buffer that Inductor's own kernels write.
+copy; in its place Inductor's code launches the kernel, on a buffer that Inductor's own kernels write. What uses the
+gradient after that, such as a residual connection, reads the masked one: it is masked before its next use anyway.
 """
 
 import functools
@@ -164,4 +165,5 @@ _MASK_GRADIENT = define_opaque(
 @functools.cache
 def _compile_mask_gradient() -> None:
     """Have Inductor launch the kernel itself. Only when it is first needed, since this loads all of Inductor."""
-    compile_in_place(_MASK_GRADIENT, _MASK_GRADIENT_, "torchguard._watch.kernels:mask_gradient")
+    function = "torchguard._watch.kernels:mask_gradient"
+    compile_in_place(_MASK_GRADIENT, _MASK_GRADIENT_, function, for_all_uses=True)

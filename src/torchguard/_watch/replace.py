@@ -194,6 +194,7 @@ def _replace(
     num_squares: int,
     in_place: bool,
     keep_neg_inf: bool,
+    norm_widths: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None]:
     if not mask_gradient or not z.requires_grad:
         batch = None
@@ -207,13 +208,13 @@ def _replace(
         probe, table = split.each[location], split.table
     how = (probe, mask_gradient, batch, rows, table, location)
     if keep_neg_inf and before is None:  # not remembered: the next check may have to replace -Inf
-        status = _status(z, limit, keep_neg_inf)
+        status = _status(z, limit, keep_neg_inf, norm_widths)
         return _Replace.apply(z, status, *how), status  # pyright: ignore[reportReturnType]
     if in_place and before is None and limit == math.inf and is_traced(z) and can_zero_in_place(z):
         replaced, status = _ReplaceInPlace.apply(z, *how)  # pyright: ignore[reportGeneralTypeIssues]
     else:
         if before is None:
-            status = _status(z, limit)
+            status = _status(z, limit, norm_widths=norm_widths)
         else:
             status = inf_from(torch.where(is_finite(before), before, 0), limit, z.dtype)
         replaced: Tensor = _Replace.apply(z, status, *how)  # pyright: ignore[reportAssignmentType]
@@ -221,10 +222,10 @@ def _replace(
     return replaced, status
 
 
-def _status(z: Tensor, limit: float, keep_neg_inf: bool = False) -> Tensor:
+def _status(z: Tensor, limit: float, keep_neg_inf: bool = False, norm_widths: Sequence[int] = ()) -> Tensor:
     if limit < math.inf and is_exporting():
         return exported_status(without_neg_inf(z) if keep_neg_inf else z, limit)
-    status = row_status(z, keep_neg_inf=keep_neg_inf)
+    status = row_status(z, keep_neg_inf=keep_neg_inf, norm_widths=norm_widths)
     return status if limit == math.inf else inf_from(status, limit, z.dtype)
 
 
@@ -294,7 +295,8 @@ def _replace_nonfinite_op(
         return z.view_as(z), skipped_status(empty_status(z))
     if only_checks:
         return _checked(z, num_squares, keep_neg_inf, norm_widths)
-    replaced, status = _replace(z, batch, probes, location, rows, mask_gradient, num_squares, in_place, keep_neg_inf)
+    how = (mask_gradient, num_squares, in_place, keep_neg_inf, norm_widths)
+    replaced, status = _replace(z, batch, probes, location, rows, *how)
     if status is not None:
         return replaced, status
     same = z.view_as(z)
