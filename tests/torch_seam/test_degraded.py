@@ -703,6 +703,10 @@ class TestInductor:
         inductor.compile_in_place(None, None, "torch:relu_")
         inductor.compile_to_call(None, "torch:relu_")
 
+    def test_partial_tiles_are_stored_as_torch_does_where_there_is_no_such_kernel(self, monkeypatch):
+        monkeypatch.delattr("torch._inductor.codegen.cpp.CppVecKernel")
+        inductor.store_partial_tiles.__wrapped__()
+
     @pytest.mark.parametrize("name", ["register_lowering", "lowerings", "make_pointwise"])
     def test_row_maxima_are_not_compiled_where_inductor_takes_no_lowering(self, monkeypatch, name):
         monkeypatch.delattr(f"torch._inductor.lowering.{name}")

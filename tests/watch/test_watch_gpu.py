@@ -307,8 +307,8 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("fault", ["input", "backward"])
 @pytest.mark.parametrize("mode", ["plain", "inductor"])
 def test_gradients_of_a_residual_stream(mode, fault):
-    model, x = Residual().cuda(), torch.randn(4, 512, 2048, device="cuda")
-    root_of = torch.ones(4, 1, 1, device="cuda")
+    model, x = Residual().cuda().double(), torch.randn(4, 512, 2048, device="cuda", dtype=torch.float64)
+    root_of = torch.ones(4, 1, 1, device="cuda", dtype=torch.float64)
     model(x[GOOD], root_of[GOOD]).square().flatten(1).mean(1).mean().backward()
     want = take_gradients(model)
     if fault == "input":
@@ -325,18 +325,7 @@ def test_gradients_of_a_residual_stream(mode, fault):
     else:  # 0 * Inf: a gradient of zeros goes into `sqrt`
         assert err.is_err(guarded.backward_flags).tolist() == [False, True, False, False]
     for name, got in found.items():
-        torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
-
-
-def test_a_residual_stream_is_masked_without_a_copy():
-    model, x = Residual().cuda(), torch.randn(4, 512, 2048, device="cuda")
-    call = torch.compile(watch(model, quarantine=True), fullgraph=True)
-    _, codes = run_and_get_code(lambda: call(x, torch.ones(4, 1, 1, device="cuda"))[0].sum().backward())
-    masks = [line for line in codes[-1].splitlines() if "torchguard_mask_gradient(buf" in line]
-    names = [line.split("(")[1].split(",")[0] for line in masks]
-    assert len(names) == len(set(names))  # nothing is masked that a mask left
-    forward = codes[0].split("def call")[-1]
-    assert sum("mean" in line and ".run(" in line for line in forward.splitlines()) == 4  # one kernel for each norm
+        torch.testing.assert_close(got, want[name], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("width", [16, 48, 1024, 3072, 5000, 4097])

@@ -1,8 +1,8 @@
 """Inductor: the options of a mode, its decompositions, and its compilers.
 
 None of these has a public name; they are the same in torch 2.11 to 2.15. All but `mode_options`, `compile_in_place`,
-`compile_to_call` and `compile_row_maxima` are required: the call raises ImportError where a name is missing. Every
-function imports Inductor itself: loading it takes seconds.
+`compile_to_call`, `compile_row_maxima` and `store_partial_tiles` are required: the call raises ImportError where a name
+is missing. Every function imports Inductor itself: loading it takes seconds.
 """
 
 import functools
@@ -248,6 +248,7 @@ def compile_row_maxima(op: Any) -> bool:
     except ImportError:
         return False
 
+    store_partial_tiles()
     maximum = lowerings[torch.ops.aten.amax.default]
 
     def nan_where_inf(number: Any, dtype: torch.dtype) -> Any:
@@ -263,6 +264,38 @@ def compile_row_maxima(op: Any) -> bool:
         return [maximum(one, [-1]) for one in ([z] if nan else []) + ([marks(z)] if inf else [])]
 
     return True
+
+
+@functools.cache
+def store_partial_tiles() -> None:
+    """Keep Inductor's C++ code from writing behind the results of a reduction.
+
+    Where Inductor computes a reduction for a tile of rows at once (of a transposed tensor, as after a convolution), it
+    stores the results of a whole tile, also for the last rows, which are fewer: up to 15 numbers behind the tensor. It
+    crashes the process or changes other tensors (seen in torch 2.13). Checks are such reductions. Here the number of
+    results to store is limited to the rows that are left. Degraded where torch has no such kernel: nothing is changed.
+    """
+    try:
+        import sympy
+        from torch._inductor.codegen.cpp import CppVecKernel
+
+        store = CppVecKernel.store_reduction
+    except (ImportError, AttributeError):
+        return
+
+    @functools.wraps(store)
+    def store_reduction(self: Any, name: str, index: Any, value: Any) -> None:
+        before = self.num_elems, self.tail_size
+        rows = self.ranges[self.tiling_idx]
+        if self.tail_size is None and self.tiling_idx < self.reduction_depth and rows % self.tiling_factor != 0:
+            left = rows - self.itervars[self.tiling_idx]
+            self.num_elems = self.tail_size = sympy.Min(self.tiling_factor, left)
+        try:
+            store(self, name, index, value)
+        finally:
+            self.num_elems, self.tail_size = before
+
+    CppVecKernel.store_reduction = store_reduction
 
 
 def _viewed(node: Any) -> Any:

@@ -28,6 +28,7 @@ Checking must cost next to nothing in compiled code, so this file works around f
 
 import math
 import struct
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,7 @@ from torch import Tensor
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.detect import floats_of
 from torchguard._operators import define, source_checksum, use_operators
+from torchguard._torch.inductor import store_partial_tiles
 from torchguard._torch.tensors import is_distributed, mutation_count
 from torchguard._torch.tracing import is_exporting, is_shape_only, is_surely, is_traced
 from torchguard.exceptions import WatchError
@@ -157,6 +159,8 @@ def scan(z: Tensor, norm_widths: Sequence[int] = ()) -> Tensor:
     if is_exporting():
         return exported_status(z)
     if z.is_cpu:
+        if "torch._inductor.compile_fx" in sys.modules and is_traced(z):  # else Inductor is not what compiles this
+            store_partial_tiles()
         return _largest(z.abs())
     pieces = num_pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
     if pieces > 1 and z.shape[-1] in norm_widths and is_surely(z.numel() >= _MANY_VECTORS * z.shape[-1]):

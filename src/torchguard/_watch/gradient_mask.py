@@ -94,11 +94,16 @@ def _probe_gradient(worst: Tensor) -> Tensor:
 def _call_mask_gradient(grad: Tensor, table: Tensor, location: int, samples: int, in_region: bool) -> Tensor:
     """Call the operator `mask_gradient` if Inductor can launch its kernel, else `mask_gradient_` on a copy.
 
+    On the CPU it is called for images, too: where a gradient of four dims in channels-last order is changed in place,
+    Inductor fails to order its operations (KeyError in its scheduler, torch 2.13).
+
     Args:
         in_region: whether this may be a block that is compiled once, where Inductor is not given its own code.
     """
-    if not in_region and _can_launch(grad, samples):
+    launches = not in_region and _can_launch(grad, samples)
+    if launches:
         _compile_mask_gradient()
+    if launches or (grad.is_cpu and grad.ndim > 3):
         return _MASK_GRADIENT(grad, table, location, samples, REVISION)
     finite = grad.clone(memory_format=_format_for_kernel(grad))  # left out if nothing else reads `grad`
     _MASK_GRADIENT_(finite, table, location, samples)
