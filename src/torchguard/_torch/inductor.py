@@ -273,13 +273,15 @@ def store_partial_tiles() -> None:
     Where Inductor computes a reduction for a tile of rows at once (of a transposed tensor, as after a convolution), it
     stores the results of a whole tile, also for the last rows, which are fewer: up to 15 numbers behind the tensor. It
     crashes the process or changes other tensors (seen in torch 2.13). Checks are such reductions. Here the number of
-    results to store is limited to the rows that are left. Degraded where torch has no such kernel: nothing is changed.
+    results to store is limited to the rows that are left, and torch's cache of compiled graphs serves none that were
+    compiled without the limit. Degraded where torch has no such kernel or cache: nothing is changed.
     """
     try:
         import sympy
+        from torch._inductor.codecache import FxGraphHashDetails
         from torch._inductor.codegen.cpp import CppVecKernel
 
-        store = CppVecKernel.store_reduction
+        store, list_details = CppVecKernel.store_reduction, FxGraphHashDetails.__init__
     except (ImportError, AttributeError):
         return
 
@@ -295,7 +297,13 @@ def store_partial_tiles() -> None:
         finally:
             self.num_elems, self.tail_size = before
 
+    @functools.wraps(list_details)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        list_details(self, *args, **options)
+        self.torchguard_stores_partial_tiles = True
+
     CppVecKernel.store_reduction = store_reduction
+    FxGraphHashDetails.__init__ = __init__
 
 
 def _viewed(node: Any) -> Any:

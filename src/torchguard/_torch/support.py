@@ -95,6 +95,7 @@ _STAGE_2 = "torch._functorch.aot_autograd.aot_stage2_compile(fw_compiler, bw_com
 _NO_REGIONS = "compile_once compiles each block on its own"
 _SLOW_CHECKS = "a model with checks by hand compiles more slowly"
 _SLOW_HOOKS = "a watched model compiles more slowly"
+_OVERRUNS = "checks of transposed tensors, compiled for the CPU, may write behind their results"
 _COPIES = "gradients are copied before they are masked"
 _VARIABLES = (
     "UserFunctionVariable.call_function",
@@ -117,6 +118,8 @@ _ONLY_HELPS = {
         "torch._inductor.lowering.register_lowering": _SLOW_CHECKS,
         "torch._inductor.lowering.lowerings": _SLOW_CHECKS,
         "torch._inductor.lowering.make_pointwise": _SLOW_CHECKS,
+        "torch._inductor.codegen.cpp.CppVecKernel.store_reduction": _OVERRUNS,
+        "torch._inductor.codecache.FxGraphHashDetails": _OVERRUNS,
     },
     "watch": {
         "torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint": "a watched model with checkpoints "
@@ -130,6 +133,8 @@ _ONLY_HELPS = {
         **{f"torch._dynamo.variables.{name}": _SLOW_HOOKS for name in _VARIABLES},
         "torch._inductor.lowering.register_lowering": _COPIES,
         "torch._inductor.virtualized.V": _COPIES,
+        "torch._inductor.codegen.cpp.CppVecKernel.store_reduction": _OVERRUNS,
+        "torch._inductor.codecache.FxGraphHashDetails": _OVERRUNS,
         "torch._higher_order_ops.utils.setup_compilation_env": "torch.cond and the like fail in eager mode",
         "torch.utils.checkpoint._CheckpointFrame": "checkpoints around compiled blocks fail in eager mode",
     },

@@ -59,7 +59,7 @@ _MANY_VECTORS = 1_024
 # Tensors of up to this many numbers are scanned together at the end of a call on a GPU. Until then their memory is
 # kept: at most 1 MiB each in float32.
 _MAX_SMALL = 2**18
-REVISION = source_checksum(Path(__file__).parent)
+REVISION = source_checksum(Path(__file__).parent) ^ source_checksum(Path(__file__).parents[1] / "_torch", "inductor.py")
 # What a gradient probe receives for a sample. Gradients may be added up: one NaN outweighs any number of Infs.
 PROBE_INF, PROBE_NAN = 1.0, 2.0**20
 
