@@ -16,6 +16,8 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -281,6 +283,43 @@ class TestTransformers:
         assert got.keys() == want.keys()
         for name in want:
             torch.testing.assert_close(got[name], want[name], msg=lambda text, name=name: f"{name}: {text}")
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("size", [32, 36])
+    def test_in_quarantine_a_compiled_convnext_trains_on_the_rest(self, size, monkeypatch):
+        """Inductor's own code stores results of checks behind their buffers here: see `store_partial_tiles`."""
+        torch.manual_seed(0)
+        config = ConvNextConfig(hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], image_size=size)
+        model = ConvNextForImageClassification(config).double()
+        x, keep = torch.randn(4, 3, size, size, dtype=torch.double), [0, 2, 3]
+        model(pixel_values=x[keep]).logits.square().mean(1).mean().backward()
+        want = take_gradients(model)
+
+        behind = put_numbers_behind_buffers(monkeypatch)
+        guarded = torch.compile(watch(model, quarantine=True), fullgraph=True)
+        out, f = guarded(pixel_values=planted(x, (1, 0, 3, 3), NAN))
+        assert faults(f) == {1: ["NAN @ input", "FALLBACK_VALUE @ input"]}
+        err.mean_ok(f, out.logits.square().mean(1)).backward()
+        got = take_gradients(model)
+        assert got.keys() == want.keys()
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-9, atol=1e-12)
+        assert len(behind) > 0
+        assert all((numbers == 7).all() for numbers in behind)
+
+
+def put_numbers_behind_buffers(monkeypatch):
+    """Have Inductor's code allocate buffers with sevens behind them. Returns the sevens of all buffers."""
+    behind = []
+
+    def allocate(size, stride, dtype):
+        length = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        buffer = torch.full((length + 512,), 7, dtype=dtype)
+        behind.append(buffer[length:])
+        return buffer.as_strided(size, stride)
+
+    monkeypatch.setattr("torch._C._dynamo.guards._empty_strided_cpu", allocate)
+    return behind
 
 
 def gpt2_like(model):
