@@ -298,12 +298,12 @@ def store_partial_tiles() -> None:
             self.num_elems, self.tail_size = before
 
     @functools.wraps(list_details)
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
+    def list_all_details(self: Any, *args: Any, **options: Any) -> None:
         list_details(self, *args, **options)
         self.torchguard_stores_partial_tiles = True
 
     CppVecKernel.store_reduction = store_reduction
-    FxGraphHashDetails.__init__ = __init__
+    FxGraphHashDetails.__init__ = list_all_details
 
 
 def _viewed(node: Any) -> Any:
