@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx import GraphModule
 
 from torchguard._torch.ops import is_view
+from torchguard._torch.process import patch_function
 from torchguard._torch.settings import for_aten_graph
 from torchguard.exceptions import GuardError
 
@@ -277,33 +278,34 @@ def store_partial_tiles() -> None:
     compiled without the limit. Degraded where torch has no such kernel or cache: nothing is changed.
     """
     try:
-        import sympy
         from torch._inductor.codecache import FxGraphHashDetails
         from torch._inductor.codegen.cpp import CppVecKernel
-
-        store, list_details = CppVecKernel.store_reduction, FxGraphHashDetails.__init__
-    except (ImportError, AttributeError):
+    except ImportError:
         return
 
-    @functools.wraps(store)
-    def store_reduction(self: Any, name: str, index: Any, value: Any) -> None:
-        before = self.num_elems, self.tail_size
-        rows = self.ranges[self.tiling_idx]
-        if self.tail_size is None and self.tiling_idx < self.reduction_depth and rows % self.tiling_factor != 0:
-            left = rows - self.itervars[self.tiling_idx]
-            self.num_elems = self.tail_size = sympy.Min(self.tiling_factor, left)
-        try:
-            store(self, name, index, value)
-        finally:
-            self.num_elems, self.tail_size = before
+    if patch_function(CppVecKernel, "store_reduction", globals(), "_store_rows_left"):
+        patch_function(FxGraphHashDetails, "__init__", globals(), "_list_details")
 
-    @functools.wraps(list_details)
-    def list_all_details(self: Any, *args: Any, **options: Any) -> None:
-        list_details(self, *args, **options)
-        self.torchguard_stores_partial_tiles = True
 
-    CppVecKernel.store_reduction = store_reduction
-    FxGraphHashDetails.__init__ = list_all_details
+def _store_rows_left(store: Callable[..., None], kernel: Any, *args: Any) -> None:
+    """In place of `store_reduction`: store the results of the rows that are left, at most those of a tile."""
+    import sympy  # a dependency of torch, which loads it when it compiles
+
+    before = kernel.num_elems, kernel.tail_size
+    rows = kernel.ranges[kernel.tiling_idx]
+    if kernel.tail_size is None and kernel.tiling_idx < kernel.reduction_depth and rows % kernel.tiling_factor != 0:
+        left = rows - kernel.itervars[kernel.tiling_idx]
+        kernel.num_elems = kernel.tail_size = sympy.Min(kernel.tiling_factor, left)
+    try:
+        store(kernel, *args)
+    finally:
+        kernel.num_elems, kernel.tail_size = before
+
+
+def _list_details(list_details: Callable[..., None], details: Any, *args: Any, **options: Any) -> None:
+    """In place of `__init__`: what a graph is known by in torch's cache says how results of reductions are stored."""
+    list_details(details, *args, **options)
+    details.torchguard_stores_partial_tiles = True
 
 
 def _viewed(node: Any) -> Any:
