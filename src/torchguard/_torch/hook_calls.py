@@ -40,6 +40,7 @@ class HookCall:
 
     def __init__(self, tx: Any, module: Any) -> None:
         self._tx, self._module = tx, module
+        self.num_regions = _num_regions(tx) or 0  # how many nested regions the module is called in
 
     def written_to(self, owner: Any, name: str) -> Any:
         """What the code that is traced has written to an attribute of an object that exists."""
@@ -181,10 +182,20 @@ def _hooks_of(tx: Any, variable: Any) -> Any:
         and not any(getattr(module, name) for name in _OTHER_HOOKS)
         and module._compiled_call_impl is None
         and getattr(module._call_impl, "__globals__", None) is vars(of_torch)  # neither overridden nor patched
-        and tx.output.current_tracer.parent is None
+        and _num_regions(tx) is not None
         and not torch._dynamo.config.nested_graph_breaks
     )
     return hooks if is_usual and not _has_global_hooks(tx.output, tx) else None
+
+
+def _num_regions(tx: Any) -> int | None:
+    """In how many nested regions Dynamo is; None if it traces for another operator that calls functions as well."""
+    tracer, found = tx.output.current_tracer, 0
+    while tracer.parent is not None:
+        if str(getattr(tracer, "source_target", None)) != "invoke_subgraph":
+            return None
+        tracer, found = tracer.parent, found + 1
+    return found
 
 
 def _has_global_hooks(graph: Any, tx: Any) -> bool:

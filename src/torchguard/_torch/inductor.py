@@ -1,8 +1,9 @@
 """Inductor: the options of a mode, its decompositions, and its compilers.
 
-None of these has a public name; they are the same in torch 2.11 to 2.15. All but `mode_options`, `compile_in_place`,
-`compile_to_call`, `compile_row_maxima` and `store_partial_tiles` are required: the call raises ImportError where a name
-is missing. Every function imports Inductor itself: loading it takes seconds.
+None of these has a public name; they are the same in torch 2.11 to 2.15. All but `mode_options`, `store_partial_tiles`
+and the functions that have an op compiled (`compile_in_place`, `compile_to_call`, `compile_row_maxima`,
+`compile_largest_magnitudes`) are required: the call raises ImportError where a name is missing. Every function imports
+Inductor itself: loading it takes seconds.
 """
 
 import functools
@@ -263,6 +264,51 @@ def compile_row_maxima(op: Any) -> bool:
             z.realize()
         marks = make_pointwise(functools.partial(nan_where_inf, dtype=z.get_dtype()))
         return [maximum(one, [-1]) for one in ([z] if nan else []) + ([marks(z)] if inf else [])]
+
+    return True
+
+
+def compile_largest_magnitudes(op: Any, bits: Mapping[torch.dtype, torch.dtype]) -> bool:
+    """Have Inductor compile an op as the reduction that it is. Returns whether it will.
+
+    Degraded where torch has no `register_lowering`, `lowerings` or `make_pointwise`: False.
+
+    Args:
+        op: `(z, pieces, limit, inf, marks_inf, revision)`, returns a list: the largest magnitude of each of so many
+            pieces of the vectors of `z`, those from `limit` on as `inf`; and where a piece has `inf`, if asked for.
+        bits: the dtypes whose magnitudes are read as bits on a GPU, and the integers that hold these.
+    """
+    try:
+        from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
+        from torch._inductor.virtualized import ops
+    except ImportError:
+        return False
+
+    store_partial_tiles()
+    aten = torch.ops.aten
+
+    @register_lowering(op.default, type_promotion_kind=None)
+    def lower(z: Any, pieces: int, limit: float, inf: float, marks_inf: bool, revision: int) -> list[Any]:
+        dtype = bits.get(z.get_dtype()) if z.get_device().type != "cpu" else None
+        if dtype is None:
+            magnitudes = lowerings[aten.abs.default](z)
+        else:
+            magnitudes = lowerings[aten.view.dtype](z, dtype)
+            magnitudes = lowerings[aten.bitwise_and.Scalar](magnitudes, torch.iinfo(dtype).max)
+        if pieces > 1:
+            *outer, width = z.get_size()
+            magnitudes = lowerings[aten.view.default](magnitudes, [*outer, pieces, width // pieces])
+        largest = lowerings[aten.amax.default](magnitudes, [-1], pieces == 1)
+
+        def counted(number: Any) -> Any:
+            at, most = (ops.constant(value, largest.get_dtype()) for value in (limit, inf))
+            return ops.where(ops.ge(number, at), ops.maximum(number, most), number)
+
+        results = [largest if limit == inf else make_pointwise(counted)(largest)]
+        if marks_inf:
+            found = lowerings[aten.eq.Scalar](magnitudes, inf)
+            results.append(lowerings[aten.any.dim](found, -1, pieces == 1))
+        return results
 
     return True
 

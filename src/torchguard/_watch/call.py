@@ -16,6 +16,7 @@ from torchguard._watch.batch import FOR_ALL, MIXED, Batch, row_code
 from torchguard._watch.call_summary import CallSummary, FaultHandling, first_warnings
 from torchguard._watch.detect import INF, NAN, REVISION, ROW_STATUS, is_finite, only_fault, row_status
 from torchguard._watch.finite_gradients import record_faults_in
+from torchguard._watch.gradient_probes import probes_at
 from torchguard._watch.graph_plan import mark_samples
 from torchguard._watch.history_table import HistoryTable
 from torchguard._watch.origins import BY_SIZE, RowStatuses
@@ -137,7 +138,9 @@ class CallRecord:
             self.locations.append(self._number(location) if is_argument else location)
             self.rows.append(self._by_size)
             if self.quarantine:
-                probes, location = self._probes_at(location) if self.region else (self.probes, location)
+                probes = self.probes
+                if self.region is not None:
+                    probes, location = probes_at(location, probes, self.region)
                 how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
                 z, status = REPLACE_NONFINITE(
                     z, probes, location, *self._samples, None, *how, False, self.norm_widths, self._revision
@@ -219,7 +222,7 @@ class CallRecord:
             self.record(number, status if self.only_fault is None else only_fault(status, self.only_fault), code)
             return z
         self.last_location = location
-        probes, index = self._probes_at(location)
+        probes, index = probes_at(location, self.probes, self.region)
         replaced, status = replace_nonfinite(
             vectors, self.batch, probes, index, rows, mask_gradient, num_squares, in_place, keep_neg_inf
         )
@@ -231,7 +234,7 @@ class CallRecord:
 
     def protection(self) -> Protection:
         """Where the call is, for a use of a parameter."""
-        return Protection(self.batch, *self._probes_at(self.last_location))
+        return Protection(self.batch, *probes_at(self.last_location, self.probes, self.region))
 
     def _outside(self, status: Tensor) -> Tensor:
         """A status that outlives transforms within the model."""
@@ -244,13 +247,6 @@ class CallRecord:
     def _number(self, location: int) -> int:
         """The number that stands for an argument at a location."""
         return location + self.first_input if self.argument is None else self.argument
-
-    def _probes_at(self, location: int) -> tuple[Tensor | None, int]:
-        """The probes that include that of a location, and its index in them. In a region, other locations have none."""
-        region = self.region
-        if region is None:
-            return self.probes, location
-        return (self.probes, location - region.start) if region.start <= location < region.stop else (None, 0)
 
     def enter_region(self, region: range, probes: Tensor | None) -> OuterRecord:
         """Begin a region of the model, with its probes. Returns what `leave_region` needs.

@@ -1,19 +1,12 @@
 """Checking a tensor: a row status for every vector along its last dim, by one reduction.
 
-The status of a vector is the largest magnitude in it, or the bits of that magnitude. Inf is larger than all finite
-magnitudes and NaN counts as larger than Inf, so one number tells "finite", "Inf" and "NaN" apart. (Checks of indices
-have an int8 status instead: the fault itself.) The statuses have the shape of the tensor, with the pieces of a vector
-as their last dim: one piece, or on a GPU several of a long vector.
+The status of a vector is the largest magnitude in it, or the bits of that magnitude (`_channel/magnitudes.py`). (Checks
+of indices have an int8 status instead: the fault itself.) The statuses have the shape of the tensor, with the pieces of
+a vector as their last dim: one piece, or on a GPU several of a long vector.
 
-Checking must cost next to nothing in compiled code, so this file works around five properties of torch and onnxruntime:
+Checking must cost next to nothing in compiled code, so this file works around three properties of torch and
+onnxruntime:
 
-- **Bits on a GPU.** The CPU vectorises `amax` over magnitudes. A GPU is faster with their bits, read as integers:
-  without the sign bit they are ordered as the magnitudes are, and the bits of NaN come after those of Inf. float16 is
-  excluded: its bits would be int16 as well, indistinguishable from bfloat16's.
-- **A `split` that does nothing.** For inference, Inductor moves a call to where its result is used. All statuses are
-  used at the end of the graph, so `amax` would run there, unfused, and read the tensor again. Inductor does not move a
-  call with several results: `split` into one part keeps the reduction where it is. It can be removed when Inductor
-  fuses a reduction with the kernel that made its input, wherever the result is used.
 - **Deferred scans.** Compiled for the CPU, a scan that can be fused with nothing (the model's input and output) takes
   longer to compile than it ever saves. The tensor is therefore saved on its status as `_torchguard_source`, and the
   summary of the call, which is not compiled, scans the tensor itself. The status is then dead code. On a GPU the same
@@ -27,8 +20,6 @@ Checking must cost next to nothing in compiled code, so this file works around f
 """
 
 import math
-import struct
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -38,8 +29,17 @@ from torch import Tensor
 
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.detect import floats_of
+from torchguard._channel.magnitudes import (
+    REVISION as REVISION_OF_CHANNEL,
+)
+from torchguard._channel.magnitudes import (
+    dtype_of_largest,
+    inf_of,
+    largest_magnitudes,
+    num_pieces,
+    reads_bits,
+)
 from torchguard._operators import define, source_checksum, use_operators
-from torchguard._torch.inductor import store_partial_tiles
 from torchguard._torch.tensors import is_distributed, mutation_count
 from torchguard._torch.tracing import is_exporting, is_shape_only, is_surely, is_traced
 from torchguard.exceptions import WatchError
@@ -47,19 +47,14 @@ from torchguard.exceptions import WatchError
 # Faults in order of rank: where a vector has several, the last one counts.
 FAULT_CODES = (ErrorCode.OK, ErrorCode.OUT_OF_BOUNDS, ErrorCode.NEGATIVE_IDX, ErrorCode.INF, ErrorCode.NAN)
 OK, OUT_OF_BOUNDS, NEGATIVE, INF, NAN = range(len(FAULT_CODES))
-# The integer dtype of the same size, and the bits of Inf in it.
-_BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
-_INF_BITS = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF0000000000000}
 # Attribute of a row status whose scan is deferred: a `DeferredScan`.
 _SOURCE = "_torchguard_source"
-# A GPU holds a piece of this many numbers in registers, and need not read it again to replace it.
-_LONGEST_PIECE, _SHORTEST_PIECE = 1_024, 256
 # From this number on, vectors occupy a GPU however long they are.
 _MANY_VECTORS = 1_024
 # Tensors of up to this many numbers are scanned together at the end of a call on a GPU. Until then their memory is
 # kept: at most 1 MiB each in float32.
 _MAX_SMALL = 2**18
-REVISION = source_checksum(Path(__file__).parent) ^ source_checksum(Path(__file__).parents[1] / "_torch", "inductor.py")
+REVISION = source_checksum(Path(__file__).parent) ^ REVISION_OF_CHANNEL
 # What a gradient probe receives for a sample. Gradients may be added up: one NaN outweighs any number of Infs.
 PROBE_INF, PROBE_NAN = 1.0, 2.0**20
 
@@ -110,9 +105,7 @@ def deferrable_status(
     Args:
         limit: magnitudes from here on count as Inf.
     """
-    status = scan(without_neg_inf(z) if keep_neg_inf else z, norm_widths)
-    if limit < math.inf:
-        status = inf_from(status, limit, z.dtype)
+    status = scan(without_neg_inf(z) if keep_neg_inf else z, norm_widths, limit)
     defers = is_small(z) if compiles_summary(z.device) else alone and limit == math.inf
     if defers and not keep_neg_inf and is_traced(z) and not z.is_inference():  # inference tensors count no changes
         setattr(status, _SOURCE, DeferredScan(z.detach(), mutation_count(z), limit))
@@ -142,47 +135,33 @@ def deferred_scan(status: Tensor) -> DeferredScan | None:
     return found if found is not None and mutation_count(found.tensor) == found.changes else None
 
 
-def scan(z: Tensor, norm_widths: Sequence[int] = ()) -> Tensor:
+def scan(z: Tensor, norm_widths: Sequence[int] = (), limit: float = math.inf) -> Tensor:
     """The row status of `z`, by operations that a backend can fuse.
 
     Args:
         norm_widths: the lengths of the vectors that the model normalizes. Vectors of such a length are scanned whole,
             as a norm reads them: Inductor fuses reductions of one size alone. Others are scanned in pieces if they are
             long, which is faster where nothing else reduces them.
+        limit: magnitudes from here on count as Inf.
     """
     ndim, is_complex = z.ndim, z.is_complex()
-    z = floats_of(z) if z.is_cpu or z.dtype not in _BITS else z  # bits need no detach: integers have no gradient
+    z = z if reads_bits(z) else floats_of(z)  # bits need no detach: integers have no gradient
     if ndim == 0:
         z = z.reshape(-1)
     elif z.ndim == 1 or z.shape[-1] == 0:
         z = z.unsqueeze(-1)
     if is_exporting():
-        return exported_status(z)
-    if z.is_cpu:
-        if "torch._inductor.compile_fx" in sys.modules and is_traced(z):  # else Inductor is not what compiles this
-            store_partial_tiles()
-        return _largest(z.abs())
-    pieces = num_pieces(z.shape[-1]) if z.ndim in (2, 3) and not is_complex else 1
+        return _exported_status(z, limit)
+    pieces = num_pieces(z.shape[-1]) if not z.is_cpu and z.ndim in (2, 3) and not is_complex else 1
     if pieces > 1 and z.shape[-1] in norm_widths and is_surely(z.numel() >= _MANY_VECTORS * z.shape[-1]):
         pieces = 1
-    return largest_bits(z.unflatten(-1, (pieces, -1))).squeeze(-1) if pieces > 1 else largest_bits(z)
+    return largest_magnitudes(z, pieces, limit)
 
 
-def exported_status(z: Tensor, limit: float = math.inf) -> Tensor:
+def _exported_status(z: Tensor, limit: float) -> Tensor:
     """The row status of floats in an export, as faults. Magnitudes from `limit` on count as Inf."""
     faults = torch.where(z != z, NAN, torch.where(z.abs() < limit, OK, INF)).to(torch.int8)
     return faults.amax(-1, keepdim=True)
-
-
-def has_bit_status(dtype: torch.dtype) -> bool:
-    """Whether the status of a tensor of that dtype consists of bits on a GPU."""
-    return dtype in _BITS
-
-
-def largest_bits(z: Tensor) -> Tensor:
-    """The bits of the largest magnitude in each vector, without the sign; for float16, the magnitude itself."""
-    bits = _BITS.get(z.dtype)
-    return _largest(z.abs() if bits is None else z.view(bits) & torch.iinfo(bits).max)
 
 
 def empty_status(z: Tensor) -> Tensor:
@@ -195,20 +174,7 @@ def empty_status(z: Tensor) -> Tensor:
     if z.ndim < 2 or z.is_complex() or z.element_size() == 1 or z.shape[-1] == 0:
         return scan(z)
     pieces = 1 if z.is_cpu or z.ndim > 3 else num_pieces(z.shape[-1])
-    return z.new_empty([*z.shape[:-1], pieces], dtype=z.dtype if z.is_cpu else _BITS.get(z.dtype, z.dtype))
-
-
-def _largest(z: Tensor) -> Tensor:
-    largest = z.amax(-1, keepdim=True)
-    return largest.split(1, -1)[0] if is_traced(z) else largest  # keeps Inductor from moving it: see the top
-
-
-def num_pieces(width: int) -> int:
-    """The number of equal pieces in which to scan a vector on a GPU."""
-    if not isinstance(width, int) or width <= _LONGEST_PIECE:
-        return 1
-    fewest, most = -(-width // _LONGEST_PIECE), width // _SHORTEST_PIECE
-    return next((pieces for pieces in range(fewest, most + 1) if width % pieces == 0), 1)
+    return z.new_empty([*z.shape[:-1], pieces], dtype=dtype_of_largest(z))
 
 
 def skipped_status(like: Tensor) -> Tensor:
@@ -237,11 +203,11 @@ def is_finite(status: Tensor) -> Tensor:
     """Whether each vector is finite. One operation, since it runs at every module."""
     if status.dtype == torch.int8:
         return status == OK
-    return status < (math.inf if status.is_floating_point() else _INF_BITS[status.dtype])
+    return status < inf_of(status.dtype)
 
 
 def is_nan(status: Tensor) -> Tensor:
-    return status != status if status.is_floating_point() else status > _INF_BITS[status.dtype]
+    return status != status if status.is_floating_point() else status > inf_of(status.dtype)
 
 
 def all_finite(z: Tensor) -> bool:
@@ -251,26 +217,6 @@ def all_finite(z: Tensor) -> bool:
         return True
     low, high = z.aminmax()  # the sum of finite numbers may overflow
     return low.item() > -math.inf and high.item() < math.inf
-
-
-def inf_from(status: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
-    """The status, in which magnitudes from `limit` on count as Inf. `dtype` is that of the tensor that was checked."""
-    if status.is_floating_point():
-        return torch.where(status >= limit, math.inf, status)
-    return torch.where(status >= bits_of(limit, dtype), torch.clamp(status, min=_INF_BITS[status.dtype]), status)
-
-
-def inf_bits(dtype: torch.dtype) -> int:
-    """The bits of Inf in a status of a dtype, or in a tensor whose status consists of bits."""
-    return _INF_BITS[_BITS.get(dtype, dtype)]
-
-
-def bits_of(number: float, dtype: torch.dtype) -> int:
-    """The bits of a positive number, as a status on a GPU has them."""
-    if dtype == torch.float64:
-        return struct.unpack("<q", struct.pack("<d", number))[0]
-    bits = struct.unpack("<i", struct.pack("<f", number))[0]
-    return bits if dtype == torch.float32 else bits >> 16
 
 
 def only_fault(status: Tensor, fault: int) -> Tensor:

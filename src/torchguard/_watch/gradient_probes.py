@@ -119,6 +119,13 @@ def call_probes(probes: Tensor, size: int) -> CallProbes:
     return split
 
 
+def probes_at(location: int, probes: Any, region: range | None) -> tuple[Any, int]:
+    """The probes that include that of a location, and its index in them. In a region, other locations have none."""
+    if region is None:
+        return probes, location
+    return (probes, location - region.start) if region.start <= location < region.stop else (None, 0)
+
+
 def set_origins(probes: Tensor | None, origins: Tensor) -> None:
     """Store the origins of a call where the backward pass of its probes, if it has any, finds them."""
     split = getattr(probes, _CALL, None)

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchguard._channel.magnitudes import from_limit
 from torchguard._operators import define, use_operators
 from torchguard._torch.tensors import mutation_count
 from torchguard._torch.tracing import in_transform, is_exporting, is_shape_only, is_traced
@@ -41,10 +42,9 @@ from torchguard._watch.detect import (
     deferrable_status,
     deferred_scan,
     empty_status,
-    exported_status,
-    inf_from,
     is_finite,
     row_status,
+    scan,
     skipped_status,
     without_neg_inf,
 )
@@ -216,17 +216,14 @@ def _replace(
         if before is None:
             status = _status(z, limit, norm_widths=norm_widths)
         else:
-            status = inf_from(torch.where(is_finite(before), before, 0), limit, z.dtype)
+            status = from_limit(torch.where(is_finite(before), before, 0), limit, z.dtype)
         replaced: Tensor = _Replace.apply(z, status, *how)  # pyright: ignore[reportAssignmentType]
     _remember(replaced, mask_gradient, status)
     return replaced, status
 
 
 def _status(z: Tensor, limit: float, keep_neg_inf: bool = False, norm_widths: Sequence[int] = ()) -> Tensor:
-    if limit < math.inf and is_exporting():
-        return exported_status(without_neg_inf(z) if keep_neg_inf else z, limit)
-    status = row_status(z, keep_neg_inf=keep_neg_inf, norm_widths=norm_widths)
-    return status if limit == math.inf else inf_from(status, limit, z.dtype)
+    return scan(without_neg_inf(z) if keep_neg_inf else z, norm_widths, limit)
 
 
 def _limit(dtype: torch.dtype, num_squares: int) -> float:
@@ -314,7 +311,7 @@ def _checked(z: Tensor, num_squares: int, keep_neg_inf: bool, norm_widths: Seque
         _remember(same, False, before)
         return same, skipped_status(before)
     if before is not None and deferred_scan(before) is None:
-        status = inf_from(before, limit, z.dtype)
+        status = from_limit(before, limit, z.dtype)
     else:
         status = deferrable_status(z, False, keep_neg_inf, norm_widths, limit)
     if not keep_neg_inf:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchguard._torch.hook_calls import CannotCall, HookCall
 from torchguard._torch.tracing import in_transform
 from torchguard._watch.detect import REVISION, ROW_STATUS
+from torchguard._watch.gradient_probes import probes_at
 from torchguard._watch.origins import BY_SIZE
 from torchguard._watch.replace import REPLACE_NONFINITE
 from torchguard._watch.select import is_mask
@@ -23,18 +24,20 @@ class TracedChecks:
 
     def __init__(self, call: HookCall, hook: "ModuleHooks") -> None:
         watch, record = hook.watch, call.written_to(hook.watch, "traced_record")
+        if call.is_none(record):
+            raise CannotCall
+        region = call.constant(record, "region")
         is_usual = (
-            not call.is_none(record)
+            call.num_regions == (0 if region is None else 1)
             and not in_transform()
             and not (hook.is_recurrent or watch.sample_of or watch.checks.others)
             and call.constant(record, "_calls_operators")
             and call.constant(record, "checks_values")
-            and call.constant(record, "region") is None
             and not call.constant(record, "in_transform")
         )
         if not is_usual:
             raise CannotCall
-        self.call, self.hook, self.watch = call, hook, watch
+        self.call, self.hook, self.watch, self.region = call, hook, watch, region
         self.locations, self.rows, self.statuses, self.probes, samples = (
             call.attribute(record, name) for name in ("locations", "rows", "statuses", "probes", "_samples")
         )
@@ -86,7 +89,8 @@ class TracedChecks:
         call.append(self.rows, BY_SIZE)
         if self.watch.quarantine:
             how = (mask_gradient, num_squares, is_argument, in_place, keep_neg_inf)
-            given = (self.probes, location, *self.samples, None, *how, False, self.watch.norm_widths, REVISION)
+            probes, location = probes_at(location, self.probes, self.region)
+            given = (probes, location, *self.samples, None, *how, False, self.watch.norm_widths, REVISION)
             z, status = call.call(REPLACE_NONFINITE, z, *given)
         else:
             is_end = location in (0, len(paths) - 1)

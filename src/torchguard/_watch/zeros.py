@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
+from torchguard._channel.magnitudes import reads_bits
 from torchguard._operators import define, define_opaque, free_namespace, use_operators
 from torchguard._torch.inductor import compile_in_place
 from torchguard._torch.tracing import is_shape_only, is_traced
 from torchguard._watch.batch import MIXED, Batch
-from torchguard._watch.detect import REVISION, empty_status, has_bit_status, is_finite, scan
+from torchguard._watch.detect import REVISION, empty_status, is_finite, scan
 
 # The longest piece of a vector that the kernel holds in registers.
 _LONGEST_PIECE = 4_096
@@ -197,7 +198,7 @@ def has_triton() -> bool:
 
 def can_zero_in_place(z: Tensor) -> bool:
     """Whether there is a kernel that zeroes the non-finite vectors of a tensor, traced or not, in place."""
-    if not all(isinstance(size, int) for size in z.shape) or not has_kernel(z) or not has_bit_status(z.dtype):
+    if not all(isinstance(size, int) for size in z.shape) or not has_kernel(z) or not reads_bits(z):
         return False
     return z.ndim in (2, 3) and z.shape[-1] <= _LONGEST_PIECE * empty_status(z).shape[-1]
 
