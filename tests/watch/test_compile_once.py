@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import inspect
 import pickle
 import re
 
@@ -17,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchguard import err, flags
-from torchguard._watch import replace, unwatch, watch
+from torchguard._torch.region_calls import REGION
+from torchguard._watch import regions, replace, unwatch, watch
 from torchguard._watch.gradient_probes import CallOrigins, CallProbes
 from torchguard.exceptions import CompileOnceWarning, WatchError
 
@@ -140,7 +140,7 @@ def test_blocks_that_are_not_alike_are_several():
 
 
 def test_without_it_nothing_is_a_region():
-    assert regions_of(Stack(), sample()) == (0, 0)
+    assert regions_of(Stack(), sample(), compile_once=False) == (0, 0)
 
 
 @pytest.mark.parametrize("level", [pytest.param("outputs", marks=pytest.mark.long), "blocks"])
@@ -368,7 +368,7 @@ def test_the_model_goes_on_as_before_and_unwatch_leaves_no_trace():
     assert [*guarded.state_dict()] == keys
     plain = unwatch(guarded)
     assert plain is model
-    assert all("forward" not in block.__dict__ for block in plain.blocks)
+    assert all(REGION not in block.__dict__ for block in plain.blocks)
 
 
 def test_a_forward_of_the_instance_is_kept():
@@ -541,22 +541,16 @@ def test_a_part_named_input():
     assert regions_of(Named(), x, quarantine=True, compile_once=["blocks.*", "input"]) == (5, 1)
 
 
-def test_a_region_has_the_signature_of_the_block():
-    model = Handing()
-    watch(model, compile_once=True)
-    assert [*inspect.signature(model.blocks[0].forward).parameters] == ["x", "mask"]
-
-
 def test_a_part_and_the_whole_are_unwatched_in_any_order():
     model = nn.ModuleDict({"body": Stack()})["body"]
     part = watch(model.blocks[0], compile_once="up")
     whole = watch(model, compile_once="blocks.*.up")
     unwatch(part)
     unwatch(whole)
-    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all(REGION not in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.parametrize("nothing", [None, [], ""])
+@pytest.mark.parametrize("nothing", [False, [], ""])
 @pytest.mark.long
 def test_nothing_to_compile_once(nothing):
     assert regions_of(Stack(), sample(), compile_once=nothing) == (0, 0)
@@ -607,3 +601,164 @@ def test_in_float16_blocks_are_compiled_one_by_one_and_gradients_masked(how):
     assert err.is_err(f).tolist() == [False, True, False, False]
     err.mean_ok(f, out.float().square().mean((1, 2))).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+class Viewing(Block):
+    """Returns a view of its argument."""
+
+    def forward(self, x):
+        return super().forward(x), x[:, :2]
+
+
+class Writing(Block):
+    """Writes to its argument."""
+
+    def forward(self, x):
+        x.mul_(0.5)
+        return super().forward(x)
+
+
+class Caching(Block):
+    """Writes to a dict that it is given."""
+
+    def forward(self, x, cache):
+        cache[len(cache)] = self.up(x)
+        return super().forward(x)
+
+
+class Passed(Stack):
+    """Takes what a block returns first, and gives blocks a cache if they want one."""
+
+    def forward(self, x):
+        x, cache = x * 1, {}
+        for block in self.blocks:
+            x = block(x, cache) if isinstance(block, Caching) else block(x)
+            x = x[0] if isinstance(x, tuple) else x
+        return self.head(x) + sum(one.sum() for one in cache.values())
+
+
+@pytest.mark.parametrize("kind", [Viewing, Writing, Caching])
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.CompileOnceWarning")
+def test_blocks_that_torch_cannot_compile_once_are_compiled_one_by_one(kind):
+    model, x = Passed(*[kind() for _ in range(4)]), sample(bad=[1])
+    one, two = (outcome(model, x, "aot_eager", compile_once=once) for once in (False, True))
+    assert_same_outcome(one, two)
+
+
+def test_it_says_that_torch_cannot_compile_blocks_once():
+    guarded = watch(Passed(*[Viewing() for _ in range(4)]), compile_once=True)
+    call = torch.compile(guarded, backend="aot_eager", fullgraph=True)
+    with pytest.warns(CompileOnceWarning, match=r"cannot compile the blocks of Passed once.*The reason: "):
+        call(sample())
+
+
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.CompileOnceWarning")
+@pytest.mark.filterwarnings("ignore::torchguard.exceptions.MixedRowsWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_block_that_breaks_the_graph():
+    class Breaking(Block):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model, x = Stack(*[Breaking() for _ in range(4)]), sample()
+    guarded = watch(copy.deepcopy(model), compile_once=True)
+    out, f = torch.compile(guarded, backend="aot_eager")(x)
+    torch.testing.assert_close(out, model(x))
+    assert err.is_ok(f).all()
+
+
+def test_a_backend_that_refuses_regions_gets_a_graph_without():
+    refused = []
+
+    def backend(graph, inputs):
+        if any(node.target is torch.ops.higher_order.invoke_subgraph for node in graph.graph.nodes):
+            refused.append(graph)
+            raise NotImplementedError("no regions here")
+        return graph.forward
+
+    model, x = Stack(), sample(bad=[2])
+    guarded = watch(copy.deepcopy(model), compile_once=True)
+    with pytest.warns(CompileOnceWarning, match="no regions here"):
+        out, f = torch.compile(guarded, backend=backend, fullgraph=True)(x)
+    assert len(refused) == 1
+    assert err.is_err(f).tolist() == [False, False, True, False]
+    torch.testing.assert_close(out, model(x), equal_nan=True)
+
+
+def test_an_error_of_the_model_itself_stays_that_error():
+    class Wrong(Block):
+        def forward(self, x):
+            return self.up(self.up(x))
+
+    guarded = watch(Stack(*[Wrong() for _ in range(4)]), compile_once=True)
+    with pytest.raises(Exception, match="same reduction dim|shapes"), pytest.warns(CompileOnceWarning):
+        torch.compile(guarded, backend="aot_eager", fullgraph=True)(sample())
+
+
+@pytest.fixture
+def on_any_device(monkeypatch):
+    """Have `watch` choose blocks of any size on any device."""
+    monkeypatch.setattr(regions, "_MANY_PRODUCTS", 0)
+    monkeypatch.setattr(regions, "_NOT_ON", ())
+
+
+def test_watch_compiles_equal_blocks_once_where_there_are_no_gradients(on_any_device):
+    with torch.no_grad():
+        assert regions_of(Stack(), sample()) == (4, 1)
+        assert regions_of(Stack(), sample(), quarantine=True) == (4, 1)
+    assert regions_of(Stack(), sample().requires_grad_()) == (0, 0)
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_watch_compiles_once_has_the_same_outcome(on_any_device, backend, quarantine, mode):
+    model, x = Stack().eval(), sample(bad=[1])
+    found = []
+    for once in (False, None):
+        torch._dynamo.reset()
+        guarded = watch(copy.deepcopy(model), quarantine=quarantine, compile_once=once)
+        with mode():
+            out, f = torch.compile(guarded, backend=backend, fullgraph=True)(x)
+            found.append((out, flags.repr(f), [str(one) for one in guarded.report()]))
+    torch.testing.assert_close(found[0][0], found[1][0], equal_nan=True)
+    assert found[0][1:] == found[1][1:]
+    assert found[0][2]
+
+
+def test_watch_does_not_compile_few_or_small_blocks_once(monkeypatch):
+    monkeypatch.setattr(regions, "_NOT_ON", ())
+    with torch.no_grad():
+        assert regions_of(Stack(), sample()) == (0, 0)  # small ones
+        monkeypatch.setattr(regions, "_MANY_PRODUCTS", 0)
+        assert regions_of(Stack(*[Block() for _ in range(3)]), sample()) == (0, 0)
+
+
+def test_watch_is_silent_where_torch_cannot_compile_once_what_watch_chose(on_any_device, recwarn):
+    model, x = Passed(*[Viewing() for _ in range(4)]).eval(), sample(bad=[3])
+    guarded = watch(copy.deepcopy(model))
+    with torch.no_grad():
+        out, f = torch.compile(guarded, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(out, model(x), equal_nan=True)
+    assert err.is_err(f).tolist() == [False, False, False, True]
+    assert not [one for one in recwarn if one.category is CompileOnceWarning]
+
+
+def test_quarantine_within_regions_only_checks_where_that_is_enough(on_any_device):
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def operations():
+        modules = [module for module in graphs[-1].modules() if isinstance(module, torch.fx.GraphModule)]
+        return [node for module in modules for node in module.graph.nodes if "replace_nonfinite" in str(node.target)]
+
+    for grad, once in ((False, None), (True, True)):
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(grad):
+            call = torch.compile(watch(Stack(), quarantine=True, compile_once=once), backend=keep, fullgraph=True)
+            call(sample())
+        assert operations()
+        assert {node.args[12] for node in operations()} == {not grad}

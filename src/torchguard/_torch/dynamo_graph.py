@@ -130,6 +130,12 @@ class TracedGraph:
     def attribute(self, name: str) -> Any:
         return self._modules[name]
 
+    def with_regions(self) -> list[fx.Graph]:
+        """The graph itself, and those of its nested regions."""
+        region = torch.ops.higher_order.invoke_subgraph
+        calls = [node for node in self.graph.nodes if node.target is region]
+        return [self.graph, *(self.attribute(node.args[0].target).graph for node in calls)]
+
     def enables_gradients(self) -> bool:
         """Whether gradients are enabled now, or in a part of the graph or of one that it calls."""
         called = [one for module in self._modules.values() if isinstance(module, nn.Module) for one in module.modules()]

@@ -40,6 +40,7 @@ class HookCall:
 
     def __init__(self, tx: Any, module: Any) -> None:
         self._tx, self._module = tx, module
+        self.module: nn.Module = module.value
         self.num_regions = _num_regions(tx) or 0  # how many nested regions the module is called in
 
     def written_to(self, owner: Any, name: str) -> Any:
@@ -54,7 +55,7 @@ class HookCall:
         written = self._tx.output.side_effects.store_attr_mutations.get(owner, {})
         if name not in written:
             raise CannotCall
-        return _realized(written[name])
+        return realized(written[name])
 
     def constant(self, owner: Any, name: str) -> Any:
         """The same, as a Python value."""
@@ -77,6 +78,10 @@ class HookCall:
     def is_none(self, value: Any) -> bool:
         return _constant(value) is None
 
+    def tensor(self, value: Any) -> Any:
+        """The fake tensor that a value is; None if it is something else, or a tensor of a subclass."""
+        return _tensor(value)
+
     def is_float(self, value: Any) -> bool:
         """Whether a value is a tensor of floating-point numbers."""
         z = _tensor(value)
@@ -90,7 +95,7 @@ class HookCall:
         """The items of a tuple; None if it is no tuple."""
         from torch._dynamo.variables import TupleVariable
 
-        return [*map(_realized, value.items)] if type(value) is TupleVariable else None
+        return [*map(realized, value.items)] if type(value) is TupleVariable else None
 
     def new_tuple(self, items: Sequence[Any]) -> Any:
         from torch._dynamo.variables import TupleVariable
@@ -147,13 +152,13 @@ def call_hooks_while_tracing() -> bool:
 def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Replaces `UserFunctionVariable.call_function`."""
     is_call = getattr(self, "fn", None) is nn.Module._wrapped_call_impl  # `nn.Module.__call__`, unless it was patched
-    hooks = _hooks_of(tx, args[0]) if is_call and args and IDENTITY in _attributes(args[0]) else None
+    hooks = _hooks_of(tx, args[0]) if is_call and args and IDENTITY in attributes_of(args[0]) else None
     if hooks is None:
         return original(self, tx, args, kwargs)
-    module, *given = map(_realized, args)
+    module, *given = map(realized, args)
     try:
         checks = hooks.in_dynamo(HookCall(tx, module))
-        given, named = checks.before(given, {name: _realized(value) for name, value in kwargs.items()})
+        given, named = checks.before(given, {name: realized(value) for name, value in kwargs.items()})
     except CannotCall:
         return original(self, tx, args, kwargs)
     # Reading has Dynamo guard on the identity, and on the number of hooks: others may be added later. (Dynamo itself
@@ -161,10 +166,10 @@ def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, 
     for name in (IDENTITY, *_HOOKS):
         _read(tx, module, name)
     output = _read(tx, module, "forward").call_function(tx, given, named)
-    return checks.after(given, _realized(output))
+    return checks.after(given, realized(output))
 
 
-def _attributes(variable: Any) -> dict[str, Any]:
+def attributes_of(variable: Any) -> dict[str, Any]:
     """The attributes of the module that a variable stands for; none if it stands for something else."""
     from torch._dynamo.variables import UnspecializedNNModuleVariable
 
@@ -224,9 +229,7 @@ def _read(tx: Any, variable: Any, name: str) -> Any:
     """An attribute, as traced code reads it."""
     from torch._dynamo.variables import ConstantVariable, VariableTracker
 
-    return _realized(
-        VariableTracker.build(tx, getattr).call_function(tx, [variable, ConstantVariable.create(name)], {})
-    )
+    return realized(VariableTracker.build(tx, getattr).call_function(tx, [variable, ConstantVariable.create(name)], {}))
 
 
 def _tensor(variable: Any) -> Any:
@@ -241,5 +244,5 @@ def _constant(variable: Any) -> Any:
     return variable.as_python_constant() if variable.is_python_constant() else CannotCall
 
 
-def _realized(variable: Any) -> Any:
+def realized(variable: Any) -> Any:
     return variable.realize() if hasattr(variable, "realize") else variable

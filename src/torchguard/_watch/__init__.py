@@ -14,13 +14,15 @@ State that is not visible in signatures, here and in the rest of torchguard, and
   module hooks get no argument from the call. In eager mode each thread has its own (`state.Running`; `parts.py` has it
   by the key of the model). `CallRecord.enter_region` swaps five fields of the record, since tensors leave a region by
   being returned (`regions.py`).
-- On modules, and removed by `unwatch`: forward hooks, and `_torchguard_identity` (`_torch/hook_guards.py`); a `Region`
-  as `forward` of blocks that are compiled once; the `WatchState` as attribute `_watch` of the model. The watched model
-  and the model share one `__dict__`. Of `@tracked`, and not removed: `_fx_path` and `_fx_location` on modules; and
-  `_fx_building` on a model while its `__init__` runs (`locations/_tracked.py`).
+- On modules, and removed by `unwatch`: forward hooks, and `_torchguard_identity` (`_torch/hook_guards.py`);
+  `_torchguard_region` of blocks that may be compiled once (`_torch/region_calls.py`); the `WatchState` as attribute
+  `_watch` of the model. The watched model and the model share one `__dict__`. Of `@tracked`, and not removed:
+  `_fx_path` and `_fx_location` on modules; and `_fx_building` on a model while its `__init__` runs
+  (`locations/_tracked.py`).
 - On torch: the operators, which stay for the process since compiled code calls them; Dynamo's marks on the tensors of a
   `WatchState` that their sizes are static (`_torch/dynamo.py`) and on functions that are constant in graphs
-  (`_torch/tracing.py`); `_torchguard_has_global_hooks` on the graph that it is building (`_torch/hook_calls.py`);
+  (`_torch/tracing.py`); `_torchguard_has_global_hooks` and
+  `_torchguard_regions` on the graph that it is building (`_torch/hook_calls.py`, `region_calls.py`);
   `_torchguard_schemas` on torch's cache of nested regions, with a patch of
   `invoke_subgraph.gen_schema` (`_torch/settings.py`); and what survives a second import of torchguard: `_torchguard` on
   the module `torch`, and `_torchguard_copies` on a function of Dynamo (`_torch/process.py`). docs/private-torch.md
@@ -81,7 +83,7 @@ def watch(
     returns: str = "both",
     batch_dim: int = 0,
     sample_of: Mapping[str, int] | None = None,
-    compile_once: bool | Sequence[str] | str = False,
+    compile_once: bool | Sequence[str] | str | None = None,
 ) -> Any:
     """The watched model: `out, f = watch(model)(x)`, compiled or not.
 
@@ -102,7 +104,8 @@ def watch(
         sample_of: by glob pattern of paths ("" for the model), the dim of a module's tensors along which the samples
             lie, where the operations do not determine it. It is not checked.
         compile_once: compile equal blocks once for all of them: those at paths that match glob patterns, or with True
-            the items of the model's outermost lists of modules.
+            the items of the model's outermost lists of modules. By default, these are where it costs nothing: on a GPU,
+            without gradients, if they are large. Blocks that torch cannot compile once are compiled one by one.
 
     >>> from torchguard._watch import watch
     >>> guarded = watch(torch.nn.Linear(2, 1))
@@ -131,6 +134,7 @@ def watch(
         batch_dim,
         masks=mask_positions(model),
         regions=tuple(locations for locations in of_blocks.values() if locations),
+        asks_for_regions=bool(compile_once),
         sample_of=sample_dims(paths, sample_of or {}),
     )
     allow_side_effects_under_checkpoint(watch_state)
@@ -150,9 +154,7 @@ def watch(
         allow_in_graphs()
         for path in protected_paths(model, watched, exclude):
             on_modules[path] = hooks.ModuleHooks(watch_state, enclosing_location(path, paths), modules[path], True)
-    for path, locations in of_blocks.items():
-        block, on_block = modules[path], on_modules.pop(path, None)
-        block.__dict__["forward"] = regions.Region(watch_state, block, on_block, locations)
+    regions.add_regions(watch_state, {modules[path]: locations for path, locations in of_blocks.items()})
     for path, on_module in on_modules.items():
         module = modules[path]
         if on_module.checks_output:
@@ -167,7 +169,7 @@ def watch(
 
 
 def unwatch(guarded: Any) -> nn.Module:
-    """The plain model. Hooks, replaced `forward`s and attributes of `watch` are removed from it.
+    """The plain model. Hooks and attributes of `watch` are removed from it.
 
     The setting that `watch` changes, `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, is restored
     when no watched model is left, unless other code has changed it since.

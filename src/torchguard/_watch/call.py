@@ -90,7 +90,6 @@ class CallRecord:
         self.is_within_layer = False  # whether one of torch's own layers is running
         self.is_for_all = False  # whether a fault in what is checked counts for all samples
         self.last_location = 0  # that of the last check
-        self.has_half_regions = False  # whether a block that is compiled once computes in float16
         self.region: range | None = None  # the locations of the region that is being run
         self.region_probes: list[Tensor] = []  # for each region
 

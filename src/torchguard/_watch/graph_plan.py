@@ -220,7 +220,7 @@ class _Finder:
             and self.mode.problem is None
             and MIXED not in codes
             and not (self.mode.uses_picked or self.mode.needs_finite or self.mode.changes_older)
-            and all(node.graph is traced.graph for node in self._found)
+            and {node.graph for node in self._found} <= {*traced.with_regions()}
             and not traced.enables_gradients()
             and not traced.stores_tensors("torchguard")
         )

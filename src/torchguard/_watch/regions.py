@@ -2,14 +2,15 @@
 
 A large model is mostly one block, many times over, and torch compiles each anew. `torch.compiler.nested_compile_region`
 changes that: Dynamo traces the marked function into a subgraph of its own, compares it with the subgraphs it has, and
-AOTAutograd and the backend compile equal ones once. A `Region` takes the place of a block's `forward` to use it.
+AOTAutograd and the backend compile equal ones once. Where Dynamo comes to the `forward` of a block, it is given
+`_call_region` to trace instead (`_torch/region_calls.py`, which also says what happens if torch cannot compile a
+region).
 
 A watched block does not qualify as it is. What stands in the way, and what is done about it:
 
 - **Equal subgraphs.** Two blocks differ in their locations, and a location that is a constant in the graph would make
   every subgraph another. So inside a region locations count from its first, and its gradient probes are a slice of
-  those of the call (`gradient_probes.region_probes`). The region calls the hooks on the block itself, to make them
-  part of the subgraph.
+  those of the call (`gradient_probes.region_probes`).
 - **Tensors leave a region by being returned.** A list in the call record that the region appends to would leak tensors
   of the subgraph. The record gets lists of its own for the region (`CallRecord.enter_region`), and the region returns
   them. The locations are plain integers and stay in the outer record. That the trace has this side effect also keeps
@@ -24,98 +25,101 @@ A watched block does not qualify as it is. What stands in the way, and what is d
   region is traced, and says why.
 
 All but the first two can be removed when torch allows in a nested region what it allows in a function.
+
+**Where nobody asked for it** (`compile_once` left out), blocks are regions where that costs nothing but is compiled
+faster: on a GPU, without gradients, in blocks that take the GPU longer than the host. Calling a region takes the host
+longer than the same kernels in one graph (15 % for the Llama of the benchmarks), and with gradients, the settings that
+keep them right cost memory.
 """
 
-import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchguard._operators import define, use_operators
+from torchguard._operators import define
 from torchguard._pytrees import map_tensors, tensors_in
+from torchguard._torch.hook_calls import HookCall
+from torchguard._torch.region_calls import REGION, trace_regions
 from torchguard._torch.settings import protect_regions
-from torchguard._torch.tracing import casts_to_float16
-from torchguard._watch.hooks import ModuleHooks
+from torchguard._torch.tracing import casts_to_float16, in_transform, is_exporting
 from torchguard._watch.state import WatchState
-from torchguard._watch.warn import warn_of_float16
+from torchguard._watch.warn import warn_of_float16, warn_of_no_regions
+
+# Products and sums of a block for which a GPU takes longer than its host takes to launch the kernels of the block: with
+# this many, an H200 needs 0.3 ms.
+_MANY_PRODUCTS = 10**11
+_NOT_ON = ("cpu",)
 
 
 class Region:
-    """Takes the place of a block's `forward`. In a graph, it makes the block a nested region.
+    """How a block becomes a nested region.
 
     Args:
-        hooks: those of the block, if it is watched.
         locations: those of the block and its modules.
     """
 
-    is_region = True  # not by `isinstance`: a reload or a second import makes another `Region`
-
-    def __init__(self, watch: WatchState, block: nn.Module, hooks: ModuleHooks | None, locations: range) -> None:
-        self.watch, self.block, self.hooks, self.locations = watch, block, hooks, locations
+    def __init__(self, watch: WatchState, locations: range) -> None:
+        self.watch, self.locations = watch, locations
         self.number = watch.regions.index(locations) if locations else None
-        self.instance_forward = block.__dict__.get("forward")  # some tools set it on the instance
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.instance_forward or type(self.block).forward.__get__(self.block))
+    def in_dynamo(self, call: HookCall, values: Sequence[Any]) -> Callable[..., Any] | None:
+        """What Dynamo traces in place of the block's `forward`; None if that is traced. Given are its arguments."""
+        watch = self.watch
+        record = call.written_to(watch, "traced_record")
+        if watch.has_no_regions or call.is_none(record) or in_transform() or is_exporting():
+            return None
+        if not call.constant(record, "in_graph") or not (watch.asks_for_regions or self._is_worthwhile(call, values)):
+            return None
+        if not call.is_none(call.attribute(record, "probes")) and self._has_float16(call, values):
+            warn_of_float16(watch)
+            return None
+        return _call_region if protect_regions() else None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call_record = self.watch.call_record
-        if (
-            call_record is None
-            or not call_record.in_graph
-            or not use_operators()
-            or (call_record.probes is not None and not call_record.region_probes)  # the block is compiled alone
-        ):
-            return self.run(args, kwargs)
-        if not protect_regions():  # gradients of a region could be wrong
-            return self.run(args, kwargs)
-        if call_record.probes is not None and (_has_float16((args, kwargs)) or casts_to_float16()):
-            if not call_record.has_half_regions:
-                call_record.has_half_regions = True
-                warn_of_float16(type(self.watch.model).__name__)
-            return self.run(args, kwargs)
-        of_regions = call_record.region_probes
-        probes = of_regions[self.number] if of_regions and self.number is not None else None
-        outer = call_record.enter_region(self.locations, probes)
-        output, statuses, warnings = _run_nested(self, *args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
-        if statuses:
-            statuses = _call_leave_region(statuses)
-        call_record.leave_region(outer, statuses, warnings)
-        return output
+    def _is_worthwhile(self, call: HookCall, values: Sequence[Any]) -> bool:
+        found = [z for z in map(call.tensor, values) if z is not None and z.is_floating_point() and z.ndim > 1]
+        if torch.is_grad_enabled() or not found or found[0].device.type in _NOT_ON:
+            return False
+        if not all(isinstance(size, int) for size in found[0].shape):
+            return False
+        vectors, weights = math.prod(found[0].shape[:-1]), sum(p.numel() for p in call.module.parameters())
+        return vectors * weights >= _MANY_PRODUCTS
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the block, with its hooks."""
-        hooks = self.hooks
-        if hooks is None:
-            return self._forward(args, kwargs)
-        if hooks.checks_input:
-            args, kwargs = hooks.before(self.block, args, kwargs) or (args, kwargs)
-        output = self._forward(args, kwargs)
-        changed = hooks.after(self.block, args, output) if hooks.checks_output else None
-        return output if changed is None else changed
+    def _has_float16(self, call: HookCall, values: Sequence[Any]) -> bool:
+        found = [call.tensor(value) for value in values]
+        return casts_to_float16() or any(z is not None and z.dtype == torch.float16 for z in found)
 
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.instance_forward is not None:
-            return self.instance_forward(*args, **kwargs)
-        return type(self.block).forward(self.block, *args, **kwargs)
+    def give_up(self, error: Exception) -> None:
+        """Compile the blocks of the model one by one from now on: torch raised an error for a region."""
+        if self.watch.asks_for_regions and not self.watch.has_no_regions:
+            warn_of_no_regions(self.watch, error)
+        self.watch.has_no_regions = True
 
 
-def _has_float16(values: Any) -> bool:
-    found = [z for _, z in tensors_in(values) if z.dtype == torch.float16]
-    return len(found) > 0
+def _call_region(block: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a block as a region."""
+    region: Region = getattr(block, REGION)
+    call_record = region.watch.call_record
+    assert call_record is not None
+    of_regions = call_record.region_probes
+    probes = of_regions[region.number] if of_regions and region.number is not None else None
+    outer = call_record.enter_region(region.locations, probes)
+    output, statuses, warnings = _run_nested(block, *args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
+    if statuses:
+        statuses = _call_leave_region(statuses)
+    call_record.leave_region(outer, statuses, warnings)
+    return output
 
 
 @torch.compiler.nested_compile_region
-def _run_nested(region: Region, *args: Any, **kwargs: Any) -> tuple[Any, Sequence[Tensor], Sequence[Tensor]]:
+def _run_nested(block: Any, *args: Any, **kwargs: Any) -> tuple[Any, Sequence[Tensor], Sequence[Tensor]]:
     """The output of a block, the statuses recorded in it, and the masks of its warnings."""
-    call_record = region.watch.call_record
-    assert call_record is not None
+    call_record = getattr(block, REGION).watch.call_record
     if call_record.probes is not None:
         call_record.probes = call_record.probes.view_as(call_record.probes)
-    output = region.run(args, kwargs)
+    output = block.forward(*args, **kwargs)
     given: list[Tensor] = []
     for one in (*args, *kwargs.values()):
         given += [one] if isinstance(one, Tensor) else [z for _, z in tensors_in(one)]
@@ -143,21 +147,15 @@ def locations_within(path: str, paths: Sequence[str]) -> range:
     return range(locations[0], locations[-1] + 1) if locations else range(0)
 
 
+def add_regions(watch: WatchState, blocks: dict[nn.Module, range]) -> None:
+    """Have blocks be regions. One that is a region of another watched model stays that."""
+    if blocks and trace_regions():
+        for block, locations in blocks.items():
+            block.__dict__.setdefault(REGION, Region(watch, locations))
+
+
 def remove_region(module: nn.Module, watch: WatchState) -> None:
-    """Remove the region of a watched model from a module; it may be inside that of another watched model."""
-    outer: Any = None
-    region: Any = module.__dict__.get("forward")
-    while _is_region(region) and region.watch is not watch:
-        outer, region = region, region.instance_forward
-    if not _is_region(region):
-        return
-    if outer is not None:
-        outer.instance_forward = region.instance_forward
-    elif region.instance_forward is not None:
-        module.__dict__["forward"] = region.instance_forward
-    else:
-        del module.__dict__["forward"]
-
-
-def _is_region(forward: Any) -> bool:
-    return getattr(type(forward), "is_region", False)
+    """Remove the region of a watched model from a module."""
+    region = module.__dict__.get(REGION)
+    if region is not None and region.watch is watch:
+        del module.__dict__[REGION]

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ DEFAULT_CHECKS = ("nan", "inf", "indices")
 LEVELS = ("outputs", "blocks", "modules")
 # Names of arguments in which -Inf is no fault.
 _MASK = re.compile("mask|bias", re.IGNORECASE)
+# From this number on, it pays off to compile blocks that are alike once.
+_MANY_ALIKE = 4
 
 
 class Check(NamedTuple):
@@ -121,17 +124,17 @@ def watched_paths(
     return chosen
 
 
-def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str) -> list[str]:
+def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str | None) -> list[str]:
     """The paths of the modules that become regions, none of them inside another, in the order of the model.
 
-    With True, the items of the lists of modules. Left out are modules with batch norms, which write to their buffers,
-    with recurrent layers, whose states have the samples along another dim, and with a module that belongs to another
-    part of the model: its location is there.
+    With True, the items of the lists of modules; with None, those of which several are alike. Left out are modules with
+    batch norms, which write to their buffers, with recurrent layers, whose states have the samples along another dim,
+    and with a module that belongs to another part of the model: its location is there.
     """
-    if not which:
+    if which is not None and not which:
         return []
     modules = {path: module for path, module in model.named_modules() if path}
-    if which is True:
+    if which is None or which is True:
         found = _in_lists(model)
     else:
         matching = _matching([path for path, module in modules.items() if _is_called(module)], which, "compile_once")
@@ -141,6 +144,9 @@ def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str) 
     suitable = [
         path for path in found if all(_is_suitable(part, known[part], path) for part in modules[path].modules())
     ]
+    if which is None:
+        alike = Counter(_outline(modules[path]) for path in suitable)
+        return [path for path in suitable if alike[_outline(modules[path])] >= _MANY_ALIKE]
     if not suitable and found:
         raise WatchError(
             f"watch: there is nothing to compile once: all blocks ({found[0]!r} is one) have batch norms or recurrent "
@@ -149,6 +155,11 @@ def blocks_to_compile_once(model: nn.Module, which: bool | Sequence[str] | str) 
     if not suitable:
         raise WatchError("watch: compile_once=True, but the model has no list of modules. Give patterns of paths.")
     return suitable
+
+
+def _outline(block: nn.Module) -> tuple[Any, ...]:
+    """What blocks that are alike have in common."""
+    return type(block), *((name, None if is_lazy(p) else p.shape, p.dtype) for name, p in block.named_parameters())
 
 
 def _is_suitable(part: nn.Module, path: str, block: str) -> bool:

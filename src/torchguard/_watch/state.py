@@ -55,7 +55,8 @@ class WatchState:
         paths: the locations: "input", the paths of the watched modules in the order of the model, and "" for the
             output. Everywhere else a location is given by its index in it.
         masks: which positional arguments of the model are attention masks.
-        regions: the locations of each block that is compiled once.
+        regions: the locations of each block that may be compiled once.
+        asks_for_regions: whether the user said so.
         sample_of: by location, the dim along which the samples lie, as the user said.
     """
 
@@ -69,6 +70,7 @@ class WatchState:
         batch_dim: int,
         masks: tuple[int, ...],
         regions: tuple[range, ...],
+        asks_for_regions: bool,
         sample_of: dict[int, int],
     ) -> None:
         self.model, self.paths, self.checks, self.masks = model, paths, checks, masks
@@ -92,7 +94,8 @@ class WatchState:
         self.traced_record: CallRecord | None = None
         self.compiled_call: Any = None  # what `compile()` of the watched model made
         self.generation_call: Any = None  # what its `generate()` made
-        self.regions, self.norm_widths = regions, norm_widths(model)
+        self.regions, self.asks_for_regions, self.norm_widths = regions, asks_for_regions, norm_widths(model)
+        self.has_no_regions = False  # whether torch could not compile blocks once: see `regions.py`
         self.was_called = False  # whether the last call was one of the watched model, not of the plain one
         self.summary: CallSummary | None = None
         self.is_summary_lost = self.is_summary_of_graph = False
@@ -168,7 +171,7 @@ class WatchState:
         record = CallRecord(
             batch, self.checks, self.quarantine, len(self.paths), probes, owners, self.sample_of, self.norm_widths
         )
-        if self.regions and probes is not None and use_operators():
+        if self.asks_for_regions and probes is not None and use_operators():
             record.region_probes = region_probes(probes, batch.size, self.regions)
         return record
 

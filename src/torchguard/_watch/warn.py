@@ -71,15 +71,28 @@ def _warn_of_unfollowed(model: str) -> None:
     )
 
 
-@constant_in_graphs
-def warn_of_float16(model: str) -> None:
-    """Say that the blocks of a model are compiled one by one.
+def warn_of_float16(watch: Any) -> None:
+    """Say once that the blocks of a model are compiled one by one.
 
     Float16 gradients are masked for samples that were bad going forward, which are not known inside a region.
     """
+    if _is_new(watch, "float16"):
+        warnings.warn(
+            f"watch: the blocks of {type(watch.model).__name__} compute in float16. With quarantine, compile_once is "
+            "not used there: each block is compiled on its own, which takes longer. Compute in bfloat16, or leave "
+            "compile_once out.",
+            CompileOnceWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_no_regions(watch: Any, error: Exception) -> None:
+    """Say that torch cannot compile the blocks of a model once."""
+    error = getattr(error, "inner_exception", error)  # of a backend
+    reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
     warnings.warn(
-        f"watch: the blocks of {model} compute in float16. With quarantine, compile_once is not used there: each block "
-        "is compiled on its own, which takes longer. Compute in bfloat16, or leave compile_once out.",
+        f"watch: torch cannot compile the blocks of {type(watch.model).__name__} once, so each is compiled on its own, "
+        f"which takes longer. Leave compile_once out, or give patterns of other blocks. The reason: {reason}",
         CompileOnceWarning,
         stacklevel=2,
     )

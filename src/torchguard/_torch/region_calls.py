@@ -1,0 +1,74 @@
+"""Blocks of a model that Dynamo traces into nested regions, without a change to the block.
+
+`torch.compiler.nested_compile_region` marks a function. A block is not marked, nor is its `forward` replaced: it has a
+region as attribute `REGION`, and where Dynamo is about to trace `forward`, the region may name a function to be traced
+instead, which calls `forward` in a marked one.
+
+Some blocks cannot be regions: they return a view of an argument, write to an argument, or break the graph. torch finds
+out when it traces them, or when AOTAutograd or the backend compiles the graph, and raises an error. Then the regions of
+the graph are given up, and Dynamo begins anew with the frame, as it does after a graph break (`RestartAnalysis`).
+
+Names are those of torch 2.11 to 2.15. Degraded where one is missing: there are no regions, or torch's error is raised.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torchguard._torch.hook_calls import CannotCall, HookCall, attributes_of, realized
+from torchguard._torch.process import patch_function
+
+REGION = "_torchguard_region"
+# Attribute of the graph that Dynamo builds: its regions.
+_REGIONS = "_torchguard_regions"
+# What Dynamo raises that is no failure.
+_CONTROL_FLOW = ("RestartAnalysis", "SkipFrame", "ObservedException", "StepUnsupported")
+
+
+def trace_regions() -> bool:
+    """Have Dynamo ask the region of a block what to trace.
+
+    Patches `UserFunctionVariable.call_function`. Degraded where torch lacks it: False, and there are no regions.
+    """
+    from torch._dynamo import variables  # here, because loading it takes seconds
+
+    return patch_function(
+        getattr(variables, "UserFunctionVariable", None), "call_function", globals(), "_call_function"
+    )
+
+
+def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces `UserFunctionVariable.call_function`."""
+    region = attributes_of(args[0]).get(REGION) if args else None
+    if region is None or getattr(self, "fn", None) is not type(args[0].value).forward:
+        return original(self, tx, args, kwargs)
+    block, *given = map(realized, args)
+    named = {name: realized(value) for name, value in kwargs.items()}
+    call = HookCall(tx, block)
+    try:
+        function = region.in_dynamo(call, [*given, *named.values()]) if call.num_regions == 0 else None
+    except CannotCall:
+        function = None
+    if function is None:
+        return original(self, tx, args, kwargs)
+    from torch._dynamo.variables import VariableTracker
+
+    vars(tx.output).setdefault(_REGIONS, []).append(region)
+    try:
+        return VariableTracker.build(tx, function).call_function(tx, [block, *given], named)
+    except Exception as error:
+        begin_anew(tx.output, error)
+
+
+def begin_anew(graph: Any, error: Exception) -> NoReturn:
+    """Have Dynamo trace a frame again without the regions of its graph. Raises the error if it has none."""
+    from torch._dynamo import exc
+
+    regions = getattr(graph, _REGIONS, [])
+    log: Any = getattr(getattr(graph, "root_tx", None), "speculation_log", None)
+    is_failure = not any(isinstance(error, getattr(exc, name, ())) for name in _CONTROL_FLOW)
+    if not (regions and is_failure and hasattr(log, "clear") and hasattr(exc, "RestartAnalysis")):
+        raise error
+    for region in regions:
+        region.give_up(error)
+    log.clear()  # Dynamo would expect the same instructions as before
+    raise exc.RestartAnalysis(restart_reason="torchguard: a block cannot be compiled as a nested region")
