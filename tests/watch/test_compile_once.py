@@ -692,7 +692,7 @@ def test_an_error_of_the_model_itself_stays_that_error():
             return self.up(self.up(x))
 
     guarded = watch(Stack(*[Wrong() for _ in range(4)]), compile_once=True)
-    with pytest.raises(Exception, match="same reduction dim|shapes"), pytest.warns(CompileOnceWarning):
+    with pytest.raises(Exception, match=r"same reduction dim|shapes"), pytest.warns(CompileOnceWarning):
         torch.compile(guarded, backend="aot_eager", fullgraph=True)(sample())
 
 

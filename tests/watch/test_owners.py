@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchguard._watch.batch import UNBATCHED, row_code
 from torchguard._watch.owner_storages import rows_of
 from torchguard._watch.owners import OwnerMode
+from torchguard._watch.sample_intervals import Owners
 
 BATCH = 3
 
@@ -249,3 +250,34 @@ def test_what_attention_on_a_gpu_returns_beside_its_output_mixes_no_samples(name
         attention(q, q, q, *([] if name == "flash" else [None, True]))
     assert mode.problem is None
     assert not mode.has_picked
+
+
+@st.composite
+def expanded_tensors(draw):
+    """A tensor that stores some dims once, and another shape of as many elements."""
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
+    stored = torch.randint(9, [size if draw(st.booleans()) else 1 for size in sizes])
+    factors = [2 if size == 4 and draw(st.booleans()) else size for size in sizes]
+    other = [part for size, one in zip(sizes, factors, strict=True) for part in ([one] if one == size else [one, one])]
+    shape: list[int] = []
+    for size in other:  # join neighbours
+        if shape and draw(st.booleans()):
+            shape[-1] *= size
+        else:
+            shape.append(size)
+    return stored.expand(sizes), shape
+
+
+@given(expanded_tensors())
+def test_owners_are_reshaped_as_tensors_are_and_dims_stored_once_stay_so(given_tensor):
+    z, shape = given_tensor
+    reshaped = Owners(z, z).reshape(shape).low
+    assert torch.equal(reshaped, z.reshape(shape))
+    if all(stride == 0 or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True)):
+        assert reshaped.untyped_storage().nbytes() <= z.untyped_storage().nbytes()
+
+
+def test_owners_of_the_patches_of_images_are_stored_once_for_a_sample():
+    owners = torch.arange(64).view(64, 1, 1, 1).expand(64, 768, 14, 14)
+    patches = Owners(owners, owners).reshape([64, 768, 196]).apply(lambda z: z.transpose(1, 2))
+    assert patches.reshape([64 * 196, 768]).low.untyped_storage().nbytes() == 64 * 196 * owners.element_size()

@@ -5,8 +5,9 @@ region as attribute `REGION`, and where Dynamo is about to trace `forward`, the 
 instead, which calls `forward` in a marked one.
 
 Some blocks cannot be regions: they return a view of an argument, write to an argument, or break the graph. torch finds
-out when it traces them, or when AOTAutograd or the backend compiles the graph, and raises an error. Then the regions of
-the graph are given up, and Dynamo begins anew with the frame, as it does after a graph break (`RestartAnalysis`).
+out when it traces them, when what they wrote is used later, or when AOTAutograd or the backend compiles the graph, and
+raises an error. Then the regions of the graph are given up, and Dynamo begins anew with the frame, as it does after a
+graph break (`RestartAnalysis`).
 
 Names are those of torch 2.11 to 2.15. Degraded where one is missing: there are no regions, or torch's error is raised.
 """
@@ -27,13 +28,26 @@ _CONTROL_FLOW = ("RestartAnalysis", "SkipFrame", "ObservedException", "StepUnsup
 def trace_regions() -> bool:
     """Have Dynamo ask the region of a block what to trace.
 
-    Patches `UserFunctionVariable.call_function`. Degraded where torch lacks it: False, and there are no regions.
+    Patches `InstructionTranslator.run` and `UserFunctionVariable.call_function`. Degraded where torch lacks one of
+    them: False, and there are no regions.
     """
-    from torch._dynamo import variables  # here, because loading it takes seconds
+    from torch._dynamo import symbolic_convert, variables  # here, because loading it takes seconds
 
-    return patch_function(
-        getattr(variables, "UserFunctionVariable", None), "call_function", globals(), "_call_function"
+    translator, function = (
+        getattr(owner, name, None)
+        for owner, name in ((symbolic_convert, "InstructionTranslator"), (variables, "UserFunctionVariable"))
     )
+    return patch_function(translator, "run", globals(), "_run") and patch_function(
+        function, "call_function", globals(), "_call_function"
+    )
+
+
+def _run(original: Callable[..., Any], self: Any) -> Any:
+    """Replaces `InstructionTranslator.run`, which traces a frame and has its graph compiled."""
+    try:
+        return original(self)
+    except Exception as error:
+        _begin_anew(self, error)
 
 
 def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -55,18 +69,18 @@ def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, 
     vars(tx.output).setdefault(_REGIONS, []).append(region)
     try:
         return VariableTracker.build(tx, function).call_function(tx, [block, *given], named)
-    except Exception as error:
-        begin_anew(tx.output, error)
+    except Exception as error:  # Dynamo could break the graph here instead
+        _begin_anew(tx, error)
 
 
-def begin_anew(graph: Any, error: Exception) -> NoReturn:
+def _begin_anew(tx: Any, error: Exception) -> NoReturn:
     """Have Dynamo trace a frame again without the regions of its graph. Raises the error if it has none."""
-    from torch._dynamo import exc
+    from torch._dynamo import exc, symbolic_convert
 
-    regions = getattr(graph, _REGIONS, [])
-    log: Any = getattr(getattr(graph, "root_tx", None), "speculation_log", None)
+    regions = getattr(tx.output, _REGIONS, [])
+    log: Any = getattr(tx, "speculation_log", None)
     is_failure = not any(isinstance(error, getattr(exc, name, ())) for name in _CONTROL_FLOW)
-    if not (regions and is_failure and hasattr(log, "clear") and hasattr(exc, "RestartAnalysis")):
+    if not (regions and is_failure and isinstance(log, getattr(symbolic_convert, "SpeculationLog", ()))):
         raise error
     for region in regions:
         region.give_up(error)

@@ -38,7 +38,6 @@ import torch
 from torch import fx
 
 from torchguard._torch.process import patch_function, process_state
-from torchguard._torch.region_calls import begin_anew
 from torchguard._torch.support import torch_is_at_least
 from torchguard._torch.tracing import constant_in_graphs
 
@@ -194,10 +193,7 @@ def _has_regions(graph: Any) -> bool:
 def _compile_frame(original: Callable[..., Any], self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     """Replaces `OutputGraph._call_user_compiler`: cache keys, the joint graph, and the forward graph."""
     with _protected_if_nested(gm):
-        try:
-            return original(self, gm, *args, **kwargs)
-        except Exception as error:
-            begin_anew(self, error)
+        return original(self, gm, *args, **kwargs)
 
 
 def _compile_graphs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

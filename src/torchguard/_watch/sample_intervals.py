@@ -3,7 +3,8 @@
 `owners.py` says what the intervals are for.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -70,20 +71,35 @@ def compact(z: Tensor) -> Tensor:
 
 
 def _reshape(z: Tensor, shape: Sequence[int]) -> Tensor:
-    """`z.reshape(shape)`; trailing dims that stay and are stored once stay so."""
-    sizes, kept = [*z.shape], 0
+    """`z.reshape(shape)`, without storing more: dims that are stored once, and become dims of their own, stay so."""
     shape = [*shape]
-    while kept < min(len(sizes), len(shape)) and sizes[-1 - kept] == shape[-1 - kept]:
-        if z.stride(-1 - kept) != 0 and sizes[-1 - kept] != 1:
-            break
-        kept += 1
-    if not kept:
+    if z.numel() == 0:
         return z.reshape(shape)
-    rest = z
-    for dim in range(z.ndim - kept, z.ndim):
-        rest = rest.narrow(dim, 0, min(1, rest.shape[dim]))
-    ones = [min(1, size) for size in shape[len(shape) - kept :]]
-    return rest.reshape([*shape[: len(shape) - kept], *ones]).expand(shape)
+    if -1 in shape:
+        shape[shape.index(-1)] = z.numel() // -math.prod(shape)
+    stored, ones = z, []
+    for before, after in _factors(z.shape, shape):
+        is_once = all(z.shape[dim] == 1 or z.stride(dim) == 0 for dim in before)
+        for dim in before if is_once else ():
+            stored = stored.narrow(dim, 0, 1)
+        ones += [1 if is_once else shape[dim] for dim in after]
+    return stored.reshape(ones).expand(shape)
+
+
+def _factors(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """The dims of two shapes of the same number of elements, in groups that have as many elements in both."""
+    start, end = 0, 0
+    i = j = 0
+    while i < len(before) or j < len(after):
+        one, other = 1, 1
+        while i < len(before) and (i == start or one < other or before[i] == 1):
+            one, i = one * before[i], i + 1
+            while j < len(after) and (other < one or after[j] == 1):
+                other, j = other * after[j], j + 1
+        if i == start:  # all that is left has one element
+            j = len(after)
+        yield range(start, i), range(end, j)
+        start, end = i, j
 
 
 def union(owners: Sequence[Owners | None]) -> Owners | None:
