@@ -281,3 +281,13 @@ def test_owners_of_the_patches_of_images_are_stored_once_for_a_sample():
     owners = torch.arange(64).view(64, 1, 1, 1).expand(64, 768, 14, 14)
     patches = Owners(owners, owners).reshape([64, 768, 196]).apply(lambda z: z.transpose(1, 2))
     assert patches.reshape([64 * 196, 768]).low.untyped_storage().nbytes() == 64 * 196 * owners.element_size()
+
+
+def test_owners_that_are_equal_are_stored_once():
+    every = torch.arange(4).view(4, 1, 1).repeat(1, 100, 3)
+    found = Owners(every, every.clone()).stored_once()
+    assert torch.equal(found.low, every)
+    assert torch.equal(found.high, every)
+    assert found.compact().low.shape == (4, 1, 1)
+    every[1, 7, 2] = 3
+    assert torch.equal(Owners(every, every).stored_once().low, every)

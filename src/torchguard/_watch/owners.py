@@ -292,7 +292,8 @@ class OwnerMode(PathMode):
         try:
             found = _rule_of(call)(call)
             each = found if isinstance(found, list) else [found] * len(outputs)
-            spread = [None if one is None else one.expand(z.shape) for one, z in zip(each, outputs, strict=True)]
+            stored = [None if one is None else one.stored_once() for one in each]
+            spread = [None if one is None else one.expand(z.shape) for one, z in zip(stored, outputs, strict=True)]
         except (RuntimeError, ValueError, IndexError, TypeError):  # a form of the operation that the rule does not know
             every = everything(call)
             spread = [None if every is None else every.expand(z.shape) for z in outputs]

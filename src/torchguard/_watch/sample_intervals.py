@@ -13,6 +13,8 @@ from torch import Tensor
 
 # The interval of an element that depends on no sample.
 NO_LOW, NO_HIGH = torch.iinfo(torch.int32).max, -1
+# From this number on, finding out that owners are equal takes less time than it saves.
+_MANY = 256
 
 
 class Owners(NamedTuple):
@@ -28,6 +30,10 @@ class Owners(NamedTuple):
     def compact(self) -> "Owners":
         """With the size 1 along all dims where the owners are stored once."""
         return Owners(compact(self.low), compact(self.high))
+
+    def stored_once(self) -> "Owners":
+        """Stored once along all dims along which they are equal: what follows is as fast as it is small."""
+        return Owners(_stored_once(self.low), _stored_once(self.high))
 
     def expand(self, shape: Sequence[int]) -> "Owners":
         return Owners(self.low.expand(shape), self.high.expand(shape))
@@ -68,6 +74,17 @@ def compact(z: Tensor) -> Tensor:
         if size > 1 and stride == 0:
             z = z.narrow(dim, 0, 1)
     return z
+
+
+def _stored_once(z: Tensor) -> Tensor:
+    stored = compact(z)
+    if stored.numel() < _MANY:
+        return z
+    for dim, size in enumerate(stored.shape):
+        first = stored.narrow(dim, 0, 1)
+        if size > 1 and torch.equal(first.expand(stored.shape), stored):
+            stored = first
+    return stored.expand(z.shape)
 
 
 def _reshape(z: Tensor, shape: Sequence[int]) -> Tensor:
