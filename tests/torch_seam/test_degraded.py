@@ -31,6 +31,7 @@ from torchguard._torch import (
     nodes,
     ops,
     process,
+    region_calls,
     settings,
     support,
     tensors,
@@ -712,6 +713,17 @@ class TestInductor:
         monkeypatch.delattr(f"torch._inductor.lowering.{name}")
         assert not inductor.compile_row_maxima(None)
 
+    @pytest.mark.parametrize("name", ["register_lowering", "lowerings", "make_pointwise"])
+    def test_largest_magnitudes_are_operations_where_inductor_takes_no_lowering(self, monkeypatch, name):
+        monkeypatch.delattr(f"torch._inductor.lowering.{name}")
+        assert not inductor.compile_largest_magnitudes(None, {})
+
+    def test_a_watched_model_compiles_where_largest_magnitudes_are_operations(self, monkeypatch):
+        monkeypatch.setattr("torchguard._watch.magnitudes._compile_largest_magnitudes", lambda: False)
+        x = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
+        _, f = torch.compile(watch(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), fullgraph=True)(x)
+        assert err.is_err(f).tolist() == [False, True]
+
     def test_checks_compile_where_row_maxima_do_not(self, monkeypatch):
         monkeypatch.setattr("torchguard._channel.detect._compile_row_maxima", lambda: False)
         x = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
@@ -731,6 +743,46 @@ class TestHookCalls:
         _, f = torch.compile(watch(nn.Sequential(nn.Linear(2, 2))), backend="eager", fullgraph=True)(x)
         assert called
         assert err.is_err(f).tolist() == [False, True]
+
+
+class TestRegionCalls:
+    @pytest.fixture
+    def blocks(self):
+        return nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(4)])
+
+    @pytest.mark.parametrize("name", ["InstructionTranslator", "UserFunctionVariable"])
+    def test_trace_regions_says_that_torch_lacks_a_class(self, monkeypatch, name):
+        owner = "symbolic_convert" if name == "InstructionTranslator" else "variables"
+        monkeypatch.delattr(f"torch._dynamo.{owner}.{name}")
+        assert not region_calls.trace_regions()
+
+    def test_blocks_are_compiled_one_by_one_without_regions(self, monkeypatch, blocks):
+        monkeypatch.setattr("torchguard._watch.regions.trace_regions", lambda: False)
+        guarded = watch(blocks, compile_once="*")
+        assert not any(region_calls.REGION in vars(block) for block in blocks)
+        x = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
+        _, f = torch.compile(guarded, backend="eager", fullgraph=True)(x)
+        assert err.is_err(f).tolist() == [False, True]
+
+    @pytest.mark.parametrize("name", ["RestartAnalysis", "SpeculationLog"])
+    def test_torch_raises_its_error_where_dynamo_cannot_begin_anew(self, monkeypatch, blocks, name):
+        def refuses_regions(graph, inputs):
+            raise NotImplementedError("no regions here")
+
+        module = "exc" if name == "RestartAnalysis" else "symbolic_convert"
+        real = getattr(getattr(torch._dynamo, module), name)
+        begin_anew = region_calls._begin_anew
+
+        def without_name(tx, error):
+            monkeypatch.delattr(real.__module__ + "." + name)
+            try:
+                begin_anew(tx, error)
+            finally:
+                monkeypatch.undo()
+
+        monkeypatch.setattr(region_calls, "_begin_anew", without_name)
+        with pytest.raises(Exception, match="no regions here"):
+            torch.compile(watch(blocks, compile_once="*"), backend=refuses_regions)(torch.ones(2, 2))
 
 
 class TestHookGuards:

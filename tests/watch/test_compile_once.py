@@ -697,13 +697,14 @@ def test_an_error_of_the_model_itself_stays_that_error():
 
 
 @pytest.fixture
-def on_any_device(monkeypatch):
-    """Have `watch` choose blocks of any size on any device."""
+def chosen_on_the_cpu(monkeypatch):
+    """Have `watch` choose blocks of any size on the CPU."""
+    monkeypatch.setattr(regions, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(regions, "_MANY_WEIGHTS", 0)
     monkeypatch.setattr(regions, "_MANY_PRODUCTS", 0)
-    monkeypatch.setattr(regions, "_NOT_ON", ())
 
 
-def test_watch_compiles_equal_blocks_once_where_there_are_no_gradients(on_any_device):
+def test_watch_compiles_equal_blocks_once_where_there_are_no_gradients(chosen_on_the_cpu):
     with torch.no_grad():
         assert regions_of(Stack(), sample()) == (4, 1)
         assert regions_of(Stack(), sample(), quarantine=True) == (4, 1)
@@ -712,7 +713,7 @@ def test_watch_compiles_equal_blocks_once_where_there_are_no_gradients(on_any_de
 
 @pytest.mark.parametrize("quarantine", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_watch_compiles_once_has_the_same_outcome(on_any_device, backend, quarantine, mode):
+def test_what_watch_compiles_once_has_the_same_outcome(chosen_on_the_cpu, backend, quarantine, mode):
     model, x = Stack().eval(), sample(bad=[1])
     found = []
     for once in (False, None):
@@ -726,15 +727,24 @@ def test_what_watch_compiles_once_has_the_same_outcome(on_any_device, backend, q
     assert found[0][2]
 
 
-def test_watch_does_not_compile_few_or_small_blocks_once(monkeypatch):
-    monkeypatch.setattr(regions, "_NOT_ON", ())
+@pytest.mark.parametrize(
+    "least",
+    [{"_MANY_WEIGHTS": 10**3}, {"_MANY_PRODUCTS": 10**6}, {"_DEVICES": ("cuda",)}],
+    ids=lambda one: next(iter(one)),
+)
+def test_watch_does_not_compile_small_blocks_once(chosen_on_the_cpu, monkeypatch, least):
+    for name, value in least.items():
+        monkeypatch.setattr(regions, name, value)
     with torch.no_grad():
-        assert regions_of(Stack(), sample()) == (0, 0)  # small ones
-        monkeypatch.setattr(regions, "_MANY_PRODUCTS", 0)
+        assert regions_of(Stack(), sample()) == (0, 0)
+
+
+def test_watch_does_not_compile_few_blocks_once(chosen_on_the_cpu):
+    with torch.no_grad():
         assert regions_of(Stack(*[Block() for _ in range(3)]), sample()) == (0, 0)
 
 
-def test_watch_is_silent_where_torch_cannot_compile_once_what_watch_chose(on_any_device, recwarn):
+def test_watch_is_silent_where_torch_cannot_compile_once_what_watch_chose(chosen_on_the_cpu, recwarn):
     model, x = Passed(*[Viewing() for _ in range(4)]).eval(), sample(bad=[3])
     guarded = watch(copy.deepcopy(model))
     with torch.no_grad():
@@ -744,7 +754,7 @@ def test_watch_is_silent_where_torch_cannot_compile_once_what_watch_chose(on_any
     assert not [one for one in recwarn if one.category is CompileOnceWarning]
 
 
-def test_quarantine_within_regions_only_checks_where_that_is_enough(on_any_device):
+def test_quarantine_within_regions_only_checks_where_that_is_enough(chosen_on_the_cpu):
     graphs = []
 
     def keep(graph, inputs):

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchguard._channel.magnitudes import from_limit, magnitude_bits
 from torchguard._watch.detect import (
     INF,
     NAN,
@@ -20,6 +19,7 @@ from torchguard._watch.detect import (
     row_status,
     scan,
 )
+from torchguard._watch.magnitudes import from_limit, magnitude_bits
 from torchguard._watch.select import norm_widths
 
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -2.5, 6e4, -1e-7, math.inf, -math.inf, math.nan])

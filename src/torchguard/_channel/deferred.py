@@ -18,8 +18,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from torchguard._channel.config import AccumulationConfig, Dedupe, ErrorConfig, Order, Priority
-from torchguard._channel.detect import fault_slots, row_statuses
-from torchguard._channel.magnitudes import REVISION
+from torchguard._channel.detect import REVISION, fault_slots, row_statuses
 from torchguard._channel.packing import Flags, bits, capacity, unpack, zero_flags
 from torchguard._channel.policy import RowStatus, is_first_in, write
 from torchguard._channel.pushes import call_pack_pushes, columns, packed, packs_by_call

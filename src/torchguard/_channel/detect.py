@@ -10,16 +10,19 @@ the kernels of equal layers equal, so that they are compiled once.
 
 import functools
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchguard._channel.codes import DEFAULT_SEVERITY, ErrorCode
-from torchguard._channel.magnitudes import REVISION
 from torchguard._channel.policy import RowStatus
 from torchguard._channel.slot_bits import pack_slot
-from torchguard._operators import define_opaque
+from torchguard._operators import define_opaque, source_checksum
 from torchguard._torch.tracing import can_read, is_compiled_by_inductor, is_exporting, is_traced
+
+# Of what the operators of this package trace into or are compiled to.
+REVISION = source_checksum(Path(__file__).parent) ^ source_checksum(Path(__file__).parents[1] / "_torch", "inductor.py")
 
 
 def row_statuses(z: Tensor, nan: bool, inf: bool) -> list[RowStatus]:

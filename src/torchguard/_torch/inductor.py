@@ -274,8 +274,8 @@ def compile_largest_magnitudes(op: Any, bits: Mapping[torch.dtype, torch.dtype])
     Degraded where torch has no `register_lowering`, `lowerings` or `make_pointwise`: False.
 
     Args:
-        op: `(z, pieces, limit, inf, marks_inf, revision)`, returns a list: the largest magnitude of each of so many
-            pieces of the vectors of `z`, those from `limit` on as `inf`; and where a piece has `inf`, if asked for.
+        op: `(z, pieces, limit, inf, revision)`, returns a list: the largest magnitude of each of so many pieces of the
+            vectors of `z`, those from `limit` on as `inf`.
         bits: the dtypes whose magnitudes are read as bits on a GPU, and the integers that hold these.
     """
     try:
@@ -288,7 +288,7 @@ def compile_largest_magnitudes(op: Any, bits: Mapping[torch.dtype, torch.dtype])
     aten = torch.ops.aten
 
     @register_lowering(op.default, type_promotion_kind=None)
-    def lower(z: Any, pieces: int, limit: float, inf: float, marks_inf: bool, revision: int) -> list[Any]:
+    def lower(z: Any, pieces: int, limit: float, inf: float, revision: int) -> list[Any]:
         dtype = bits.get(z.get_dtype()) if z.get_device().type != "cpu" else None
         if dtype is None:
             magnitudes = lowerings[aten.abs.default](z)
@@ -304,11 +304,7 @@ def compile_largest_magnitudes(op: Any, bits: Mapping[torch.dtype, torch.dtype])
             at, most = (ops.constant(value, largest.get_dtype()) for value in (limit, inf))
             return ops.where(ops.ge(number, at), ops.maximum(number, most), number)
 
-        results = [largest if limit == inf else make_pointwise(counted)(largest)]
-        if marks_inf:
-            found = lowerings[aten.eq.Scalar](magnitudes, inf)
-            results.append(lowerings[aten.any.dim](found, -1, pieces == 1))
-        return results
+        return [largest if limit == inf else make_pointwise(counted)(largest)]
 
     return True
 

@@ -14,11 +14,12 @@ from torchguard._torch.tensors import is_distributed, map_nested
 from torchguard._torch.tracing import can_read, in_transform, is_in_vmap, outside_transforms, outside_vmap
 from torchguard._watch.batch import FOR_ALL, MIXED, Batch, row_code
 from torchguard._watch.call_summary import CallSummary, FaultHandling, first_warnings
-from torchguard._watch.detect import INF, NAN, REVISION, ROW_STATUS, is_finite, only_fault, row_status
+from torchguard._watch.detect import INF, NAN, ROW_STATUS, is_finite, only_fault, row_status
 from torchguard._watch.finite_gradients import record_faults_in
 from torchguard._watch.gradient_probes import probes_at
 from torchguard._watch.graph_plan import mark_samples
 from torchguard._watch.history_table import HistoryTable
+from torchguard._watch.magnitudes import REVISION
 from torchguard._watch.origins import BY_SIZE, RowStatuses
 from torchguard._watch.parameter_uses import Protection
 from torchguard._watch.plan import FollowedCall, PlannedCall

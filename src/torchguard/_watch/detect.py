@@ -1,6 +1,6 @@
 """Checking a tensor: a row status for every vector along its last dim, by one reduction.
 
-The status of a vector is the largest magnitude in it, or the bits of that magnitude (`_channel/magnitudes.py`). (Checks
+The status of a vector is the largest magnitude in it, or the bits of that magnitude (`magnitudes.py`). (Checks
 of indices have an int8 status instead: the fault itself.) The statuses have the shape of the tensor, with the pieces of
 a vector as their last dim: one piece, or on a GPU several of a long vector.
 
@@ -21,7 +21,6 @@ onnxruntime:
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,19 +28,10 @@ from torch import Tensor
 
 from torchguard._channel.codes import ErrorCode
 from torchguard._channel.detect import floats_of
-from torchguard._channel.magnitudes import (
-    REVISION as REVISION_OF_CHANNEL,
-)
-from torchguard._channel.magnitudes import (
-    dtype_of_largest,
-    inf_of,
-    largest_magnitudes,
-    num_pieces,
-    reads_bits,
-)
-from torchguard._operators import define, source_checksum, use_operators
+from torchguard._operators import define, use_operators
 from torchguard._torch.tensors import is_distributed, mutation_count
 from torchguard._torch.tracing import is_exporting, is_shape_only, is_surely, is_traced
+from torchguard._watch.magnitudes import REVISION, dtype_of_largest, inf_of, largest_magnitudes, num_pieces, reads_bits
 from torchguard.exceptions import WatchError
 
 # Faults in order of rank: where a vector has several, the last one counts.
@@ -54,7 +44,6 @@ _MANY_VECTORS = 1_024
 # Tensors of up to this many numbers are scanned together at the end of a call on a GPU. Until then their memory is
 # kept: at most 1 MiB each in float32.
 _MAX_SMALL = 2**18
-REVISION = source_checksum(Path(__file__).parent) ^ REVISION_OF_CHANNEL
 # What a gradient probe receives for a sample. Gradients may be added up: one NaN outweighs any number of Infs.
 PROBE_INF, PROBE_NAN = 1.0, 2.0**20
 

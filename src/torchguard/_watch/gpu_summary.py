@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from torchguard._channel.config import ErrorConfig
-from torchguard._channel.magnitudes import bits_of, inf_bits
 from torchguard._channel.packing import Flags
 from torchguard._operators import define_opaque
 from torchguard._torch.inductor import compile_to_call
 from torchguard._watch.batch import FOR_ALL, MIXED, Batch, row_code
-from torchguard._watch.detect import REVISION, deferred_scan
+from torchguard._watch.detect import deferred_scan
 from torchguard._watch.history_table import HistoryTable
+from torchguard._watch.magnitudes import REVISION, bits_of, inf_bits
 from torchguard._watch.origins import BY_SIZE, NUM_ORIGINS, RowStatuses
 from torchguard._watch.path_bits import CallOrder
 from torchguard._watch.zeros import has_triton

@@ -19,8 +19,9 @@ from torchguard._operators import define_opaque
 from torchguard._torch.inductor import compile_in_place
 from torchguard._torch.tracing import can_read, is_traced
 from torchguard._watch.batch import Batch, row_code
-from torchguard._watch.detect import PROBE_INF, PROBE_NAN, REVISION, all_finite, is_finite, is_nan, row_status
+from torchguard._watch.detect import PROBE_INF, PROBE_NAN, all_finite, is_finite, is_nan, row_status
 from torchguard._watch.gradient_probes import ProbeTable, new_table
+from torchguard._watch.magnitudes import REVISION
 from torchguard._watch.zeros import has_kernel, zero_vectors
 
 # Samples with this many numbers or more would overflow the kernel's int32 offsets.

@@ -18,7 +18,8 @@ from torchguard._torch.dynamo_graph import CannotRunError, is_operation
 from torchguard._torch.tensors import flatten, mutation_count, storage_of
 from torchguard._torch.tracing import is_shape_only, is_wrapped
 from torchguard._watch.batch import MIXED, UNBATCHED, Batch, size_free
-from torchguard._watch.detect import REVISION, empty_status
+from torchguard._watch.detect import empty_status
+from torchguard._watch.magnitudes import REVISION
 from torchguard._watch.parameter_uses import (
     LINEAR,
     NOT_OPERATIONS,

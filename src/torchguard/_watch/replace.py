@@ -32,13 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchguard._channel.magnitudes import from_limit
 from torchguard._operators import define, use_operators
 from torchguard._torch.tensors import mutation_count
 from torchguard._torch.tracing import in_transform, is_exporting, is_shape_only, is_traced
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import (
-    REVISION,
     deferrable_status,
     deferred_scan,
     empty_status,
@@ -51,6 +49,7 @@ from torchguard._watch.detect import (
 from torchguard._watch.finite_derivatives import finite_derivative
 from torchguard._watch.gradient_mask import masked_gradient
 from torchguard._watch.gradient_probes import ProbeTable, call_probes
+from torchguard._watch.magnitudes import REVISION, from_limit
 from torchguard._watch.zeros import can_zero_in_place, zero_in_place, zero_vectors
 
 # The largest square that does not overflow in the dtype that squares are summed in. A square of a float16 never does.

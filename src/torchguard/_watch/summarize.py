@@ -32,7 +32,6 @@ from torchguard._watch.call_summary import (
     most_faults,
 )
 from torchguard._watch.detect import (
-    REVISION,
     all_finite,
     compiles_summary,
     deferred_scan,
@@ -42,6 +41,7 @@ from torchguard._watch.detect import (
 from torchguard._watch.gpu_summary import can_summarize, gpu_summary
 from torchguard._watch.gradient_probes import set_origins
 from torchguard._watch.history_table import HistoryTable
+from torchguard._watch.magnitudes import REVISION
 from torchguard._watch.origins import RowStatuses, grouped
 from torchguard._watch.path_bits import NO_ORDER, CallOrder, all_checks, order_number
 

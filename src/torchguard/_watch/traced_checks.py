@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchguard._torch.hook_calls import CannotCall, HookCall
 from torchguard._torch.tracing import in_transform
-from torchguard._watch.detect import REVISION, ROW_STATUS
+from torchguard._watch.detect import ROW_STATUS
 from torchguard._watch.gradient_probes import probes_at
+from torchguard._watch.magnitudes import REVISION
 from torchguard._watch.origins import BY_SIZE
 from torchguard._watch.replace import REPLACE_NONFINITE
 from torchguard._watch.select import is_mask

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
-from torchguard._channel.magnitudes import reads_bits
 from torchguard._operators import define, define_opaque, free_namespace, use_operators
 from torchguard._torch.inductor import compile_in_place
 from torchguard._torch.tracing import is_shape_only, is_traced
 from torchguard._watch.batch import MIXED, Batch
-from torchguard._watch.detect import REVISION, empty_status, is_finite, scan
+from torchguard._watch.detect import empty_status, is_finite, scan
+from torchguard._watch.magnitudes import REVISION, reads_bits
 
 # The longest piece of a vector that the kernel holds in registers.
 _LONGEST_PIECE = 4_096

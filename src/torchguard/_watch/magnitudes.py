@@ -7,9 +7,9 @@ indistinguishable from bfloat16's.
 
 In a graph for Inductor, this is one operator, `largest_magnitudes`, with a lowering of its own
 (`_torch/inductor.py`). It saves what torch does for each operation of a graph: a model has hundreds of checks of five
-to eleven operations. And it has several results, which matters for inference: there Inductor moves a call with a single
-result to where the result is used. All results of checks are used at the end of the graph, so the reductions would run
-there, unfused, and read each tensor again. Other backends get the operations; a `split` that does nothing keeps their
+to eleven operations. And it returns a list, which matters for inference: there Inductor moves a call that returns one
+tensor to where that is used. All results of checks are used at the end of the graph, so the reductions would run there,
+unfused, and read each tensor again. Other backends get the operations; a `split` that does nothing keeps their
 reductions in place.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchguard._channel.detect import REVISION as REVISION_OF_CHANNEL
 from torchguard._operators import define_opaque, source_checksum
 from torchguard._torch.inductor import compile_largest_magnitudes
 from torchguard._torch.tracing import in_transform, is_compiled_by_inductor, is_exporting, is_traced
@@ -31,7 +32,7 @@ _INF_BITS = {torch.int16: 0x7F80, torch.int32: 0x7F800000, torch.int64: 0x7FF000
 # A GPU holds a piece of this many numbers in registers, and need not read it again to replace it.
 _LONGEST_PIECE, _SHORTEST_PIECE = 1_024, 256
 # Of what the operators of this package trace into or are compiled to.
-REVISION = source_checksum(Path(__file__).parent) ^ source_checksum(Path(__file__).parents[1] / "_torch", "inductor.py")
+REVISION = source_checksum(Path(__file__).parent) ^ REVISION_OF_CHANNEL
 
 
 def reads_bits(z: Tensor) -> bool:
@@ -78,18 +79,9 @@ def largest_magnitudes(z: Tensor, pieces: int = 1, limit: float = math.inf) -> T
         limit: magnitudes from here on count as Inf.
     """
     if _is_one_op(z):
-        return _LARGEST_MAGNITUDES(z, pieces, *_limit_and_inf(z, limit), False, REVISION)[0]
+        return _LARGEST_MAGNITUDES(z, pieces, *_limit_and_inf(z, limit), REVISION)[0]
     largest = _counted(_largest(_magnitudes(z), pieces), *_limit_and_inf(z, limit))
     return largest.split(pieces, -1)[0] if is_traced(z) else largest
-
-
-def nan_and_inf(z: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Where the vectors of `z`, or pieces of them, hold NaN and where Inf; None where that is not one operator."""
-    if not (reads_bits(z) and _is_one_op(z)):
-        return None
-    pieces = num_pieces(z.shape[-1])
-    largest, has_inf = _LARGEST_MAGNITUDES(z, pieces, *_limit_and_inf(z, math.inf), True, REVISION)
-    return largest > inf_of(largest.dtype), has_inf
 
 
 def from_limit(largest: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
@@ -133,20 +125,12 @@ def _counted(largest: Tensor, limit: float, inf: float) -> Tensor:
     return largest if limit == inf else torch.where(largest >= limit, largest.clamp(min=inf), largest)
 
 
-def _largest_magnitudes_op(
-    z: Tensor, pieces: int, limit: float, inf: float, marks_inf: bool, revision: int
-) -> list[Tensor]:
-    magnitudes = _magnitudes(z)
-    largest = _counted(_largest(magnitudes, pieces), limit, inf)
-    is_inf = [(magnitudes == inf).unflatten(-1, (pieces, -1)).any(-1)] if marks_inf else []
-    return [largest.contiguous(), *is_inf]
+def _largest_magnitudes_op(z: Tensor, pieces: int, limit: float, inf: float, revision: int) -> list[Tensor]:
+    return [_counted(_largest(_magnitudes(z), pieces), limit, inf).contiguous()]
 
 
 _LARGEST_MAGNITUDES = define_opaque(
-    "largest_magnitudes(Tensor z, int pieces, Scalar limit, Scalar inf, bool marks_inf, int revision) -> Tensor[]",
+    "largest_magnitudes(Tensor z, int pieces, Scalar limit, Scalar inf, int revision) -> Tensor[]",
     _largest_magnitudes_op,
-    lambda z, pieces, limit, inf, marks_inf, revision: [
-        z.new_empty([*z.shape[:-1], pieces], dtype=dtype)
-        for dtype in [dtype_of_largest(z), *([torch.bool] if marks_inf else [])]
-    ],
+    lambda z, pieces, limit, inf, revision: [z.new_empty([*z.shape[:-1], pieces], dtype=dtype_of_largest(z))],
 )
