@@ -1,6 +1,7 @@
 """`compile_once`: blocks that are alike are compiled once, and nothing else is different."""
 
 import copy
+import functools
 import gc
 import pickle
 import re
@@ -648,7 +649,7 @@ def test_blocks_that_torch_cannot_compile_once_are_compiled_one_by_one(kind):
 def test_it_says_that_torch_cannot_compile_blocks_once():
     guarded = watch(Passed(*[Viewing() for _ in range(4)]), compile_once=True)
     call = torch.compile(guarded, backend="aot_eager", fullgraph=True)
-    with pytest.warns(CompileOnceWarning, match=r"cannot compile the blocks of Passed once.*The reason: "):
+    with pytest.warns(CompileOnceWarning, match=r"compiling the blocks of Passed once raised an error.*The error: "):
         call(sample())
 
 
@@ -772,3 +773,168 @@ def test_quarantine_within_regions_only_checks_where_that_is_enough(chosen_on_th
             call(sample())
         assert operations()
         assert {node.args[12] for node in operations()} == {not grad}
+
+
+class Running(Stack):
+    """Runs its blocks in a way of its own."""
+
+    def __init__(self, run, *blocks):
+        super().__init__(*blocks)
+        self.run = run
+
+    def forward(self, x):
+        return self.head(self.run(self.blocks, x))
+
+
+def assert_once_changes_nothing(model, x, **how):
+    """The outputs, flags, reports and gradients of a watched model, with and without regions."""
+    found = []
+    for once in (False, None, True):
+        torch._dynamo.reset()
+        copied = copy.deepcopy(model)
+        guarded = watch(copied, compile_once=once, **how)
+        with torch.no_grad():
+            inference = torch.compile(guarded, backend="aot_eager", fullgraph=True)(x)
+        out, f = torch.compile(guarded, backend="aot_eager", fullgraph=True)(x)
+        err.mean_ok(f, out.square().mean((1, 2))).backward()
+        grads = [None if p.grad is None else p.grad.clone() for p in copied.parameters()]
+        found.append((inference[0], out, grads, flags.repr(f), flags.repr(inference[1])))
+    for other in found[1:]:
+        torch.testing.assert_close(found[0][:2], other[:2], rtol=0, atol=0, equal_nan=True)
+        assert [one is None for one in found[0][2]] == [one is None for one in other[2]]
+        given = [(a, b) for a, b in zip(found[0][2], other[2], strict=True) if a is not None]
+        torch.testing.assert_close(*map(list, zip(*given, strict=True)), equal_nan=True)
+        assert found[0][3:] == other[3:]
+
+
+def one_by_one(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_wrapped_forward_is_called_once(chosen_on_the_cpu, quarantine, late):
+    model = Running(one_by_one, *[Block() for _ in range(4)])
+
+    def wrap():
+        for block in model.blocks:
+            block.forward = functools.partial(lambda old, x: old(x) + 1, block.forward)
+
+    x, outcomes = sample(bad=[1]), []
+    if not late:
+        wrap()
+    for once in (False, None, True):
+        guarded = watch(model, quarantine=quarantine, compile_once=once)
+        call = torch.compile(guarded, backend="aot_eager", fullgraph=True)
+        with torch.no_grad():
+            if late:
+                call(x)
+                wrap()
+            outcomes.append(call(x)[0])
+        model = unwatch(guarded)
+        torch._dynamo.reset()
+        if late:
+            for block in model.blocks:
+                del block.forward
+    for other in outcomes[1:]:
+        torch.testing.assert_close(other, outcomes[0], equal_nan=True)
+
+
+class Returning(Block):
+    """Returns what it is given beside its output."""
+
+    def forward(self, x, state):
+        return super().forward(x) + state[:, :, :1], {"state": state, "x": x}
+
+
+def write_to_what_was_returned(blocks, x):
+    state = torch.zeros_like(x)
+    for i, block in enumerate(blocks):
+        x, returned = block(x, state)
+        returned["state"][:, :, i] = i + 1.0
+    return x + state
+
+
+def write_to_what_was_given(blocks, x):
+    state = torch.zeros_like(x)
+    for i, block in enumerate(blocks):
+        x, returned = block(x, state)
+        state[:, :, i] = i + 1.0
+        x = x + returned["state"]
+    return x
+
+
+def ask_for_identity(blocks, x):
+    state, same = torch.zeros_like(x), 0
+    for block in blocks:
+        x, returned = block(x, state)
+        same += returned["state"] is state
+    return x * same
+
+
+class Skipped(Block):
+    def forward(self, x):
+        return x
+
+
+def write_behind_a_skipped_block(blocks, x):
+    for block in blocks:
+        before = x = x * 1
+        x = block(x)
+        x += 1
+        x = x + before
+    return x
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (write_to_what_was_returned, Returning),
+        (write_to_what_was_given, Returning),
+        (ask_for_identity, Returning),
+        (write_behind_a_skipped_block, Skipped),
+    ],
+)
+@pytest.mark.filterwarnings(
+    "ignore::torchguard.exceptions.CompileOnceWarning"
+)  # torch saves all that a region is given
+def test_an_argument_that_a_block_returns_is_that_argument(chosen_on_the_cpu, run, kind, quarantine):
+    model = Running(run, *[kind() for _ in range(4)])
+    assert_once_changes_nothing(model, sample(bad=[2]), quarantine=quarantine)
+
+
+def half_of_them_in_autocast(first):
+    def run(blocks, x):
+        for i, block in enumerate(blocks):
+            with torch.autocast("cpu", torch.bfloat16, enabled=(i < 2) == first):
+                x = block(x).float()
+        return x
+
+    return run
+
+
+def half_of_them_without_gradients(first):
+    def run(blocks, x):
+        for i, block in enumerate(blocks):
+            with torch.set_grad_enabled((i < 2) != first):
+                x = block(x)
+        return one_by_one(blocks, x) if first else x + one_by_one(blocks, x)
+
+    return run
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("half", [half_of_them_in_autocast, half_of_them_without_gradients])
+@pytest.mark.parametrize("quarantine", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_blocks_under_other_states_of_torch_are_not_one(chosen_on_the_cpu, half, first, quarantine):
+    model = Running(half(first), *[Block() for _ in range(4)])
+    assert_once_changes_nothing(model, sample(bad=[2]), quarantine=quarantine)
+
+
+def test_the_eager_backend_has_gradients():
+    model, x = Stack(), sample(bad=[1])
+    one, two = (outcome(model, x, "eager", compile_once=once) for once in (False, True))
+    assert_same_outcome(one, two)

@@ -15,12 +15,15 @@ Names are those of torch 2.11 to 2.15. Degraded where one is missing: there are 
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+
 from torchguard._torch.hook_calls import CannotCall, HookCall, attributes_of, realized
 from torchguard._torch.process import patch_function
+from torchguard._torch.tracing import autocast_dtypes
 
 REGION = "_torchguard_region"
-# Attribute of the graph that Dynamo builds: its regions.
-_REGIONS = "_torchguard_regions"
+# Attributes of the graph that Dynamo builds: its regions, and the state of torch in which they are traced.
+_REGIONS, _STATE = "_torchguard_regions", "_torchguard_region_state"
 # What Dynamo raises that is no failure.
 _CONTROL_FLOW = ("RestartAnalysis", "SkipFrame", "ObservedException", "StepUnsupported")
 
@@ -62,7 +65,7 @@ def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, 
         function = region.in_dynamo(call, [*given, *named.values()]) if call.num_regions == 0 else None
     except CannotCall:
         function = None
-    if function is None:
+    if function is None or not _can_share(tx.output):
         return original(self, tx, args, kwargs)
     from torch._dynamo.variables import VariableTracker
 
@@ -71,6 +74,18 @@ def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, 
         return VariableTracker.build(tx, function).call_function(tx, [block, *given], named)
     except Exception as error:  # Dynamo could break the graph here instead
         _begin_anew(tx, error)
+
+
+def _can_share(graph: Any) -> bool:
+    """Whether a region that begins now may be one with those before it.
+
+    torch compares their graphs, but not what is in force around them: gradients and autocast. Without AOTAutograd, in
+    the backend "eager", regions have no gradients.
+    """
+    state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_dtypes()
+    if state[0] and getattr(graph.compiler_fn, "compiler_name", None) == "eager":
+        return False
+    return vars(graph).setdefault(_STATE, state) == state
 
 
 def _begin_anew(tx: Any, error: Exception) -> NoReturn:

@@ -93,6 +93,7 @@ class CallRecord:
         self.last_location = 0  # that of the last check
         self.region: range | None = None  # the locations of the region that is being run
         self.region_probes: list[Tensor] = []  # for each region
+        self.passed_on: list[int | None] = []  # for each tensor that the last region returned, which one it was given
 
     def check(
         self,

@@ -72,7 +72,9 @@ def num_pieces(width: int) -> int:
 
 
 def largest_magnitudes(z: Tensor, pieces: int = 1, limit: float = math.inf) -> Tensor:
-    """The largest magnitude in each vector of `z`, `(..., pieces)`. `z` is real, of 16 bits or more, and detached.
+    """The largest magnitude in each vector of `z`, `(..., pieces)`. `z` is real, of 16 bits or more.
+
+    Where bits are read, the result has no gradient. Elsewhere, `z` is detached.
 
     Args:
         pieces: into how many equal pieces to divide each vector.

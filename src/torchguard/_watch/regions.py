@@ -16,7 +16,8 @@ A watched block does not qualify as it is. What stands in the way, and what is d
   them. The locations are plain integers and stay in the outer record. That the trace has this side effect also keeps
   Dynamo from reusing an earlier trace of the same function without running it, by which the locations would not be
   recorded.
-- **A region may not return its input**, which blocks do (a mask, a cache): it is cloned.
+- **A region may not return its input**, which blocks do (a mask, a cache): it returns a clone, and the caller gets the
+  input in its place. `CallRecord.passed_on` says which one.
 - **Inside `torch.utils.checkpoint`, Dynamo loses track of what a region returns**, but not of what is computed from it.
   The operator `leave_region` makes a view of each status.
 - **Reference cycles.** An object that is attached to a leaf and references that leaf is never freed
@@ -73,7 +74,9 @@ class Region:
         record = call.written_to(watch, "traced_record")
         if watch.has_no_regions or call.is_none(record) or in_transform() or is_exporting():
             return None
-        if not call.constant(record, "in_graph") or not (watch.asks_for_regions or self._is_worthwhile(call, values)):
+        if call.constant(record, "region") is not None or not call.constant(record, "in_graph"):
+            return None
+        if not (watch.asks_for_regions or self._is_worthwhile(call, values)):
             return None
         if not call.is_none(call.attribute(record, "probes")) and self._has_float16(call, values):
             warn_of_float16(watch)
@@ -112,7 +115,10 @@ def _call_region(block: Any, *args: Any, **kwargs: Any) -> Any:
     if statuses:
         statuses = _call_leave_region(statuses)
     call_record.leave_region(outer, statuses, warnings)
-    return output
+    if not any(number is not None for number in call_record.passed_on):
+        return output
+    given, numbers = _tensors_given(args, kwargs), iter(call_record.passed_on)
+    return map_tensors(output, lambda z: z if (number := next(numbers)) is None else given[number])
 
 
 @torch.compiler.nested_compile_region
@@ -121,14 +127,28 @@ def _run_nested(block: Any, *args: Any, **kwargs: Any) -> tuple[Any, Sequence[Te
     call_record = getattr(block, REGION).watch.call_record
     if call_record.probes is not None:
         call_record.probes = call_record.probes.view_as(call_record.probes)
-    output = block.forward(*args, **kwargs)
-    given: list[Tensor] = []
-    for one in (*args, *kwargs.values()):
-        given += [one] if isinstance(one, Tensor) else [z for _, z in tensors_in(one)]
-    output = map_tensors(output, lambda z: z.clone() if any(z is one for one in given) else z)
+    # Not `block.forward`: Dynamo has come to this function, perhaps from one that wraps it.
+    output = type(block).forward(block, *args, **kwargs)
+    given = _tensors_given(args, kwargs)
+    passed_on: list[int | None] = []
+
+    def separate(z: Tensor) -> Tensor:
+        numbers = [i for i, one in enumerate(given) if z is one]
+        passed_on.append(numbers[0] if numbers else None)
+        return z.clone() if numbers else z
+
+    output = map_tensors(output, separate)
+    call_record.passed_on = passed_on
     # Emptied, since Dynamo would take what is in the record for further outputs of the region.
     statuses, call_record.statuses, call_record.probes = call_record.statuses, [], None
     return output, tuple(statuses), tuple([mask for _, _, mask in call_record.warnings])
+
+
+def _tensors_given(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    given: list[Tensor] = []
+    for one in (*args, *kwargs.values()):
+        given += [one] if isinstance(one, Tensor) else [z for _, z in tensors_in(one)]
+    return given
 
 
 def _call_leave_region(statuses: Sequence[Tensor]) -> list[Tensor]:

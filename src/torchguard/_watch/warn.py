@@ -87,12 +87,12 @@ def warn_of_float16(watch: Any) -> None:
 
 
 def warn_of_no_regions(watch: Any, error: Exception) -> None:
-    """Say that torch cannot compile the blocks of a model once."""
+    """Say that the blocks of a model are compiled one by one, since torch raised an error for a region."""
     error = getattr(error, "inner_exception", error)  # of a backend
     reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
     warnings.warn(
-        f"watch: torch cannot compile the blocks of {type(watch.model).__name__} once, so each is compiled on its own, "
-        f"which takes longer. Leave compile_once out, or give patterns of other blocks. The reason: {reason}",
+        f"watch: compiling the blocks of {type(watch.model).__name__} once raised an error, so each is compiled on its "
+        f"own, which takes longer. Leave compile_once out, or give patterns of other blocks. The error: {reason}",
         CompileOnceWarning,
         stacklevel=2,
     )
