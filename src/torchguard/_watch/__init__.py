@@ -21,12 +21,11 @@ State that is not visible in signatures, here and in the rest of torchguard, and
   (`locations/_tracked.py`).
 - On torch: the operators, which stay for the process since compiled code calls them; Dynamo's marks on the tensors of a
   `WatchState` that their sizes are static (`_torch/dynamo.py`) and on functions that are constant in graphs
-  (`_torch/tracing.py`); `_torchguard_has_global_hooks` and
-  `_torchguard_regions` on the graph that it is building (`_torch/hook_calls.py`, `region_calls.py`);
-  `_torchguard_schemas` on torch's cache of nested regions, with a patch of
-  `invoke_subgraph.gen_schema` (`_torch/settings.py`); and what survives a second import of torchguard: `_torchguard` on
-  the module `torch`, and `_torchguard_copies` on a function of Dynamo (`_torch/process.py`). docs/private-torch.md
-  lists the settings and patches.
+  (`_torch/tracing.py`); `_torchguard_has_global_hooks`, `_torchguard_regions` and `_torchguard_region_state` on the
+  graph that it is building (`_torch/hook_calls.py`, `region_calls.py`); `_torchguard_schemas` on torch's cache of
+  nested regions, with a patch of `invoke_subgraph.gen_schema` (`_torch/settings.py`); and what survives a second import
+  of torchguard: `_torchguard` on the module `torch`, and `_torchguard_copies` on a function of Dynamo
+  (`_torch/process.py`). docs/private-torch.md lists the settings and patches.
 - On exceptions, since Dynamo and `make_fx` raise them again: `torchguard_line`, the source line of the operation that
   raised, while `compiled` traces (`compiled/_purity.py`).
 - Caches: classes of watched models (`wrapper.py`), constants by device (`origins.py`, `path_bits.py`), configurations
