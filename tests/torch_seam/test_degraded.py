@@ -744,6 +744,9 @@ class TestHookCalls:
         assert called
         assert err.is_err(f).tolist() == [False, True]
 
+    def test_a_method_has_no_object_where_dynamo_does_not_say(self):
+        assert hook_calls.arguments_of(object(), [1, 2]) == [1, 2]
+
 
 class TestRegionCalls:
     @pytest.fixture
@@ -754,6 +757,13 @@ class TestRegionCalls:
     def test_trace_regions_says_that_torch_lacks_a_class(self, monkeypatch, name):
         owner = "symbolic_convert" if name == "InstructionTranslator" else "variables"
         monkeypatch.delattr(f"torch._dynamo.{owner}.{name}")
+        assert not region_calls.trace_regions()
+
+    def test_there_are_no_regions_where_torch_cannot_be_kept_from_wrong_ones(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.delattr("torch._dynamo.variables.higher_order_ops.are_same_graph_modules")
+            assert not region_calls.trace_regions()
+        monkeypatch.setattr(region_calls, "_calls_of_regions", lambda: None)
         assert not region_calls.trace_regions()
 
     def test_blocks_are_compiled_one_by_one_without_regions(self, monkeypatch, blocks):

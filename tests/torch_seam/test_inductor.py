@@ -145,8 +145,9 @@ def test_an_op_is_compiled_to_a_call_of_a_function():
 
     def step(x, total):
         constant = torch.tensor([float(i) for i in range(20)])
-        alike = [(x + 1).flatten(), (x * 2).flatten()]
-        first, second = torch.ops.torchguard_test.sums([*alike, (x - 1).double().flatten()], [2, 1], constant, total)
+        one, two = (x + 1).flatten(), (x * 2).flatten()
+        given = [one, two, one, (x - 1).double().flatten()]
+        first, second = torch.ops.torchguard_test.sums(given, [3, 1], constant, total)
         return first + 1, second
 
     x, total, other = torch.randn(6, 8), torch.zeros(()), torch.zeros(())
@@ -157,7 +158,7 @@ def test_an_op_is_compiled_to_a_call_of_a_function():
     assert "torch.ops.torchguard_test.sums.default(" not in body
     (call,) = [line for line in body.splitlines() if "torchguard_sums([" in line]
     assert "constant" in call  # not a copy of it
-    assert call.split("[")[1].count("buf") == 2  # the first two are one
+    assert call.split("[")[1].count("buf") == 2  # the first three are one
     ops._destroy()
 
 

@@ -13,10 +13,11 @@ from tests.models import Residual
 from torch._dynamo.exc import UncapturedHigherOrderOpError
 from torch._dynamo.variables import dicts
 from torch.func import jvp, vjp
+from torch.nn.functional import gelu
 
 from torchguard import guards, watch
 from torchguard._graphs.op_facts import has_wrong_jvp
-from torchguard._torch import dynamo, settings
+from torchguard._torch import dynamo, region_calls, settings
 from torchguard._torch.support import minor_version
 
 
@@ -98,6 +99,40 @@ def test_a_region_may_not_return_its_input():
 
     with pytest.raises(UncapturedHigherOrderOpError, match="aliasing"):
         torch.compile(lambda x, mask: region(x, mask)[0], backend="eager", fullgraph=True)(torch.ones(2), torch.ones(2))
+
+
+def test_regions_that_differ_in_an_optional_argument_are_one(monkeypatch):
+    """`region_calls._are_same` compares all arguments."""
+    monkeypatch.setattr(region_calls, "_are_same", lambda original, *args: original(*args))
+
+    @torch.compiler.nested_compile_region
+    def region(x, kind):
+        return gelu(x) if kind == "erf" else gelu(x, approximate="tanh")
+
+    def function(x):
+        return region(x, "erf"), region(x, "tanh")
+
+    one, two = torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
+    assert torch.equal(one, two)
+
+
+@pytest.mark.inductor
+def test_what_a_region_writes_to_an_argument_is_lost_without_gradients():
+    """`region_calls._refusing_writes` has Dynamo refuse such blocks."""
+
+    @torch.compiler.nested_compile_region
+    def region(state, x):
+        state[:, 0] += x.sum(-1)
+        return x.sin()
+
+    def function(x):
+        state = torch.zeros_like(x)
+        y = region(state, region(state, x))
+        return state + y
+
+    x = torch.ones(2, 2)
+    with torch.no_grad():
+        assert not torch.allclose(torch.compile(function, fullgraph=True)(x), function(x))
 
 
 def test_tangents_of_a_product_by_index_are_wrong():

@@ -938,3 +938,87 @@ def test_the_eager_backend_has_gradients():
     model, x = Stack(), sample(bad=[1])
     one, two = (outcome(model, x, "eager", compile_once=once) for once in (False, True))
     assert_same_outcome(one, two)
+
+
+class Applying(nn.Module):
+    """A block with a function of its own."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x):
+        return x + self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("is_swapped", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "functions",
+    [
+        (F.gelu, lambda x: F.gelu(x, approximate="tanh")),
+        (lambda x: x.clamp(min=0), lambda x: x.clamp(max=0)),
+        (
+            lambda x: F.scaled_dot_product_attention(x, x, x),
+            lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.0, True),
+        ),
+        pytest.param((lambda x: x.logsumexp(-1, True), lambda x: x.logsumexp((-1, 1), True)), marks=pytest.mark.long),
+        pytest.param((lambda x: x.flip(1), lambda x: x.flip(1, 2)), marks=pytest.mark.long),
+        pytest.param((lambda x: x.round(), lambda x: x.round(decimals=1)), marks=pytest.mark.long),
+        pytest.param((lambda x: x * 0.0, lambda x: x * -0.0), marks=pytest.mark.long),
+    ],
+    ids=["gelu", "clamp", "attention", "logsumexp", "flip", "round", "zero"],
+)
+def test_blocks_that_differ_in_an_optional_argument_are_not_one(chosen_on_the_cpu, functions, is_swapped):
+    functions = functions[::-1] if is_swapped else functions
+    model = Running(one_by_one, *[Applying(functions[i % 2]) for i in range(4)])
+    assert_once_changes_nothing(model, sample(), quarantine=True)
+
+
+class Adding(Block):
+    """Adds to its argument, and returns it."""
+
+    def forward(self, x):
+        x += self.down(F.gelu(self.up(self.norm(x))))
+        return x
+
+
+def add_what_came_before(blocks, x):
+    x = x * 1
+    for block in blocks:
+        x = block(x) + x
+    return x
+
+
+def test_blocks_that_write_to_an_argument_are_compiled_one_by_one(chosen_on_the_cpu, backend):
+    model, x = Running(add_what_came_before, *[Adding() for _ in range(4)]), sample()
+    with torch.no_grad():
+        want = model(x)
+        torch.testing.assert_close(torch.compile(watch(copy.deepcopy(model)), backend=backend)(x)[0], want)
+        call = torch.compile(watch(copy.deepcopy(model), compile_once=True), backend=backend)
+        with pytest.warns(CompileOnceWarning, match="compiling the blocks of Running once raised an error"):
+            torch.testing.assert_close(call(x)[0], want)
+
+
+class Calling(Block):
+    """Has a call of its own, as transformers' layers had that can be checkpointed."""
+
+    def __call__(self, *args):
+        return super().__call__(*args)
+
+
+@pytest.mark.parametrize("level", ["modules", "blocks"])
+def test_blocks_with_a_call_of_their_own(level):
+    model = Stack(*[Calling() for _ in range(4)])
+    assert regions_of(model, sample().requires_grad_(), level=level, compile_once=True) == (4, 1)
+
+
+@pytest.mark.parametrize("which", [{"level": "outputs"}, {"include": "head"}, {"include": ["blocks.*.second", "head"]}])
+def test_a_fault_created_in_backward_where_blocks_are_no_locations(which):
+    model, x = Stack(*[Root() for _ in range(4)]), sample()
+    with torch.no_grad():
+        model.blocks[1].second.weight.zero_()
+        model.blocks[1].second.bias.zero_()
+    guarded = watch(model, quarantine=True, compile_once=True, **which)
+    torch.compile(guarded, backend="aot_eager", fullgraph=True)(x)[0].square().mean().backward()
+    assert err.is_err(guarded.backward_flags).all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

@@ -141,6 +141,26 @@ class TestOddShapes:
         _, f = run_light(watch(model))(torch.randn(3, 4), torch.zeros(3, 0, 4))
         assert err.all_ok(f)
 
+    @pytest.mark.parametrize("quarantine", [False, True])
+    @pytest.mark.parametrize(
+        ("cut", "inner"),
+        [
+            (lambda x: x[:, :0], nn.Linear(4, 4)),
+            (lambda x: x[..., :0], nn.PReLU()),
+            (lambda x: x[:0], nn.Linear(4, 4)),
+        ],
+        ids=["no tokens", "no width", "no samples"],
+    )
+    def test_a_module_that_is_given_nothing(self, run_light, cut, inner, quarantine):
+        model = Made(lambda self, x: (self.layer(x), self.inner(cut(x))), layer=nn.Linear(4, 4))
+        model.inner = inner
+        x = torch.randn(3, 2, 4)
+        x[1, 0, 0] = NAN
+        (out, nothing), f = run_light(watch(model, quarantine=quarantine))(x)
+        assert err.is_err(f).tolist() == [False, True, False]
+        (out[[0, 2]].sum() + nothing.sum()).backward()
+        assert not quarantine or model.layer.weight.grad.isfinite().all()
+
     def test_an_empty_batch_and_a_table(self):
         model = Made(lambda self, x: self.layer(x) + self.table(torch.arange(4)).sum(), layer=nn.Linear(4, 4))
         model.table = nn.Embedding(4, 4)

@@ -152,10 +152,11 @@ def call_hooks_while_tracing() -> bool:
 def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Replaces `UserFunctionVariable.call_function`."""
     is_call = getattr(self, "fn", None) is nn.Module._wrapped_call_impl  # `nn.Module.__call__`, unless it was patched
-    hooks = _hooks_of(tx, args[0]) if is_call and args and IDENTITY in attributes_of(args[0]) else None
+    called_with = arguments_of(self, args) if is_call else []
+    hooks = _hooks_of(tx, called_with[0]) if called_with and IDENTITY in attributes_of(called_with[0]) else None
     if hooks is None:
         return original(self, tx, args, kwargs)
-    module, *given = map(realized, args)
+    module, *given = map(realized, called_with)
     try:
         checks = hooks.in_dynamo(HookCall(tx, module))
         given, named = checks.before(given, {name: realized(value) for name, value in kwargs.items()})
@@ -167,6 +168,14 @@ def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, 
         _read(tx, module, name)
     output = _read(tx, module, "forward").call_function(tx, given, named)
     return checks.after(given, realized(output))
+
+
+def arguments_of(function: Any, args: Sequence[Any]) -> list[Any]:
+    """The arguments of a call, with the object of a method first: `block.forward(x)` is `forward(block, x)`.
+
+    Degraded where torch has no `self_args`: a method has no object, and what is done for modules is left undone.
+    """
+    return [*getattr(function, "self_args", list)(), *args]
 
 
 def attributes_of(variable: Any) -> dict[str, Any]:

@@ -173,24 +173,29 @@ def _side_by_side(tensors: Sequence[Any]) -> Sequence[Any]:
     """Flat tensors of a graph that is being lowered as one tensor, if each is all of a buffer that a kernel writes.
 
     Inductor does the same for `cat`, but copies what is a view. Here the buffer that is viewed becomes a part of the
-    memory of all.
+    memory of all. One that is given twice is copied.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
+    def viewed(z: Any) -> Any:
+        while isinstance(z, (ir.MutableBox, ir.BaseView)):
+            z = z.data
+        return z
+
     buffers = []
     for z in tensors:
         z.realize()
-        buffer: Any = z
-        while isinstance(buffer, (ir.MutableBox, ir.BaseView)):
-            buffer = buffer.data
+        buffer = viewed(z)
+        if any(buffer is other for other in buffers):
+            buffer = viewed(ir.ExternKernel.copy_input(z))
         if not isinstance(buffer, ir.ComputedBuffer) or type(buffer.layout) not in (ir.FixedLayout, ir.FlexibleLayout):
             return tensors
         is_whole = math.prod(z.get_size()) == math.prod(buffer.get_size()) and buffer.layout.is_contiguous()
         if not is_whole or (z.get_dtype(), z.get_device()) != (tensors[0].get_dtype(), tensors[0].get_device()):
             return tensors
         buffers.append(buffer)
-    if len({id(one) for one in buffers}) < max(len(buffers), 2):
+    if len(buffers) < 2:
         return tensors
     placed: dict[str, Any] = {"device": tensors[0].get_device(), "dtype": tensors[0].get_dtype()}
     starts: list[Any] = [0, *itertools.accumulate(math.prod(one.get_size()) for one in buffers)]

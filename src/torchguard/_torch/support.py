@@ -129,6 +129,7 @@ _ONLY_HELPS = {
         "torch._dynamo.eval_frame.skip_code": "a function is compiled for each class of watched models",
         "torch._dynamo.output_graph.OutputGraph._call_user_compiler": _NO_REGIONS,
         _STAGE_2: _NO_REGIONS,
+        "torch._dynamo.variables.higher_order_ops.are_same_graph_modules": _NO_REGIONS,
         "torch._higher_order_ops.invoke_subgraph.get_invoke_subgraph_cache": "compile_once compiles more slowly",
         **{f"torch._dynamo.variables.{name}": _SLOW_HOOKS for name in _VARIABLES},
         "torch._inductor.lowering.register_lowering": _COPIES,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchguard._channel.detect import floats_of
 from torchguard._operators import define_opaque
 from torchguard._torch.inductor import compile_in_place
-from torchguard._torch.tracing import can_read, is_traced
+from torchguard._torch.tracing import can_read, is_surely, is_traced
 from torchguard._watch.batch import Batch, row_code
 from torchguard._watch.detect import PROBE_INF, PROBE_NAN, all_finite, is_finite, is_nan, row_status
 from torchguard._watch.gradient_probes import ProbeTable, new_table
@@ -44,6 +44,8 @@ def masked_gradient(
     """
     if table is not None and table.cell.is_running:
         return grad, None  # a fault in it is found where the model uses it
+    if is_surely(grad.numel() == 0):
+        return grad, None
     if grad.dtype == torch.float16:
         return _masked_float16(grad, batch, rows, None if table is None else table.cell.origins)
     if is_traced(grad) and batch.is_sample_major(grad.shape, rows) and not _needs_traced_mask(grad):

@@ -120,10 +120,13 @@ def call_probes(probes: Tensor, size: int) -> CallProbes:
 
 
 def probes_at(location: int, probes: Any, region: range | None) -> tuple[Any, int]:
-    """The probes that include that of a location, and its index in them. In a region, other locations have none."""
+    """The probes that include that of a location, and its index in them.
+
+    A region has probes of its own locations alone. A fault that belongs to another location is recorded at its first.
+    """
     if region is None:
         return probes, location
-    return (probes, location - region.start) if region.start <= location < region.stop else (None, 0)
+    return probes, location - region.start if region.start <= location < region.stop else 0
 
 
 def set_origins(probes: Tensor | None, origins: Tensor) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from torchguard._operators import define
 from torchguard._pytrees import OBJECTS, tensors_in
 from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, keep_writes_after_calls, run
-from torchguard._torch.tracing import constant_in_graphs
+from torchguard._torch.tracing import constant_in_graphs, is_surely
 from torchguard._watch.arguments import set_arguments, tensors_by_sample
 from torchguard._watch.batch import FOR_ALL, MIXED, UNBATCHED, Batch, size_free
 from torchguard._watch.detect import empty_status
@@ -100,7 +100,8 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
     finder = _Finder(traced.has_symbols(), traced.enables_gradients())
     try:
         run(traced.graph, traced.attribute, finder)
-        problem = finder.mode.problem if finder.has_arguments else "the graph breaks inside the model"
+        broken = "the graph breaks inside the model, or a model inside it is watched, too"
+        problem = finder.mode.problem if finder.has_arguments else broken
         if is_lost:
             problem = "a module is called under a transform of torch.func"
         finder.failed = finder.mode.is_lost or is_lost
@@ -268,6 +269,8 @@ class _Finder:
         with self.mode.paused():
             status = empty_status(z)
         owners = self.mode.owners_of(z)
+        if is_surely(z.numel() == 0):
+            return status
         if owners is not None and z.ndim == 1:
             self.mode.set_owners(status, owners.apply(lambda one: one.unsqueeze(-1)).expand(status.shape))
         elif owners is not None:

@@ -78,9 +78,12 @@ class Region:
             return None
         if not (watch.asks_for_regions or self._is_worthwhile(call, values)):
             return None
-        if not call.is_none(call.attribute(record, "probes")) and self._has_float16(call, values):
-            warn_of_float16(watch)
-            return None
+        if not call.is_none(call.attribute(record, "probes")):
+            if self.number is None:  # no location in it: its faults in backward belong to one outside
+                return None
+            if self._has_float16(call, values):
+                warn_of_float16(watch)
+                return None
         return _call_region if protect_regions() else None
 
     def _is_worthwhile(self, call: HookCall, values: Sequence[Any]) -> bool:
