@@ -1,4 +1,4 @@
-"""Models from elsewhere: transformers' Llama, ViT, GPT-2, BERT and T5 with random weights; and the GPT of `models`.
+"""Models from elsewhere: transformers' Llamas, ViT, GPT-2, BERT and T5 with random weights; and the GPT of `models`.
 
 Each has the sizes of its benchmark on a GPU, and tiny ones for the CPU.
 """
@@ -47,6 +47,13 @@ def llama(is_large: bool) -> Family:
     ids, few = _ids(words, 4, length), _ids(words, 4, 4)
     work = f"Llama, {layers} layers of {width}, 4x{length}; decoding 4x4"
     return Family(new_llama(width, layers, words, is_large), ids, work, few)
+
+
+def large_llama(is_large: bool) -> Family:
+    """With blocks that `watch` compiles once by itself."""
+    width, layers, length, words = (4096, 4, 1024, 32_000) if is_large else (64, 4, 16, 100)
+    work = f"Llama, {layers} layers of {width}, 4x{length}"
+    return Family(new_llama(width, layers, words, is_large), _ids(words, 4, length), work)
 
 
 def vit(is_large: bool) -> Family:
@@ -126,6 +133,7 @@ def _ids(words: int, batch: int, length: int) -> Inputs:
 
 FAMILIES: dict[str, Callable[[bool], Family]] = {
     "Llama": llama,
+    "large Llama": large_llama,
     "ViT": vit,
     "GPT-2": gpt2,
     "BERT": bert,

@@ -1,14 +1,17 @@
 """What only a GPU can show of a watched model: nothing waits for it, and no device assert ends the run."""
 
+import copy
+
 import pytest
 import torch
 from tests.compare import take_gradients
+from tests.models import gpt2
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.nn.attention.flex_attention import flex_attention
 
 from torchguard import err, flags
-from torchguard._watch import watch
+from torchguard._watch import regions, watch
 from torchguard._watch.batch import Batch
 from torchguard._watch.detect import is_finite, scan
 from torchguard._watch.gradient_mask import masked_gradient
@@ -155,6 +158,29 @@ def test_blocks_that_are_compiled_once(mode):
         for name, got in take_gradients(model).items():
             torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
         assert err.is_ok(guarded.backward_flags).all()
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_blocks_that_watch_chooses_are_compiled_once(monkeypatch, quarantine):
+    monkeypatch.setattr(regions, "_MANY_WEIGHTS", 0)
+    monkeypatch.setattr(regions, "_MANY_PRODUCTS", 0)
+    model = gpt2(n_layer=4, tie_word_embeddings=False).cuda().eval()
+    ids = torch.randint(1, 50, (4, 6), device="cuda")
+    ids[1, 2] = 0
+    with torch.no_grad():
+        model.transformer.wte.weight[0] = NAN
+    found, code = [], []
+    for once in (False, None):
+        torch._dynamo.reset()
+        guarded = watch(copy.deepcopy(model), quarantine=quarantine, compile_once=once)
+        with torch.no_grad():
+            (out, f), sources = run_and_get_code(torch.compile(guarded, fullgraph=True), ids)
+        code.append("\n".join(sources))
+        found.append((out.logits, flags.repr(f), [str(one) for one in guarded.report()]))
+    assert ["subgraph" in source for source in code] == [False, True]
+    torch.testing.assert_close(found[0][0], found[1][0], equal_nan=True)
+    assert found[0][1:] == found[1][1:]
+    assert len(found[0][2]) == 1
 
 
 class Root(nn.Module):
