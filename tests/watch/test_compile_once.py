@@ -918,10 +918,12 @@ def half_of_them_in_autocast(first):
 
 def half_of_them_without_gradients(first):
     def run(blocks, x):
+        between = []
         for i, block in enumerate(blocks):
             with torch.set_grad_enabled((i < 2) != first):
                 x = block(x)
-        return one_by_one(blocks, x) if first else x + one_by_one(blocks, x)
+            between.append(x)
+        return one_by_one(blocks, x) if first else between[1] + one_by_one(blocks, x)
 
     return run
 
@@ -931,6 +933,18 @@ def half_of_them_without_gradients(first):
 @pytest.mark.parametrize("quarantine", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_blocks_under_other_states_of_torch_are_not_one(chosen_on_the_cpu, half, first, quarantine):
     model = Running(half(first), *[Block() for _ in range(4)])
+    assert_once_changes_nothing(model, sample(bad=[2]), quarantine=quarantine)
+
+
+def use_no_gradients_of_the_first_time(blocks, x):
+    return one_by_one(blocks, one_by_one(blocks, x).detach())
+
+
+# torch 2.11 and 2.12 raise an error for such regions, which are given up.
+@pytest.mark.filterwarnings("default::torchguard.exceptions.CompileOnceWarning")
+@pytest.mark.parametrize("quarantine", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_blocks_whose_gradients_are_not_used(chosen_on_the_cpu, quarantine):
+    model = Running(use_no_gradients_of_the_first_time, *[Block() for _ in range(4)])
     assert_once_changes_nothing(model, sample(bad=[2]), quarantine=quarantine)
 
 
@@ -1006,10 +1020,24 @@ class Calling(Block):
         return super().__call__(*args)
 
 
+def call_bound_methods(blocks, x):
+    for call in [block.__call__ for block in blocks]:
+        x = call(x)
+    return x
+
+
 @pytest.mark.parametrize("level", ["modules", "blocks"])
-def test_blocks_with_a_call_of_their_own(level):
-    model = Stack(*[Calling() for _ in range(4)])
-    assert regions_of(model, sample().requires_grad_(), level=level, compile_once=True) == (4, 1)
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Stack(),
+        lambda: Stack(*[Calling() for _ in range(4)]),
+        lambda: Running(call_bound_methods, *[Block() for _ in range(4)]),
+    ],
+    ids=["usual", "call of its own", "bound methods"],
+)
+def test_blocks_are_found_however_they_are_called(model, level):
+    assert regions_of(model(), sample().requires_grad_(), level=level, compile_once=True) == (4, 1)
 
 
 @pytest.mark.parametrize("which", [{"level": "outputs"}, {"include": "head"}, {"include": ["blocks.*.second", "head"]}])

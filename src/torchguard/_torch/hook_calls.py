@@ -133,25 +133,25 @@ class HookCall:
 def call_hooks_while_tracing() -> bool:
     """Have Dynamo call torchguard's hooks instead of tracing them.
 
-    Patches `UserFunctionVariable.call_function`. Degraded where torch lacks it, or one of the names that are used:
-    hooks are traced.
+    Patches `BaseUserFunctionVariable.call_function`, which calls functions and methods. Degraded where torch lacks it,
+    or one of the names that are used: hooks are traced.
 
     Returns:
         Whether torch has all of them.
     """
     from torch._dynamo import variables  # here, because loading it takes seconds
+    from torch._dynamo.variables import functions
 
     needed = ("ConstantVariable", "TensorVariable", "TupleVariable", "UnspecializedNNModuleVariable", "VariableTracker")
     if not all(hasattr(variables, name) for name in needed):
         return False
-    return patch_function(
-        getattr(variables, "UserFunctionVariable", None), "call_function", globals(), "_call_function"
-    )
+    function = getattr(functions, "BaseUserFunctionVariable", None)
+    return patch_function(function, "call_function", globals(), "_call_function")
 
 
 def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Replaces `UserFunctionVariable.call_function`."""
-    is_call = getattr(self, "fn", None) is nn.Module._wrapped_call_impl  # `nn.Module.__call__`, unless it was patched
+    """Replaces `BaseUserFunctionVariable.call_function`."""
+    is_call = function_of(self) is nn.Module._wrapped_call_impl  # `nn.Module.__call__`, unless it was patched
     called_with = arguments_of(self, args) if is_call else []
     hooks = _hooks_of(tx, called_with[0]) if called_with and IDENTITY in attributes_of(called_with[0]) else None
     if hooks is None:
@@ -168,6 +168,11 @@ def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, 
         _read(tx, module, name)
     output = _read(tx, module, "forward").call_function(tx, given, named)
     return checks.after(given, realized(output))
+
+
+def function_of(variable: Any) -> Any:
+    """The Python function that a call runs; None for functions that are made while tracing."""
+    return getattr(getattr(variable, "im_func", variable), "fn", None)  # `im_func`: of a method, since torch 2.15
 
 
 def arguments_of(function: Any, args: Sequence[Any]) -> list[Any]:

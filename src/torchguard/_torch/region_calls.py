@@ -27,7 +27,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from torchguard._torch.hook_calls import CannotCall, HookCall, arguments_of, attributes_of, realized
+from torchguard._torch.hook_calls import CannotCall, HookCall, arguments_of, attributes_of, function_of, realized
 from torchguard._torch.process import patch_function
 from torchguard._torch.tracing import autocast_dtypes
 
@@ -41,15 +41,15 @@ _CONTROL_FLOW = ("RestartAnalysis", "SkipFrame", "ObservedException", "StepUnsup
 def trace_regions() -> bool:
     """Have Dynamo ask the region of a block what to trace.
 
-    Patches `InstructionTranslator.run`, `UserFunctionVariable.call_function` and `are_same_graph_modules`. Degraded
+    Patches `InstructionTranslator.run`, `BaseUserFunctionVariable.call_function` and `are_same_graph_modules`. Degraded
     where torch lacks one of them, or the class of calls of regions: False, and there are no regions.
     """
-    from torch._dynamo import symbolic_convert, variables  # here, because loading it takes seconds
-    from torch._dynamo.variables import higher_order_ops
+    from torch._dynamo import symbolic_convert  # here, because loading it takes seconds
+    from torch._dynamo.variables import functions, higher_order_ops
 
     translator, function = (
         getattr(owner, name, None)
-        for owner, name in ((symbolic_convert, "InstructionTranslator"), (variables, "UserFunctionVariable"))
+        for owner, name in ((symbolic_convert, "InstructionTranslator"), (functions, "BaseUserFunctionVariable"))
     )
     return (
         hasattr(_calls_of_regions(), "supports_input_mutation")
@@ -77,10 +77,10 @@ def _run(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _call_function(original: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Replaces `UserFunctionVariable.call_function`."""
+    """Replaces `BaseUserFunctionVariable.call_function`."""
     called_with = arguments_of(self, args)
     region = attributes_of(called_with[0]).get(REGION) if called_with else None
-    if region is None or getattr(self, "fn", None) is not type(called_with[0].value).forward:
+    if region is None or function_of(self) is not type(called_with[0].value).forward:
         return original(self, tx, args, kwargs)
     block, *given = map(realized, called_with)
     named = {name: realized(value) for name, value in kwargs.items()}

@@ -98,7 +98,7 @@ _SLOW_HOOKS = "a watched model compiles more slowly"
 _OVERRUNS = "checks of transposed tensors, compiled for the CPU, may write behind their results"
 _COPIES = "gradients are copied before they are masked"
 _VARIABLES = (
-    "UserFunctionVariable.call_function",
+    "functions.BaseUserFunctionVariable.call_function",
     "UnspecializedNNModuleVariable",
     "ConstantVariable",
     "TensorVariable",
