@@ -15,7 +15,7 @@ indices; and before decompositions of matrices, which raise errors.
 The operator `mark_call` marks where the arguments, statuses and outputs of the call are. It is erased from the graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from torch import Tensor, fx
 
 from torchguard._operators import define
 from torchguard._pytrees import OBJECTS, tensors_in
-from torchguard._torch.dynamo_graph import RUN, CannotRunError, TracedGraph, keep_writes_after_calls, run
+from torchguard._torch.dynamo_graph import TracedGraph, keep_writes_after_calls
+from torchguard._torch.graph_run import RUN, run
+from torchguard._torch.symbols import CannotRunError, Numbers, Symbols, hints
 from torchguard._torch.tracing import constant_in_graphs, is_surely
 from torchguard._watch.arguments import set_arguments, tensors_by_sample
 from torchguard._watch.batch import FOR_ALL, MIXED, UNBATCHED, Batch, size_free
@@ -97,23 +99,18 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
     traced = TracedGraph()
     if not keep_writes_after_calls():
         _refuse_branches(traced.graph)
-    finder = _Finder(traced.has_symbols(), traced.enables_gradients())
+    marks = [node for node in traced.graph.nodes if _is_call_of(node, "mark_call")]
+    finder = _Finder(traced.symbols(), traced.enables_gradients())
     try:
-        run(traced.graph, traced.attribute, finder)
-        broken = "the graph breaks inside the model, or a model inside it is watched, too"
-        problem = finder.mode.problem if finder.has_arguments else broken
-        if is_lost:
-            problem = "a module is called under a transform of torch.func"
-        finder.failed = finder.mode.is_lost or is_lost
+        in_transform = "a module is called under a transform of torch.func"
+        problem = finder.follow(traced, marks, in_transform if is_lost else None)
     except CannotRunError as error:
         problem, finder.failed = str(error), True
     except Exception as error:  # whatever an operation raises that fake tensors do not support
         problem, finder.failed = f"{type(error).__name__}: {error}".split("\n")[0], True
-    is_known = finder.has_arguments and not finder.failed
-    marks = [node for node in traced.graph.nodes if _is_call_of(node, "mark_call")]
+    is_known = not finder.failed
     counts = {node.args[1]: len(node.args[0]) for node in marks}
-    if finder.has_symbols:
-        finder.drop_sizes()
+    finder.drop_sizes()
     only_checks = finder.can_only_check(traced)
     for role, nodes in [(node.args[1], node.args[0]) for node in marks]:
         if role == "statuses" and is_known and torch.is_grad_enabled():
@@ -127,7 +124,7 @@ def codes_in_graph(model: str, warns: bool, is_lost: bool) -> tuple[int, ...]:
         warn_of_mixing(model, problem)
     finder.correct(only_checks)
     if warns and torch.is_grad_enabled():
-        finder.uses.protect(not is_known, finder.has_symbols)
+        finder.uses.protect(not is_known, finder.has_sizes)
     needs_hooks = not is_known or finder.uses.has_opaque
     bits = (0 if only_checks else 1) | (2 if needs_hooks else 0)
     return (bits, *finder.codes["statuses"], *finder.codes["outputs"])
@@ -146,20 +143,52 @@ def _refuse_branches(graph: fx.Graph) -> None:
 class _Finder:
     """Follows owners while a graph runs on fake tensors, and collects row codes.
 
+    A graph with symbols is run for other numbers as well. What is not the same there belongs to all samples.
+
     Args:
-        has_symbols: whether sizes of the graph vary.
+        symbols: the numbers of the graph that vary.
         has_gradients: whether gradients may be enabled in a part of it, so that uses of parameters are followed, too.
     """
 
-    def __init__(self, has_symbols: bool, has_gradients: bool) -> None:
-        self.mode, self.has_symbols, self._has_gradients = OwnerMode(), has_symbols, has_gradients
+    def __init__(self, symbols: Symbols, has_gradients: bool) -> None:
+        self.has_sizes, self._symbols, self._has_gradients = symbols.have_sizes, symbols, has_gradients
         self.codes: dict[str, list[int]] = {}
         self.has_arguments = self.failed = False
+        self.mode = OwnerMode()
+        self._modes: list[OwnerMode] = []
         self._size = 1
-        self.uses = GraphUses(self._code, self.mode.may_have_neg_inf)
-        self._by_size: dict[fx.Node, int] = {}
+        self.uses = GraphUses(self._code, lambda z: self.mode.may_have_neg_inf(z))
+        self._by_size: dict[fx.Node, int | None] = {}
         self._found: dict[fx.Node, int] = {}
         self._neg_inf: dict[fx.Node, int] = {}
+
+    def follow(self, traced: TracedGraph, marks: Sequence[fx.Node], problem: str | None) -> str | None:
+        """Run the graph. Returns why some rows belong to all samples, as far as that is known.
+
+        Args:
+            problem: why none can be followed, if that is known already.
+
+        Raises:
+            CannotRunError: the graph cannot be followed.
+        """
+        for number in self._numbers(marks):
+            self.mode, self.has_arguments = OwnerMode(), False
+            self._modes.append(self.mode)
+            self.uses.begin()
+            run(traced.graph, traced.attribute, self, number)
+            if not self.has_arguments:
+                problem = "the graph breaks inside the model, or a model inside it is watched, too"
+            if problem is not None or self.mode.is_lost:
+                raise CannotRunError(problem or self.mode.problem)
+        here, *elsewhere = [mode.problem for mode in self._modes]
+        there = next((one for one in elsewhere if one is not None), "rows lie elsewhere")
+        return here or (f"{there}, for other sizes or numbers than those of this call" if self._symbols else None)
+
+    def _numbers(self, marks: Sequence[fx.Node]) -> Iterator[Numbers]:
+        yield hints
+        if self._symbols:
+            sizes = [node.args[2] for node in marks if node.args[1] == "arguments"]
+            yield from self._symbols.others([one.meta["example_value"] for one in sizes if isinstance(one, fx.Node)])
 
     def __call__(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_call_of(node, "mark_call"):
@@ -171,7 +200,8 @@ class _Finder:
             code = self._code(z)
             self._found[node] = code if self._found.get(node, code) == code else MIXED
             if along is not None:
-                self._by_size[node] = Batch(size, tuple(lengths), along, z.device).code_by_size(z.shape)
+                by_size = Batch(size, tuple(lengths), along, z.device).code_by_size(z.shape)
+                self._by_size[node] = by_size if self._by_size.get(node, by_size) == by_size else None
             self._note_neg_inf(node, "replace_nonfinite", z)
             new = self._replaced(z)
             self.uses.checked(node, z, new)
@@ -183,7 +213,7 @@ class _Finder:
 
     def steps(self, node: fx.Node) -> Any:
         """Attention is one function of torch, in which weights and samples meet several times."""
-        is_attention = self.has_arguments and not self.has_symbols and node.target is F.multi_head_attention_forward
+        is_attention = self.has_arguments and not self.has_sizes and node.target is F.multi_head_attention_forward
         return steps_of(node.target) if is_attention else None
 
     def ran(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -218,9 +248,10 @@ class _Finder:
         return (
             self.has_arguments
             and not self.failed
-            and self.mode.problem is None
             and MIXED not in codes
-            and not (self.mode.uses_picked or self.mode.needs_finite or self.mode.changes_older)
+            and not any(
+                mode.problem or mode.uses_picked or mode.needs_finite or mode.changes_older for mode in self._modes
+            )
             and {node.graph for node in self._found} <= {*traced.with_regions()}
             and not traced.enables_gradients()
             and not traced.stores_tensors("torchguard")
@@ -238,6 +269,8 @@ class _Finder:
 
     def drop_sizes(self) -> None:
         """Give up row codes that hold for the sizes of this trace alone."""
+        if not self.has_sizes:
+            return
         self.codes = {role: [*map(size_free, codes)] for role, codes in self.codes.items()}
         self._found = {node: size_free(code) for node, code in self._found.items()}
 
@@ -258,7 +291,9 @@ class _Finder:
             if self.has_arguments and tensors[0].shape[dim] == self._size:
                 self.mode.set_samples(tensors[0], dim)
         else:
-            self.codes[role] = [self._code(z) for z in tensors]
+            codes = [self._code(z) for z in tensors]
+            before = self.codes.get(role, codes)
+            self.codes[role] = [one if one == other else MIXED for one, other in zip(codes, before, strict=True)]
 
     def _code(self, z: Tensor) -> int:
         with self.mode.paused():

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from torchguard._operators import define
-from torchguard._torch.dynamo_graph import CannotRunError, is_operation
+from torchguard._torch.graph_run import is_operation
+from torchguard._torch.symbols import CannotRunError
 from torchguard._torch.tensors import flatten, mutation_count, storage_of
 from torchguard._torch.tracing import is_shape_only, is_wrapped
 from torchguard._watch.batch import MIXED, UNBATCHED, Batch, size_free
@@ -52,14 +53,18 @@ class GraphUses:
 
     def __init__(self, code_of: Callable[[Tensor], int], may_have_neg_inf: Callable[[Tensor], bool]) -> None:
         self._code_of, self._may_have_neg_inf = code_of, may_have_neg_inf
-        self._checks: dict[fx.Graph, fx.Node] = {}  # the last one in each graph
-        self._clean: dict[int, tuple[Tensor, int]] = {}
-        self._unmet: dict[int, tuple[Tensor, fx.Node]] = {}
+        self.begin()
         self._found: dict[fx.Node, _Found] = {}
         self._needed: dict[fx.Node, None] = {}
         self._neg_inf: set[fx.Node] = set()
         self.for_all: set[fx.Node] = set()  # checks of what an opaque use returned
         self.has_opaque = False
+
+    def begin(self) -> None:
+        """The graph is run from its first node."""
+        self._checks: dict[fx.Graph, fx.Node] = {}  # the last one in each graph
+        self._clean: dict[int, tuple[Tensor, int]] = {}
+        self._unmet: dict[int, tuple[Tensor, fx.Node]] = {}
 
     def checked(self, node: fx.Node, z: Tensor, new: Tensor) -> None:
         """A check makes a tensor finite, and masks its gradient."""

@@ -175,6 +175,8 @@ class OwnerMode(PathMode):
         if any(_key(one) in self._of_floats or self._is_float_of_samples(one) for one in given):
             if call.name in _READS:
                 self.lose(f"{op} hands a value of a sample to Python")
+            elif self._has_size_of_values(call):
+                self.lose(f"{op} returns a tensor whose size depends on values of a sample")
             self._of_floats |= {_key(one): weak_storage(one) for one in (*outputs, *written)}
             self.needs_finite = self.needs_finite or _rule_of(call) is owner_rules.batch_of_matrices
         before = [owners for one in given if (owners := self.owners_of(one)) is not None]
@@ -327,6 +329,14 @@ class OwnerMode(PathMode):
 
     def _is_float_of_samples(self, z: Tensor) -> bool:
         return (z.is_floating_point() or z.is_complex()) and _key(z) in self._storages
+
+    def _has_size_of_values(self, call: Call) -> bool:
+        """Whether values of samples decide the size of an output, which Python may read unnoticed."""
+        if not has_tag(call.op, torch.Tag.dynamic_output_shape):
+            return False
+        given = _tensors(call.arguments["indices"]) if call.name == "index" else call.tensors()
+        masks = [one for one in given if call.name != "index" or one.dtype in (torch.bool, torch.uint8)]
+        return any(_key(one) in self._of_floats or self._is_float_of_samples(one) for one in masks)
 
     def _passes_neg_inf(self, call: Call, given: list[Tensor]) -> bool:
         if -math.inf in [value for value in call.arguments.values() if isinstance(value, float)]:
