@@ -21,7 +21,7 @@ Numbers: TypeAlias = Callable[[Any], Any]
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SMALL = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
 _MEDIUM = (113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199, 211, 223, 227, 229)
-_LARGE = (1031, 521, 257)
+_LARGE = (67, 131, 257)
 
 
 class CannotRunError(Exception):
@@ -51,7 +51,7 @@ class Symbols:
         return bool(self._sizes)
 
     def others(self, batch: Sequence[Any]) -> Iterator[Numbers]:
-        """Numbers to try: twice another for each symbol, the second time many samples.
+        """Numbers to try: twice another for each symbol, the second time more samples.
 
         Raises:
             CannotRunError: the guards leave no other number that was tried.
