@@ -57,6 +57,11 @@ def written_through_numpy(self, z):
     return z + copy
 
 
+def pooled(self, z):
+    images = z[:, :, None, None].expand(-1, -1, 3, 3).contiguous(memory_format=torch.channels_last)
+    return torch.nn.functional.adaptive_avg_pool2d(images, 1).flatten(1) * 2
+
+
 MIXTURES = {
     "numpy": lambda self, z: z + torch.from_numpy(z.detach().numpy().mean(0)),
     "asarray": lambda self, z: z + torch.as_tensor(np.asarray(z.detach()).mean(0)),
@@ -69,6 +74,7 @@ MIXTURES = {
     "tensor of tensors": lambda self, z: z + tensor(numbers(z)),
     "DoubleTensor of tensors": lambda self, z: z + torch.DoubleTensor(numbers(z)),
     "rows sorted by Python": lambda self, z: z[sorted(range(len(z)), key=lambda i: z[i].sum())],
+    "rows that a view in place exchanges": lambda self, z: z + torch.nn.functional.pad((z[:, :4] * 2).t_(), (0, 1)),
     "the size of nonzero": lambda self, z: z * (z > 0).nonzero().size(0),
     "the size of argwhere": lambda self, z: z * torch.argwhere(z > 0).shape[0],
     "the size of where": lambda self, z: z * len(torch.where(z > 0)[0]),
@@ -93,6 +99,9 @@ CONSTANTS = {
     "torch.as_tensor of a tensor": lambda self, z: torch.as_tensor(z) * 2,
     "a mask of constants": lambda self, z: z + z[:, torch.arange(5) > 2].numel(),
     "rows in an order of their own": lambda self, z: z + z.gather(1, z.argsort(1)),
+    "views in place": lambda self, z: z + (z * 2).unsqueeze_(1).transpose_(1, 2).squeeze_(2),
+    "another view in place": lambda self, z: z + (z * 2).as_strided_((4, 5), (5, 1)) * 3,
+    "a pooling that makes a view in place": pooled,
     "a copy": lambda self, z: z + torch.asarray(z.detach(), copy=True),
 }
 

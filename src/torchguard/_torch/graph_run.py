@@ -5,6 +5,7 @@ to expect.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,10 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchguard._torch.dispatch import DispatchMode
-from torchguard._torch.symbols import CannotRunError, Numbers, is_item
+from torchguard._torch.symbols import CannotRunError, Numbers, hints, is_item
 from torchguard._torch.tracing import leave_transforms, transform_depth
 
 RUN = object()
+
+# The number of elements of a tensor from which on its values are not computed, for other numbers than the hints.
+_LARGE = 1 << 20
 
 
 class Intercept(Protocol):
@@ -46,8 +50,8 @@ _CALLS_GRAPH = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1,
 def run(graph: fx.Graph, attribute: Callable[[str], Any], intercept: Intercept, number: Numbers) -> None:
     """Run the nodes of a graph on fake tensors.
 
-    Tensors that the graph makes of constants are real. Gradients are off, and modes and transforms that the graph
-    enters are left again.
+    Tensors that the graph makes of constants are real, so that their values are known; large ones are not for other
+    numbers than the hints. Gradients are off, and modes and transforms that the graph enters are left again.
 
     Args:
         attribute: the modules and graphs that nodes refer to, by name.
@@ -55,12 +59,11 @@ def run(graph: fx.Graph, attribute: Callable[[str], Any], intercept: Intercept, 
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    one = _Run(attribute, intercept, number)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    one = _Run(attribute, intercept, number, FakeTensorMode(allow_non_fake_inputs=True))
     depth = transform_depth()
     with torch.no_grad():
         try:
-            one.run(graph, lambda node: one.input(node, mode))
+            one.run(graph, one.input)
         finally:
             one.leave_autocast()
             leave_transforms(depth)
@@ -69,8 +72,8 @@ def run(graph: fx.Graph, attribute: Callable[[str], Any], intercept: Intercept, 
 class _Run:
     """One run of a graph, and of those that it calls."""
 
-    def __init__(self, attribute: Callable[[str], Any], intercept: Intercept, number: Numbers) -> None:
-        self._attribute, self._intercept, self._number = attribute, intercept, number
+    def __init__(self, attribute: Callable[[str], Any], intercept: Intercept, number: Numbers, fake: Any) -> None:
+        self._attribute, self._intercept, self._number, self._fake = attribute, intercept, number, fake
         self._entered: list[Any] = []
 
     def run(self, graph: fx.Graph, given: Callable[[fx.Node], Any]) -> Any:
@@ -98,7 +101,7 @@ class _Run:
             values[node] = result
         return None
 
-    def input(self, node: fx.Node, mode: Any) -> Any:
+    def input(self, node: fx.Node) -> Any:
         """An input of the graph: a fake tensor without symbols, or a number."""
         value = node.meta.get("example_value")
         if not isinstance(value, Tensor):
@@ -106,7 +109,7 @@ class _Run:
         if type(value).__name__ != "FakeTensor":
             raise CannotRunError(f"{node.name} is a {type(value).__name__}")
         shape, stride = ([self._number(one) for one in sizes] for sizes in (value.shape, value.stride()))
-        with torch.inference_mode(False), mode:
+        with torch.inference_mode(False), self._fake:
             return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
     def leave_autocast(self) -> None:
@@ -120,8 +123,24 @@ class _Run:
                 with self._intercept.mode:
                     return _attention(*args)
             return self._call_graph(target.name(), args)
+        if self._is_large(node):
+            if not any(isinstance(one, Tensor) for one in pytree.arg_tree_leaves(*args, **kwargs)):
+                with self._fake:
+                    return self._call_node(node, args, kwargs)
+            args, kwargs = pytree.tree_map_only(Tensor, self._faked, (args, kwargs))
         with self._intercept.mode:
             return self._call_node(node, args, kwargs)
+
+    def _is_large(self, node: fx.Node) -> bool:
+        """Whether a node makes a large tensor, for other numbers than the hints."""
+        if self._number is hints:
+            return False
+        found = [one for one in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(one, Tensor)]
+        made = [one for one in found if not one.is_nested and not one._is_view()]
+        return any(math.prod(map(self._number, one.shape)) > _LARGE for one in made)
+
+    def _faked(self, z: Tensor) -> Tensor:
+        return self._fake.from_tensor(z) if type(z) is Tensor else z
 
     def _call_node(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target: Any = node.target

@@ -8,6 +8,7 @@ is by chance a multiple or a divisor of another, or of a constant of the program
 All of it is required and the same in torch 2.11 to 2.15.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -19,9 +20,7 @@ from torch import Tensor, fx
 Numbers: TypeAlias = Callable[[Any], Any]
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_SMALL = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
-_MEDIUM = (113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199, 211, 223, 227, 229)
-_LARGE = (67, 131, 257)
+_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
 class CannotRunError(Exception):
@@ -51,25 +50,22 @@ class Symbols:
         return bool(self._sizes)
 
     def others(self, batch: Sequence[Any]) -> Iterator[Numbers]:
-        """Numbers to try: twice another for each symbol, the second time more samples.
+        """Numbers to try: twice another for each symbol, the second time larger ones, about 67 samples for example.
 
         Raises:
-            CannotRunError: the guards leave no other number that was tried.
+            CannotRunError: no number was found that the guards allow.
 
         Args:
             batch: the number of samples, if it varies.
         """
         varies = [number for number in batch if isinstance(number, torch.SymInt)]
         of_batch = {symbol for number in varies for symbol in number.node.expr.free_symbols}
-        guards = self._guards()
-        yield self._numbers(dict.fromkeys(self._hints, _SMALL), guards)
-        yield self._numbers(
-            {
-                symbol: _LARGE if symbol in of_batch else _SMALL[4:] if symbol in self._sizes else _MEDIUM
-                for symbol in self._hints
-            },
-            guards,
-        )
+        kinds = {one: 0 if one in of_batch else 1 if one in self._sizes else 2 for one in self._hints}
+        before = self._hints
+        for about in ((5, 5, 23), (67, 37, 61)):
+            aims = {one: about[kinds[one]] for one in sorted(kinds, key=lambda one: kinds[one])}
+            before = self._choice(aims, before, of_batch)
+            yield functools.partial(_value, chosen=before)
 
     def _add(self, number: Any, is_size: bool) -> None:
         expression = number.node.expr
@@ -78,6 +74,34 @@ class Symbols:
         if expression.is_symbol and number.node.has_hint():
             self._hints[expression], self._environment = number.node.hint, number.node.shape_env
 
+    def _choice(self, aims: dict[Any, int], before: dict[Any, Any], of_batch: set[Any]) -> dict[Any, Any]:
+        """Numbers that differ from the hints and, where that is possible, from those before and from each other.
+
+        Args:
+            aims: about what each symbol should be, in the order in which they are chosen.
+        """
+        guards = self._guards()
+        follows = _solved(guards, of_batch)
+        chosen = dict(self._hints)
+        waiting = [symbol for symbol in aims if symbol not in follows]
+        while waiting:  # what cannot change beside the hints of others may, once they have changed
+            left = []
+            for symbol in waiting:
+                candidates = _candidates(self._hints[symbol], aims[symbol])
+                taken = {before[symbol], *chosen.values()}
+                fresh = [one for one in candidates if isinstance(one, float) or one not in taken]
+                tried = (_with(chosen, symbol, number, follows) for number in (*fresh, *candidates))
+                found = next((one for one in tried if self._allowed(one, guards)), None)
+                if found is None:
+                    left.append(symbol)
+                else:
+                    chosen = found
+            if len(left) == len(waiting):
+                hints = ", ".join(str(self._hints[one]) for one in left)
+                raise CannotRunError(f"no other sizes or numbers than {hints} were found that the graph allows")
+            waiting = left
+        return chosen
+
     def _guards(self) -> list[Any]:
         """What holds for the symbols."""
         environment = self._environment
@@ -85,32 +109,44 @@ class Symbols:
         found = [environment.replace(one.expr) for one in (*environment.guards, *asserted)]
         return [one for one in found if one.free_symbols]
 
-    def _numbers(self, first: dict[Any, Sequence[int]], guards: list[Any]) -> Numbers:
-        chosen: dict[Any, Any] = dict(self._hints)
-        for symbol, hint in self._hints.items():
-            taken = {*chosen.values()}
-            for number in _candidates(hint, first[symbol]):
-                if number not in taken and self._allowed(symbol, chosen | {symbol: number}, guards):
-                    chosen[symbol] = number
-                    break
-            else:
-                raise CannotRunError(f"no other number than {hint} was found that a size of the graph may have")
-        return lambda value: _value(value, chosen)
-
-    def _allowed(self, symbol: Any, chosen: dict[Any, Any], guards: list[Any]) -> bool:
-        bounds = self._environment.var_to_range.get(symbol)
-        if bounds is not None and not bounds.lower <= chosen[symbol] <= bounds.upper:
-            return False
-        of_symbol = [guard for guard in guards if symbol in guard.free_symbols]
-        return all(_with_numbers(guard, chosen) != False for guard in of_symbol)  # noqa: E712  (sympy's)
+    def _allowed(self, chosen: dict[Any, Any], guards: list[Any]) -> bool:
+        changed = {symbol for symbol, number in chosen.items() if number != self._hints.get(symbol)}
+        for symbol in changed:
+            bounds = self._environment.var_to_range.get(symbol)
+            if bounds is not None and not bounds.lower <= chosen[symbol] <= bounds.upper:
+                return False
+        of_changed = (guard for guard in guards if not changed.isdisjoint(guard.free_symbols))
+        return all(_with_numbers(guard, chosen) != False for guard in of_changed)  # noqa: E712  (sympy's)
 
 
-def _candidates(hint: int | float, first: Sequence[int]) -> list[int] | list[float]:
+def _solved(guards: Sequence[Any], of_batch: set[Any]) -> dict[Any, Any]:
+    """Symbols that a guard says to be equal to an expression of others."""
+    found: dict[Any, Any] = {}
+    for guard in guards:
+        sides = guard.args if type(guard).__name__ == "Equality" else ()
+        for one, other in itertools.permutations(sides, 2):
+            free = other.free_symbols
+            used = {*found}.union(*(expression.free_symbols for expression in found.values()))
+            if one.is_symbol and one not in used | of_batch and free and free.isdisjoint({one, *found}):
+                found[one] = other
+                break
+    return found
+
+
+def _with(chosen: dict[Any, Any], symbol: Any, number: Any, follows: dict[Any, Any]) -> dict[Any, Any]:
+    new = chosen | {symbol: number}
+    return new | {one: int(_with_numbers(expression, new)) for one, expression in follows.items()}
+
+
+def _candidates(hint: int | float, about: int) -> list[Any]:
     """Numbers to try, the best first: a multiple of the hint shows less than a prime, but more guards allow it."""
     if isinstance(hint, float):  # one below 1 may be a probability
-        return [hint * n / 16 for n in (11, 7, 13, 5)] if 0 < hint < 1 else [hint + n for n in first]
-    primes = [one for one in (*first, *_SMALL) if hint < 2 or one % hint]
-    return [*primes, *(hint * n for n in (3, 5, 7, 2)), *(hint + n for n in range(1, 65)), hint - 1, hint - 2]
+        parts = [hint * n / 16 for n in (11, 7, 13, 5)]
+        return [*parts, hint + 1] if 0 < hint < 1 else [*(hint + prime for prime in _PRIMES), *parts]
+    primes = sorted((one for one in _PRIMES if hint < 2 or one % hint), key=lambda one: (one < about, abs(one - about)))
+    others = [[hint * n for n in range(2, max(4, 68 // max(hint, 1)))], [hint + n for n in (*range(1, 65), -1, -2)]]
+    near = [number for part in others for number in sorted(part, key=lambda one: abs(one - about))]
+    return [number for number in (*primes, *near) if number != hint]
 
 
 def is_item(node: fx.Node) -> bool:

@@ -156,6 +156,9 @@ class OwnerMode(PathMode):
                 self.lose(f"{op} has a sparse or nested tensor")
             return
         if has_tag(op, torch.Tag.inplace_view):  # another view of the same storage
+            changes = self._changes.get(_key(outputs[0])) if outputs and call.name != "resize" else None
+            if changes is not None:  # what autograd counts as a change
+                changes.count += 1
             return
         written = [z for name in (*written_arguments(op), *_written_by_norm(call)) for z in _tensors(arguments[name])]
         if self._is_new is not None:
