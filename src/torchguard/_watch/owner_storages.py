@@ -118,6 +118,13 @@ def _code_along(dim: int, owner: Tensor, size: int) -> int | None:
     return None
 
 
+class Changes:
+    """How often a storage was changed: before it was met first, and by operations of the call since."""
+
+    def __init__(self, z: Tensor) -> None:
+        self.storage, self.first, self.count = weak_storage(z), mutation_count(z), 0
+
+
 class UsedTensors:
     """Which tensors of a call that is followed are finite, and which results of uses an operation met before a check.
 

@@ -36,7 +36,7 @@ from torchguard._torch.tensors import flatten, mutation_count, storage_of
 from torchguard._watch import owner_rules
 from torchguard._watch.call_path import PathMode
 from torchguard._watch.owner_rules import Rule
-from torchguard._watch.owner_storages import StorageOwners, UsedTensors, geometry_of
+from torchguard._watch.owner_storages import Changes, StorageOwners, UsedTensors, geometry_of
 from torchguard._watch.sample_intervals import Call, Owners, everything, nobody, union
 
 # Operations that hand a value to Python, which may then decide by it what the model does.
@@ -50,13 +50,6 @@ _KEEP_NEG_INF = {
 _NEW = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _RANDOM_OR_NEW = torch.Tag.nondeterministic_seeded
-
-
-class _Changes:
-    """How often a storage was changed: before it was met first, and by operations of the call since."""
-
-    def __init__(self, z: Tensor) -> None:
-        self.storage, self.first, self.count = weak_storage(z), mutation_count(z), 0
 
 
 class OwnerMode(PathMode):
@@ -83,7 +76,7 @@ class OwnerMode(PathMode):
         self.needs_finite = False  # whether an operation may refuse values that are not finite
         self.changes_older = False  # whether samples were written into a tensor that is older than `begin`
         self._made: set[int] = set()
-        self._changes: dict[int, _Changes] = {}
+        self._changes: dict[int, Changes] = {}
         self.problem: str | None = None
         self.is_lost = False
         self._storages: dict[int, StorageOwners] = {}
@@ -214,7 +207,7 @@ class OwnerMode(PathMode):
         """Take tensors for older than the call, such as the parameters of the model."""
         for z in tensors:
             if _has_storage(z):
-                self._changes.setdefault(_key(z), _Changes(z))
+                self._changes.setdefault(_key(z), Changes(z))
 
     def _ignore(self, result: Any) -> Any:
         if self._is_new is not None:
@@ -231,7 +224,7 @@ class OwnerMode(PathMode):
             changes = self._changes.get(_key(one))
             if changes is None or changes.storage.expired():
                 is_foreign = not is_fresh and _key(one) not in self._storages and self._is_unknown(one)
-                changes = self._changes[_key(one)] = _Changes(one)
+                changes = self._changes[_key(one)] = Changes(one)
             else:
                 is_foreign = mutation_count(one) - changes.first > changes.count
             if is_foreign or (is_fresh and not self._is_making and self._may_hold_samples(one)):
