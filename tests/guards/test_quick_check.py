@@ -211,7 +211,7 @@ CHANGES = {
     "submodule": sets("blocks.0.norm", nn.LayerNorm(4)),
     "submodule of another type": sets("blocks.0.norm", nn.Identity()),
     "ModuleList append": does(
-        lambda model: model.blocks.append(Block().eval()), lambda model, _: model.blocks._modules.pop("2")
+        lambda model: model.blocks.append(Block().eval()), lambda model, _: model.blocks._modules.popitem()
     ),
     "ModuleList delete": does(remove_last, lambda model, before: setattr(model.blocks, "_modules", before)),
     "ModuleDict order": does(moved_to_end, moved_back),
